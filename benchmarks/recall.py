@@ -20,6 +20,7 @@ from typing import Any
 
 from headway.config.load import load
 from headway.eval.long_tasks import pairs, table
+from headway.eval.options import LongQuestions
 from headway.prepare.build import build_store
 from headway.runtime.log import start_logging
 from headway.tokenizer.train import train_bpe
@@ -178,9 +179,7 @@ def main() -> None:
             tuple(sorted({0.5, 0.6, options.sparsity})),
             ("key_value",),
             (size.seq_len * 7 // 8,),
-            samples=options.samples,
-            rows=16,
-            chunk_tokens=2 * size.window,
+            questions=LongQuestions(samples=options.samples, rows=16, chunk_tokens=2 * size.window),
         )
         done = sparsify(sparse, plan)
     if isinstance(done, int):

@@ -17,7 +17,14 @@ from headway.train.planning import PlanTarget, plan_job
 PAGE = Path(__file__).with_name("cluster.md")
 GIB = 1 << 30
 GPU, WORLD = "h100", 8
-BASE = ("model.preset=llama-8b", "model.vocab_size=128256", "data.seq_len=8192", "batch.rows=64", "batch.micro_rows=2", "precision=bf16")
+BASE = (
+    "model.preset=llama-8b",
+    "model.vocab_size=128256",
+    "data.seq_len=8192",
+    "batch.rows=64",
+    "batch.micro_rows=2",
+    "precision=bf16",
+)
 RUNGS: tuple[tuple[str, str], ...] = (
     ("`batch.micro_rows: 1`", "batch.micro_rows=1"),
     ("`memory.recompute: selective`", "memory.recompute=selective"),
@@ -29,14 +36,21 @@ RUNGS: tuple[tuple[str, str], ...] = (
     ("`parallel.tensor: 2`", "parallel.tensor=2"),
     ("`parallel.context: 2`", "parallel.context=2"),
     ("`data.seq_len: 4096`", "data.seq_len=4096"),
-    ("LoRA of rank 16 (`adapter`)", "adapter={kind: lora, rank: 16, alpha: 32.0, targets: [q_proj, v_proj]}"),
+    (
+        "LoRA of rank 16 (`adapter`)",
+        "adapter={kind: lora, rank: 16, alpha: 32.0, targets: [q_proj, v_proj]}",
+    ),
     (
         "`parallel.strategy: fsdp`, `memory.recompute: true`, `batch.micro_rows: 1`",
         "parallel.strategy=fsdp memory.recompute=true batch.micro_rows=1",
     ),
 )
 SIZES = (1, 2, 4, 8, 16)
-NETWORKS = (("400 Gbit/s InfiniBand per GPU", 400.0), ("25 Gbit/s Ethernet per GPU", 25.0), ("10 Gbit/s Ethernet per node of 8", 1.25))
+NETWORKS = (
+    ("400 Gbit/s InfiniBand per GPU", 400.0),
+    ("25 Gbit/s Ethernet per GPU", 25.0),
+    ("10 Gbit/s Ethernet per node of 8", 1.25),
+)
 
 
 def planned(*overrides: str, world: int = WORLD, gbps: float | None = None) -> Plan:
@@ -64,9 +78,17 @@ def memory_table() -> str:
 
 def network_table() -> str:
     """Tokens per second and GPU by number of nodes and network."""
-    lines = ["| network | " + " | ".join(f"{8 * nodes} GPUs" for nodes in SIZES) + " |", "|---" * 6 + "|"]
+    lines = [
+        "| network | " + " | ".join(f"{8 * nodes} GPUs" for nodes in SIZES) + " |",
+        "|---" * 6 + "|",
+    ]
     for words, gbps in NETWORKS:
-        speeds = [planned("parallel.strategy=fsdp", f"batch.rows={64 * nodes}", world=8 * nodes, gbps=gbps).per_gpu for nodes in SIZES]
+        speeds = [
+            planned(
+                "parallel.strategy=fsdp", f"batch.rows={64 * nodes}", world=8 * nodes, gbps=gbps
+            ).per_gpu
+            for nodes in SIZES
+        ]
         lines.append(f"| {words} | " + " | ".join(f"{speed:,.0f}" for speed in speeds) + " |")
     return "\n".join(lines)
 

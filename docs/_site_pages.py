@@ -36,15 +36,24 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in FROM_ROOT.items()}
-    for page, text in {**made, "commands.md": commands_page(), "api-reference.md": api_page()}.items():
+    for page, text in {
+        **made,
+        "commands.md": commands_page(),
+        "api-reference.md": api_page(),
+    }.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they work in the repository -> links of the site."""
-    source = next((one for one, name in FROM_ROOT.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}")
-    joined = BETWEEN_CHINESE.sub("", markdown)  # a browser would show the end of such a line as a space
+    source = next(
+        (one for one, name in FROM_ROOT.items() if name == page.file.src_uri),
+        f"docs/{page.file.src_uri}",
+    )
+    joined = BETWEEN_CHINESE.sub(
+        "", markdown
+    )  # a browser would show the end of such a line as a space
     return LINK.sub(lambda link: _linked(link, source), joined)
 
 
@@ -68,9 +77,19 @@ def commands_page() -> str:
 
     from headway.cli import build_app
 
-    lines = ["# Commands", "", "Every verb, as `headway VERB --help` prints it. `headway list` shows what a recipe can name.", ""]
+    lines = [
+        "# Commands",
+        "",
+        "Every verb, as `headway VERB --help` prints it. `headway list` shows what a recipe can name.",
+        "",
+    ]
     for words, command in _verbs(typer.main.get_command(build_app()), ()):
-        lines += [f"## headway {' '.join(words)}", "", inspect.cleandoc(command.help or "").replace("\n", " "), ""]
+        lines += [
+            f"## headway {' '.join(words)}",
+            "",
+            inspect.cleandoc(command.help or "").replace("\n", " "),
+            "",
+        ]
         rows = [row for parameter in command.params if (row := _parameter(parameter))]
         lines += ["| option | meaning | default |", "|---|---|---|", *rows, ""] if rows else []
     return "\n".join(lines)
@@ -90,7 +109,11 @@ def _parameter(parameter: Any) -> str | None:
     if getattr(parameter, "hidden", False):
         return None
     is_option = parameter.param_type_name == "option"
-    name = ", ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else (parameter.metavar or parameter.name.upper())
+    name = (
+        ", ".join([*parameter.opts, *parameter.secondary_opts])
+        if is_option
+        else (parameter.metavar or parameter.name.upper())
+    )
     default = parameter.default
     if callable(default) or default in (None, False, (), [], ""):
         shown = "required" if parameter.required else ""
@@ -106,7 +129,12 @@ def api_page() -> str:
 
     names = [name for name in headway.__all__ if not name.startswith("_")]
     rank = {name: (_rank(getattr(headway, name)), name) for name in names}
-    lines = ["# Python names", "", "`import headway as hw` gives these names. [The Python API](api.md) shows how they are used.", ""]
+    lines = [
+        "# Python names",
+        "",
+        "`import headway as hw` gives these names. [The Python API](api.md) shows how they are used.",
+        "",
+    ]
     for name in sorted(names, key=rank.__getitem__):
         thing = getattr(headway, name)
         lines += [f"## hw.{name}", ""]
@@ -117,18 +145,34 @@ def api_page() -> str:
             found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if not member.startswith("_") and inspect.isfunction(found) and found.__doc__:
                 shown = "" if isinstance(value, property) else _signature(found)
-                lines += [f"### .{member}", "", *(["```python", f"{member}{shown}", "```", ""] if shown else []), _text(found), ""]
+                lines += [
+                    f"### .{member}",
+                    "",
+                    *(["```python", f"{member}{shown}", "```", ""] if shown else []),
+                    _text(found),
+                    "",
+                ]
     return "\n".join(lines)
 
 
 def _rank(thing: Any) -> int:
-    return 0 if inspect.isfunction(thing) else 2 if isinstance(thing, type) and issubclass(thing, BaseException) else 1
+    return (
+        0
+        if inspect.isfunction(thing)
+        else 2
+        if isinstance(thing, type) and issubclass(thing, BaseException)
+        else 1
+    )
 
 
 def _text(thing: Any) -> str:
     """A docstring; its example becomes a block of code."""
     text, _, example = inspect.cleandoc(thing.__doc__ or "").partition("\nExample:\n")
-    code = [line.strip().removeprefix(">>> ").removeprefix("... ") for line in example.splitlines() if line.strip()]
+    code = [
+        line.strip().removeprefix(">>> ").removeprefix("... ")
+        for line in example.splitlines()
+        if line.strip()
+    ]
     return text.strip() + ("\n\n```python\n" + "\n".join(code) + "\n```" if code else "")
 
 
@@ -141,13 +185,21 @@ def _signature(thing: Any) -> str:
     for name, one in found.parameters.items():
         if name in ("self", "cls"):
             continue
-        if one.kind is one.KEYWORD_ONLY and "*" not in parts and not any(part.startswith("*") for part in parts):
+        if (
+            one.kind is one.KEYWORD_ONLY
+            and "*" not in parts
+            and not any(part.startswith("*") for part in parts)
+        ):
             parts.append("*")
         stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
         kind = "" if one.annotation is one.empty else f": {_type(one.annotation)}"
         default = "" if one.default is one.empty else f" = {one.default!r}"
         parts.append(f"{stars}{name}{kind}{default}")
-    result = "" if found.return_annotation in (found.empty, None, "None") else f" -> {_type(found.return_annotation)}"
+    result = (
+        ""
+        if found.return_annotation in (found.empty, None, "None")
+        else f" -> {_type(found.return_annotation)}"
+    )
     whole = f"({', '.join(parts)}){result}"
     return whole if len(whole) < 80 else "(\n    " + ",\n    ".join(parts) + f",\n){result}"
 

@@ -1,34 +1,49 @@
-"""Errors that are not bugs in headway. Each message is one line with key, value, expectation and remedy."""
+"""Errors that are not bugs in headway.
+
+Each message is one line with key, value, expectation and remedy.
+"""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 CREDENTIALS = re.compile(r"(?<=:/)(/?)[^/@\s]+@")
-"""One slash too: a Path swallows the other."""
+"""USER:PASSWORD@ in a URL; one slash too: a Path swallows the other."""
 
 
 def hide_credentials(text: str) -> str:
-    """A message without user names and passwords in its URLs: endpoints and proxies in the environment may contain them."""
+    """A message without user names and passwords in its URLs: endpoints and proxies in the
+    environment may contain them.
+    """
     return CREDENTIALS.sub(r"\1***@", text)
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first line of another library's error, shortened, without the full stop; the type of the error if it has no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:most].rstrip(".")
+    """The first line of another library's error, shortened, without the full stop; the type of the
+    error if it has no message.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:most].rstrip(".")
 
 
 class Terminated(SystemExit):
-    """SIGTERM, or another signal that ends a process, stopped `train`, which has saved the run first: the same call continues it.
+    """SIGTERM, or another signal that ends a process, stopped `train`, which has saved the run
+    first: the same call continues it.
 
-    A program that does not catch it exits with 128 + the signal's number (SIGTERM: 143) and without a traceback.
+    A program that does not catch it exits with 128 + the signal's number (SIGTERM: 143) and without
+    a traceback.
     """
 
     def __init__(
-        self, message: str = "", exit_code: int = 143, summary: Mapping[str, Any] | None = None
+        self,
+        message: str = "",
+        exit_code: int = 143,
+        summary: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(exit_code)
-        self.message, self.exit_code, self.summary = message, exit_code, dict(summary or {})
+        self.message = message
+        self.exit_code = exit_code
+        self.summary = dict(summary or {})
 
     def __str__(self) -> str:
         return self.message
@@ -42,8 +57,9 @@ class Terminated(SystemExit):
 class Interrupted(KeyboardInterrupt, Terminated):
     """Ctrl-C stopped `train`, which has saved the run first: the same call continues it.
 
-    A KeyboardInterrupt, so that a sweep over several runs stops too. It is also a SystemExit: Python exits with 1 and a traceback after
-    any subclass of KeyboardInterrupt, and with 130 and nothing more after this one.
+    A KeyboardInterrupt, so that a sweep over several runs stops too. It is also a SystemExit:
+    Python exits with 1 and a traceback after any subclass of KeyboardInterrupt, and with 130 and
+    nothing more after this one.
     """
 
     def __init__(self, message: str = "", summary: Mapping[str, Any] | None = None) -> None:
@@ -51,7 +67,10 @@ class Interrupted(KeyboardInterrupt, Terminated):
 
 
 class HeadwayError(Exception):
-    """A problem the user can act on. The command line prints it as one line and exits with `exit_code`."""
+    """A problem the user can act on.
+
+    The command line prints it as one line and exits with `exit_code`.
+    """
 
     exit_code = 1
 
@@ -85,6 +104,10 @@ class LaunchError(HeadwayError):
 
 class CheckpointError(HeadwayError):
     """A checkpoint cannot be written or read."""
+
+
+class ObjectStoreUnavailable(CheckpointError):
+    """The object store did not answer: the same call may succeed later."""
 
 
 class TrainingError(HeadwayError):

@@ -2,7 +2,8 @@
 
     from headway.plugin import Loss, TaskConfig, Term, setting
 
-Each name is imported when it is first used, so a kind's module loads no torch. Where a name's module moves, this one stays.
+Each name is imported when it is first used, so a kind's module loads no torch. Where a name's
+module moves, this one stays.
 """
 
 import importlib
@@ -151,24 +152,28 @@ _OTHER_NAMES = {
     "llama": ("headway.model.families.llama", None),
 }
 """Where a name is defined under another one; None: it is the module itself."""
-_PLACES: dict[str, tuple[str, str | None]] = {
+_LOCATIONS: dict[str, tuple[str, str | None]] = {
     name: (module, name) for module, names in _HOMES.items() for name in names
 }
-_PLACES |= _OTHER_NAMES
+"""Module and attribute of every name that is offered."""
+_LOCATIONS |= _OTHER_NAMES
 
-__all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_LOCATIONS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of these
 
     def __getattr__(name: str) -> object:
-        if name not in _PLACES:
+        if name not in _LOCATIONS:
             raise AttributeError(
                 f"headway.plugin offers no {name!r}; docs/extend.md lists the names"
             )
-        module_name, attribute = _PLACES[name]
-        module = importlib.import_module(module_name)
-        value = module if attribute is None else getattr(module, attribute)
+
+        module_name, attribute = _LOCATIONS[name]
+        value: object = importlib.import_module(module_name)
+        if attribute is not None:
+            value = getattr(value, attribute)
+        # The next use finds it without this function.
         globals()[name] = value
         return value
 

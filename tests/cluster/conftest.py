@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 
 import pytest
-from support import slurm as slurm_daemons
-from support import sshd as ssh_daemons
+from support import slurm_cluster as slurm_daemons
+from support import ssh_servers as ssh_daemons
 from support.daemons import why_not
 from support.slurm_jobs import JobRoom
 

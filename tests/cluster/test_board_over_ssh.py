@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.board_runs import append_record, make_run
-from support.sshd import SshHosts
+from support.ssh_servers import SshHosts
 
 from headway.board.open import list_runs, open_sources
 from headway.board.watch import Board
@@ -40,4 +40,5 @@ def test_a_host_that_does_not_let_us_in_is_reported_in_one_line(
     config.write_text(ssh.config.read_text().replace("/user\n", "/nothing\n"))
     with pytest.raises(LaunchError) as problem:
         list_runs(open_sources([f"ssh://{ssh.names[0]}/tmp"], config))
-    assert "denied" in str(problem.value) and "\n" not in str(problem.value)
+    assert "denied" in str(problem.value)
+    assert "\n" not in str(problem.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.corpora import texts
-from support.slurm import Cluster
+from support.slurm_cluster import Cluster
 
 from headway.text.clean import CleanRules, clean_files
 
@@ -20,7 +20,8 @@ WAIT_SECONDS = 240
 def test_array_jobs_write_the_bytes_of_one_process_although_an_element_is_cancelled(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    source, out = tmp_path / "a.jsonl", tmp_path / "many.jsonl"
+    source = tmp_path / "a.jsonl"
+    out = tmp_path / "many.jsonl"
     source.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts(4000)), encoding="utf-8"
     )
@@ -43,13 +44,17 @@ def test_array_jobs_write_the_bytes_of_one_process_although_an_element_is_cancel
         text=True,
         env={**os.environ, **slurm.environment},
     )
-    done, end = tmp_path / "many.jsonl.work" / "done", time.monotonic() + WAIT_SECONDS
+    done = tmp_path / "many.jsonl.work" / "done"
+    end = time.monotonic() + WAIT_SECONDS
     while not done.is_dir() or len(os.listdir(done)) < 2:
-        assert driver.poll() is None and time.monotonic() < end
+        assert driver.poll() is None
+        assert time.monotonic() < end
         time.sleep(0.05)
     job = slurm.run("squeue", "--noheader", "--format=%F").split()[0]
     slurm.run("scancel", f"{job}_1")
     said = driver.communicate(timeout=WAIT_SECONDS)[1]
     assert driver.returncode == 0, said
-    assert "ended without a result" in said and "is done again" in said
-    assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes() and not done.parent.exists()
+    assert "ended without a result" in said
+    assert "is done again" in said
+    assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert not done.parent.exists()

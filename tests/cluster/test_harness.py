@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 from support.daemons import find_program
-from support.slurm import Cluster
-from support.sshd import SshHosts
+from support.slurm_cluster import Cluster
+from support.ssh_servers import SshHosts
 
 pytestmark = pytest.mark.cluster
 

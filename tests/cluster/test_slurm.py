@@ -4,7 +4,7 @@ import json
 
 import pytest
 from support.runs import assert_same_run
-from support.slurm import Cluster
+from support.slurm_cluster import Cluster
 from support.slurm_jobs import JobRoom
 
 pytestmark = pytest.mark.cluster
@@ -15,14 +15,16 @@ def test_a_job_stopped_before_its_time_limit_is_queued_again_and_ends_like_an_un
 ) -> None:
     steps = 150
     queued = room.submit(room.recipe("limited", steps), "--time", "30")
-    job, run = queued["ids"]["job"], room.run_dir("limited")
+    job = queued["ids"]["job"]
+    run = room.run_dir("limited")
     assert queued["state"] in ("queued", "running")
     room.wait_step(run, 20)
     slurm.run("scancel", "--batch", "--signal=USR1", job)  # what SLURM sends before the limit
     slurm.wait_state(job, "PENDING", "RUNNING")
     room.finish(job, run)
     first, second = room.starts(run, job)
-    assert first["outcome"] == "requeued" and 20 <= first["step_after"] < steps
+    assert first["outcome"] == "requeued"
+    assert 20 <= first["step_after"] < steps
     assert (second["step"], second["step_after"], second["outcome"]) == (
         first["step_after"],
         steps,
@@ -39,7 +41,8 @@ def test_a_job_stopped_before_its_time_limit_is_queued_again_and_ends_like_an_un
         steps,
     )
     lines = room.headway("launch", "logs", str(run), "--lines", "200").stdout
-    assert "queued again" in lines and f"step-{first['step_after']:08}" in lines
+    assert "queued again" in lines
+    assert f"step-{first['step_after']:08}" in lines
     assert room.headway("launch", "cancel", str(run), code=2).stderr.count("\n") == 1
 
 

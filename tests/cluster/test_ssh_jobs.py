@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 from support.daemons import find_program
-from support.sshd import SshHosts
+from support.ssh_servers import SshHosts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -39,7 +39,8 @@ class Jobs:
     """`headway launch ssh` in one folder."""
 
     def __init__(self, folder: Path, ssh: SshHosts) -> None:
-        self.folder, self.ssh = folder, ssh
+        self.folder = folder
+        self.ssh = ssh
         (folder / "r.yaml").write_text(RECIPE)
 
     def words(self, *more: str, hosts: str | None = None) -> list[str]:
@@ -61,9 +62,9 @@ class Jobs:
             process_group=0,
         )
 
-    def run(self, *more: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    def run(self, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.words(*more, **given),
+            self.words(*more, **options),
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -85,12 +86,12 @@ class Jobs:
         path = self.folder / "runs" / name / "logs" / "launch.log"
         return path.read_text() if path.exists() else ""
 
-    def wait(self, ready: Callable[[], Any], what: str, name: str = "job") -> Any:
+    def wait(self, ready: Callable[[], Any], condition: str, name: str = "job") -> Any:
         deadline = time.monotonic() + WAIT_SECONDS
-        while not (found := ready()):
-            assert time.monotonic() < deadline, f"{what}:\n{self.log(name)[-3000:]}"
+        while not (result := ready()):
+            assert time.monotonic() < deadline, f"{condition}:\n{self.log(name)[-3000:]}"
             time.sleep(0.05)
-        return found
+        return result
 
     def saved(self, step: int, name: str = "job") -> None:
         """Wait for a checkpoint of this step or a later one."""
@@ -118,18 +119,16 @@ class Jobs:
 
     def processes(self) -> list[str]:
         """What still runs for a job of this folder: agents and ranks."""
-        found: list[str] = []
+        listed: list[str] = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                words, folder = (
-                    (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(),
-                    os.readlink(path / "cwd"),
-                )
+                words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                folder = os.readlink(path / "cwd")
             except OSError:
                 continue
             if folder == str(self.folder) and "headway" in words:
-                found.append(f"{path.name} {words}")
-        return found
+                listed.append(f"{path.name} {words}")
+        return listed
 
     def all_gone(self) -> None:
         self.wait(lambda: not self.processes(), "processes left", "job")
@@ -137,9 +136,9 @@ class Jobs:
 
 @pytest.fixture
 def jobs(tmp_path: Path, ssh: SshHosts) -> Iterator[Jobs]:
-    found = Jobs(tmp_path.resolve(), ssh)
-    yield found
-    for line in found.processes():  # only after a failure
+    jobs = Jobs(tmp_path.resolve(), ssh)
+    yield jobs
+    for line in jobs.processes():  # only after a failure
         os.kill(int(line.split()[0]), signal.SIGKILL)
 
 
@@ -158,14 +157,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         timeout=300,
     )
     return {
-        key: one.tobytes()
-        for key, one in load_file(folder / "runs" / "job" / "final" / "model.safetensors").items()
+        key: tensor.tobytes()
+        for key, tensor in load_file(
+            folder / "runs" / "job" / "final" / "model.safetensors"
+        ).items()
     }
 
 
 def server_processes(port: int) -> list[int]:
     """The sshd processes that serve connections to one port, without the one that listens."""
-    found: list[int] = []
+    process_ids: list[int] = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().decode(errors="replace")
@@ -174,8 +175,8 @@ def server_processes(port: int) -> list[int]:
         except OSError:
             continue
         if words.startswith("sshd: ") and f"sshd-{port}.conf" in above:
-            found.append(int(path.name))
-    return found
+            process_ids.append(int(path.name))
+    return process_ids
 
 
 def test_a_killed_rank_and_a_lost_connection_cost_nothing(
@@ -218,13 +219,16 @@ def test_ctrl_c_saves_on_all_hosts_and_the_next_job_continues(
     shell.send_signal(signal.SIGINT)
     out, _ = shell.communicate(timeout=120)
     assert shell.returncode == 130, out[-3000:]
-    assert jobs.status()["state"] == "cancelled" and jobs.status()["attempt"] == 1
+    assert jobs.status()["state"] == "cancelled"
+    assert jobs.status()["attempt"] == 1
     saved = json.loads((jobs.folder / "runs/job/saved.json").read_text())
-    assert "saved runs/job/checkpoints/step-" in out and saved
+    assert "saved runs/job/checkpoints/step-" in out
+    assert saved
     jobs.all_gone()
     done = jobs.run("--json")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["state"] == "done" and "resum" in done.stderr
+    assert json.loads(done.stdout)["state"] == "done"
+    assert "resum" in done.stderr
     assert jobs.weights() == uninterrupted
 
 
@@ -264,11 +268,11 @@ def test_hosts_that_cannot_take_the_job_are_named_before_anything_starts(
     }
     for words, lines in cases.items():
         done = jobs.run(*words)
-        found = done.stderr.strip().splitlines()
+        error_lines = done.stderr.strip().splitlines()
         assert done.returncode == 2, (words, done.stderr)
-        assert len(found) == len(lines) and all(
-            f"error: {line}" in have for line, have in zip(lines, found, strict=True)
-        ), (words, found)
+        assert len(error_lines) == len(lines) and all(
+            f"error: {line}" in have for line, have in zip(lines, error_lines, strict=True)
+        ), (words, error_lines)
     assert not (jobs.folder / "runs").exists(), "a refused job leaves nothing"
     jobs.all_gone()
 
@@ -276,15 +280,14 @@ def test_hosts_that_cannot_take_the_job_are_named_before_anything_starts(
 def test_keys_host_keys_and_dead_hosts_are_told_apart(jobs: Jobs, tmp_path: Path) -> None:
     first = jobs.ssh.names[0]
     done = jobs.run(hosts=f"{first},root@127.0.0.1:{jobs.ssh.ports[0] - 1}")
-    assert (
-        done.returncode == 2
-        and "ssh cannot connect" in done.stderr
-        and "Connection refused" in done.stderr
-    )
+    assert done.returncode == 2
+    assert "ssh cannot connect" in done.stderr
+    assert "Connection refused" in done.stderr
     config = tmp_path / "config"
     config.write_text(jobs.ssh.config.read_text().replace("known_hosts", "empty_known_hosts"))
     done = jobs.run("--ssh-config", str(config), hosts=first)
-    assert done.returncode == 2 and "its host key is not known" in done.stderr
+    assert done.returncode == 2
+    assert "its host key is not known" in done.stderr
     keygen = find_program("ssh-keygen")
     assert keygen is not None
     subprocess.run(
@@ -294,9 +297,9 @@ def test_keys_host_keys_and_dead_hosts_are_told_apart(jobs: Jobs, tmp_path: Path
         jobs.ssh.config.read_text().replace(f"{jobs.ssh.folder}/user", str(tmp_path / "other"))
     )
     done = jobs.run("--ssh-config", str(config), hosts=first)
-    assert (
-        done.returncode == 2 and "Permission denied" in done.stderr and "ssh-copy-id" in done.stderr
-    )
+    assert done.returncode == 2
+    assert "Permission denied" in done.stderr
+    assert "ssh-copy-id" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -327,7 +330,8 @@ def test_a_session_that_is_killed_is_restarted(jobs: Jobs, uninterrupted: dict[s
     os.kill(session, signal.SIGKILL)
     out, _ = shell.communicate(timeout=300)
     assert shell.returncode == 0, out[-3000:]
-    assert jobs.status()["attempt"] == 2 and jobs.weights() == uninterrupted
+    assert jobs.status()["attempt"] == 2
+    assert jobs.weights() == uninterrupted
     jobs.all_gone()
 
 

@@ -40,8 +40,10 @@ def test_without_a_shared_folder_a_job_is_refused(tmp_path: Path) -> None:
         timeout=200,
         check=False,
     )
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
-    assert "does not see what" in done.stderr and "set run.dir to a shared one" in done.stderr
-    assert not any((tmp_path / one / "runs").exists() for one in (".", "h1", "h2")), (
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "does not see what" in done.stderr
+    assert "set run.dir to a shared one" in done.stderr
+    assert not any((tmp_path / folder / "runs").exists() for folder in (".", "h1", "h2")), (
         "nothing is left"
     )

@@ -16,7 +16,8 @@ from headway.optim.groups import ADAPTER
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.collectives import RankGroup
 
-STEPS, MICRO = 6, 4
+STEPS = 6
+MICRO = 4
 DORA = AdapterConfig(kind="dora", rank=4, alpha=8.0, dropout=0.1)
 QLORA = AdapterConfig(
     rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj", "down_proj"), base="nf4"
@@ -114,9 +115,8 @@ def test_a_frozen_base_in_bf16_has_no_gradient_no_master_and_no_state() -> None:
     assert 2 * base <= sum(held.values()) <= 2 * (base + padding)
     gradients = sum(grad.numel() for buffer in engine.buffers for grad in buffer.grads)
     assert updates <= gradients <= updates + padding
-    assert (
-        updates * 12 <= engine.state_bytes <= (updates + padding) * 12
-    )  # fp32: master and two moments
+    # fp32: master and two moments
+    assert updates * 12 <= engine.state_bytes <= (updates + padding) * 12
     train_steps(engine, RankGroup(), MICRO, 0, 1)
     assert all(p.grad is None for p in engine.model.parameters())
     assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(

@@ -22,7 +22,7 @@ SETUP: dict[str, Any] = {"config": ALIGNER, "freeze": (), "objective": Contrasti
 
 def trained(cases: list[tuple[dict[str, Any], dict[str, Any], int]], group: RankGroup) -> list[Any]:
     """Losses, norms, weights, scale and validation metrics of each case."""
-    found = []
+    results = []
     for parallel, memory, micro in cases:
         engine = make_engine(group, Setup(parallel, micro=micro, memory=memory, **SETUP))
         seen = []
@@ -39,14 +39,14 @@ def trained(cases: list[tuple[dict[str, Any], dict[str, Any], int]], group: Rank
             share_of_samples(9, micro, group.rank, group.size).microbatches,
             StepInfo(STEPS, 20, training=False),
         )
-        found.append(
+        results.append(
             (
                 seen,
                 weights,
                 {name: float(total / weight) for name, (total, weight) in valid.items()},
             )
         )
-    return found
+    return results
 
 
 @functools.cache

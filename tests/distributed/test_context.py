@@ -57,24 +57,25 @@ def setup(
     )
 
 
-def rows_of(one: Setup, group: RankGroup) -> RankGroup:
+def rows_of(setting: Setup, group: RankGroup) -> RankGroup:
     """Which rows a rank reads, as a group to count by."""
-    context = one.parallel["context"] if group.size > 1 else 1
+    context = setting.parallel["context"] if group.size > 1 else 1
     return RankGroup(group.rank // context, group.size // context)
 
 
-def alone_of(one: Setup) -> Setup:
-    return Setup({}, config=one.config, freeze=one.freeze, objective=one.objective)
+def alone_of(setting: Setup) -> Setup:
+    return Setup({}, config=setting.config, freeze=setting.freeze, objective=setting.objective)
 
 
-def gate_gradient(one: Setup, group: RankGroup) -> torch.Tensor:
+def gate_gradient(setting: Setup, group: RankGroup) -> torch.Tensor:
     """The gradient of log_alpha after the first step's exchange, from the mix of heads and from the constraint on their sparsity."""
-    engine, rows = make_engine(group, one), rows_of(one, group)
+    engine = make_engine(group, setting)
+    rows = rows_of(setting, group)
     engine.fill(
         [("objective.lambda_1", torch.tensor(2.0)), ("objective.lambda_2", torch.tensor(3.0))]
     )
-    engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
-    if one.parallel.get("strategy") == "fsdp" and group.size > 1:
+    engine.forward_backward(share_of_step(0, setting.micro, rows.rank, rows.size), StepInfo(0, 20))
+    if setting.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
     buffer, span, slot = engine.slots[GATES]
     return buffer.gradient(span, slot).clone()
@@ -84,24 +85,25 @@ def gate_gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     ("strategy", "ranks", "context"), [("ddp", 2, 2), ("ddp", 4, 4), ("fsdp", 4, 2)]
 )
 def test_gate_gradients_are_those_of_one_rank(strategy: str, ranks: int, context: int) -> None:
-    one = setup(strategy, context, gated=True, freeze=("weights",))
-    right = gate_gradient(alone_of(one), RankGroup())
+    setting = setup(strategy, context, gated=True, freeze=("weights",))
+    right = gate_gradient(alone_of(setting), RankGroup())
     assert ((right != 0).sum(1) >= 2).all(), (
         "several heads of every layer are undecided, on more than one rank"
     )
-    for got in run_ranks(functools.partial(gate_gradient, one), ranks):
+    for got in run_ranks(functools.partial(gate_gradient, setting), ranks):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
 def trained(
-    one: Setup, group: RankGroup
+    setting: Setup, group: RankGroup
 ) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
     """Losses and norms, weights, and the loss of a validation afterwards."""
-    engine, rows = make_engine(group, one), rows_of(one, group)
-    seen = train_steps(engine, rows, one.micro, 0, STEPS)
-    batches = share_of_step(STEPS, one.micro, rows.rank, rows.size).microbatches
+    engine = make_engine(group, setting)
+    rows = rows_of(setting, group)
+    seen = train_steps(engine, rows, setting.micro, 0, STEPS)
+    batches = share_of_step(STEPS, setting.micro, rows.rank, rows.size).microbatches
     total, weight = engine.evaluate(batches, StepInfo(STEPS, 20, training=False))["nll"]
-    assert weight == share_of_step(STEPS, one.micro, 0, 1).totals["targets"], (
+    assert weight == share_of_step(STEPS, setting.micro, 0, 1).totals["targets"], (
         "every target counts once"
     )
     return seen, {name: value.clone() for name, value in engine.weights()}, float(total / weight)
@@ -114,9 +116,9 @@ def right_of(
     return trained(alone_of(setup("ddp", 1, gated=gated, freeze=freeze)), RankGroup())
 
 
-def check(one: Setup, ranks: int) -> None:
-    losses, weights, valid = right_of(one.objective is not None, one.freeze)
-    for seen, got, got_valid in run_ranks(functools.partial(trained, one), ranks):
+def check(setting: Setup, ranks: int) -> None:
+    losses, weights, valid = right_of(setting.objective is not None, setting.freeze)
+    for seen, got, got_valid in run_ranks(functools.partial(trained, setting), ranks):
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
         assert [norm for _, norm, _ in seen] == pytest.approx(
             [norm for _, norm, _ in losses], rel=1e-5
@@ -145,9 +147,9 @@ def test_more_ranks_than_kv_heads_train_like_one_process(
     strategy: str, ranks: int, context: int, kv_heads: int
 ) -> None:
     """Keys go around a ring: of single ranks, and of groups that exchange heads."""
-    one = replace(setup(strategy, context), config=PLAIN.with_(num_kv_heads=kv_heads))
-    losses, weights, valid = trained(alone_of(one), RankGroup())
-    for seen, got, got_valid in run_ranks(functools.partial(trained, one), ranks):
+    setting = replace(setup(strategy, context), config=PLAIN.with_(num_kv_heads=kv_heads))
+    losses, weights, valid = trained(alone_of(setting), RankGroup())
+    for seen, got, got_valid in run_ranks(functools.partial(trained, setting), ranks):
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
         assert [norm for _, norm, _ in seen] == pytest.approx(
             [norm for _, norm, _ in losses], rel=1e-5
@@ -170,10 +172,11 @@ def test_blocks_that_are_computed_again_exchange_again() -> None:
     check(setup("zero1", 2, gated=True, freeze=("weights",), memory={"recompute": 1.0}), 2)
 
 
-def decided_on_one_rank(one: Setup, group: RankGroup) -> torch.Tensor:
-    engine, rows = make_engine(group, one), rows_of(one, group)
+def decided_on_one_rank(setting: Setup, group: RankGroup) -> torch.Tensor:
+    engine = make_engine(group, setting)
+    rows = rows_of(setting, group)
     engine.fill([(GATES, torch.tensor([[0.5, 0.0, 30.0, 30.0], [-30.0, -30.0, 0.0, -0.5]]))])
-    engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
+    engine.forward_backward(share_of_step(0, setting.micro, rows.rank, rows.size), StepInfo(0, 20))
     buffer, span, slot = engine.slots[GATES]
     return buffer.gradient(span, slot).clone()
 
@@ -183,15 +186,15 @@ def test_a_rank_whose_heads_are_all_decided_keeps_the_others_company(
     memory: dict[str, Any],
 ) -> None:
     """Frozen weights, and in the first layer only the first rank's gates are open: nobody waits for a gradient that never comes."""
-    one = setup("ddp", 2, gated=True, freeze=("weights",), memory=memory)
-    right = decided_on_one_rank(alone_of(one), RankGroup())
-    for got in run_ranks(functools.partial(decided_on_one_rank, one), 2, timeout=20):
+    setting = setup("ddp", 2, gated=True, freeze=("weights",), memory=memory)
+    right = decided_on_one_rank(alone_of(setting), RankGroup())
+    for got in run_ranks(functools.partial(decided_on_one_rank, setting), 2, timeout=20):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
-def first_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
-    engine = make_engine(group, one)
-    seen = train_steps(engine, rows_of(one, group), one.micro, 0, 2)
+def first_half(folder: Path, setting: Setup, group: RankGroup) -> list[float]:
+    engine = make_engine(group, setting)
+    seen = train_steps(engine, rows_of(setting, group), setting.micro, 0, 2)
     records = engine.tensors()
     save_checkpoint(
         folder,
@@ -204,11 +207,13 @@ def first_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
     return [step[0] for step in seen]
 
 
-def second_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
-    engine = make_engine(group, one)
+def second_half(folder: Path, setting: Setup, group: RankGroup) -> list[float]:
+    engine = make_engine(group, setting)
     with open_checkpoint(folder / "step-00000002") as reader:
         engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
-    return [step[0] for step in train_steps(engine, rows_of(one, group), one.micro, 2, STEPS)]
+    return [
+        step[0] for step in train_steps(engine, rows_of(setting, group), setting.micro, 2, STEPS)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,13 +227,14 @@ def test_a_run_continues_with_another_number_of_ranks_to_a_row(
         (before, first_half, right[:2]),
         (after, second_half, right[2:]),
     ):
-        one = setup(strategy, context, gated=True)
-        for losses in run_ranks(functools.partial(half, tmp_path, one), ranks):
+        setting = setup(strategy, context, gated=True)
+        for losses in run_ranks(functools.partial(half, tmp_path, setting), ranks):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def there_and_back(group: RankGroup) -> None:
-    q, k = (torch.randn(2, 3, heads, 5, dtype=torch.bfloat16) for heads in (8, 4))
+    q = torch.randn(2, 3, 8, 5, dtype=torch.bfloat16)
+    k = torch.randn(2, 3, 4, 5, dtype=torch.bfloat16)
     by_heads = to_heads((q, k), group)
     assert [tuple(x.shape) for x in by_heads] == [(2, 12, 2, 5), (2, 12, 1, 5)]
     assert all(torch.equal(*pair) for pair in zip(to_tokens(by_heads, group), (q, k), strict=True))
@@ -254,7 +260,7 @@ def test_context_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
         writer.add(rng.integers(0, 64, length).astype(np.uint16), rng.random(length) < 0.7)
     writer.finish()
     stores = [tmp_path / "masked", *make_stores(tmp_path)[:1]]
-    found: list[list[dict[str, Any]]] = []
+    records: list[list[dict[str, Any]]] = []
     for name, world, overrides in (("one", 1, []), ("four", 4, ["parallel.context=2"])):
         shared = ["model.dropout=0", "eval.every=2"]
         recipe = load(
@@ -264,8 +270,8 @@ def test_context_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
             train(recipe)
         else:
             start_processes(lambda recipe=recipe: train(recipe), world)
-        found.append(read_metrics(recipe.run.folder / "metrics.jsonl"))
-    for one, four in zip(*found, strict=True):
+        records.append(read_metrics(recipe.run.folder / "metrics.jsonl"))
+    for alone, four in zip(*records, strict=True):
         for key in (
             "loss",
             "nll",
@@ -275,13 +281,15 @@ def test_context_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
             "num_samples_in_batch",
             "num_consumed_tokens",
         ):
-            assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
-        assert four.get("valid", {}).keys() == one.get("valid", {}).keys()
-        for name, values in one.get("valid", {}).items():
+            assert four[key] == pytest.approx(alone[key], rel=1e-5), (
+                f"{key} of step {alone['step']}"
+            )
+        assert four.get("valid", {}).keys() == alone.get("valid", {}).keys()
+        for name, values in alone.get("valid", {}).items():
             assert four["valid"][name] == pytest.approx(values, rel=1e-5)
-    assert any("valid" in record for record in found[0])
+    assert any("valid" in record for record in records[0])
     # a rank computes a part of the rows it reads
-    last = found[1][-1]
+    last = records[1][-1]
     assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(
         last["micro_num"] * 2 * 64 / 2
     )

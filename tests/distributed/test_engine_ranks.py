@@ -63,17 +63,17 @@ def requests() -> list[EngineRequest]:
         Sampling(0.8, top_p=0.8),
         Sampling(repetition_penalty=1.3),
     ]
-    found = []
+    listed = []
     for number in range(6):
         prompt = (begin if number % 2 else ()) + tuple(
             rng.randrange(256) for _ in range(rng.choice([1, 5, 13]))
         )
-        found.append(
+        listed.append(
             EngineRequest(
                 prompt, 14, kinds[number % 5], key=str(number), ignore_eos=number % 3 == 0
             )
         )
-    return found
+    return listed
 
 
 def answers(
@@ -81,21 +81,22 @@ def answers(
 ) -> dict[str, Any]:
     """All tokens, with requests that come over time; one of them may be cancelled on its way."""
     engine = build_engine(loaded, options)
-    left, found = list(enumerate(requests())), dict[int, list[int]]()
+    left = list(enumerate(requests()))
+    tokens = dict[int, list[int]]()
     steps = 0
     while left or engine.busy:
         for number, request in left[:2]:
             assert engine.submit(request) == number
-            found[number] = []
+            tokens[number] = []
         left = left[2:]
         if cancelled is not None and steps == 6:
             engine.cancel(cancelled)
         for event in engine.step():
-            found[event.request] += event.tokens
+            tokens[event.request] += event.tokens
         steps += 1
     stats = engine.stats()
     return {
-        "tokens": found,
+        "tokens": tokens,
         "preempted": stats.preempted,
         "cached": stats.cached_tokens,
         "bytes": engine.cache.num_bytes,
@@ -111,17 +112,17 @@ def cases(loaded: LoadedModel, budget: int) -> dict[str, Any]:
     roomy = EngineOptions(max_running=3, page_tokens=8, prefill_tokens=16)
     if loaded.config.vocab == 320:
         return {"lag": answers(loaded, replace(roomy, lag=True))}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"masks {masks}": answers(loaded.with_masks(masks), roomy)
         for masks in (None, UNEVEN, MIXED)
     }
-    found["cancelled"] = answers(loaded, roomy, cancelled=2)
-    found["ngram"] = answers(loaded, replace(roomy, speculation=Speculation(None, tokens=3)))
-    found["small"] = answers(loaded, replace(roomy, cache_bytes=budget, max_running=4))
+    results["cancelled"] = answers(loaded, roomy, cancelled=2)
+    results["ngram"] = answers(loaded, replace(roomy, speculation=Speculation(None, tokens=3)))
+    results["small"] = answers(loaded, replace(roomy, cache_bytes=budget, max_running=4))
     embedded = InferenceEngine(loaded, roomy)
     embedded.submit(EngineRequest((1, 2, 3), 0, embed=True))
-    found["embedding"] = next(event.embedding for event in embedded.step())
-    return found
+    results["embedding"] = next(event.embedding for event in embedded.step())
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -135,32 +136,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_ranks_that_share_layers_answer_like_one(folders: dict[str, Path]) -> None:
     def on_ranks(group: RankGroup) -> dict[str, Any]:
         models = {name: load_model(folder, group=group) for name, folder in folders.items()}
-        found = {name: cases(loaded, small_budget(loaded)) for name, loaded in models.items()}
+        results = {name: cases(loaded, small_budget(loaded)) for name, loaded in models.items()}
         loaded = models["experts, biases and sinks"]
         with pytest.raises(ConfigError, match=r"--tensor is 2 and adapters"):
             InferenceEngine(loaded, EngineOptions(), {"a": Path("a")})
         with pytest.raises(ConfigError, match=r"--tensor is 2 and --speculate"):
             InferenceEngine(loaded, EngineOptions(speculation=Speculation("draft")))
-        return found
+        return results
 
     ranks = run_ranks(on_ranks, 2)
     for name, folder in folders.items():
         loaded = load_model(folder)
         alone = cases(loaded, small_budget(loaded))
         for rank in ranks:
-            found = rank[name]
+            answered = rank[name]
             for case in alone:
                 if case == "embedding":
-                    assert found[case] == pytest.approx(alone[case], abs=1e-5)
+                    assert answered[case] == pytest.approx(alone[case], abs=1e-5)
                 elif case == "cancelled":
-                    assert (
-                        found[case]["tokens"] == alone[case]["tokens"]
-                        and 0 < len(found[case]["tokens"][2]) < 14
-                    )
+                    assert answered[case]["tokens"] == alone[case]["tokens"]
+                    assert 0 < len(answered[case]["tokens"][2]) < 14
                 else:
-                    assert found[case]["tokens"] == alone[case]["tokens"], (name, case)
+                    assert answered[case]["tokens"] == alone[case]["tokens"], (name, case)
             if "small" in alone:
-                assert found["small"]["preempted"] > 0 and found["masks None"]["cached"] > 0
+                assert answered["small"]["preempted"] > 0
+                assert answered["masks None"]["cached"] > 0
 
 
 def test_what_cannot_be_shared_is_refused_before_a_rank_is_started(
@@ -205,18 +205,18 @@ def test_the_first_rank_leads_the_others(folders: dict[str, Path]) -> None:
         loaded = replace(loaded, part=ModelPart(group, followers))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ConfigError, match="cache_bytes"):
             build_engine(loaded, replace(options, cache_bytes=10))
-        found = [
+        answered = [
             answers(loaded.with_masks(masks), options, cancelled=1)["tokens"]
             for masks in (None, UNEVEN)
         ]
         followers.send(None)
-        return found
+        return answered
 
-    found = run_ranks(on_ranks, 2)[0]
+    answered = run_ranks(on_ranks, 2)[0]
     os.close(reading)
     os.close(writing)
     loaded = load_model(folder)
-    assert found == [
+    assert answered == [
         answers(loaded.with_masks(masks), options, cancelled=1)["tokens"]
         for masks in (None, UNEVEN)
     ]
@@ -239,9 +239,9 @@ def generate_command(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 def children(process: int) -> list[int]:
     return [
-        int(one)
+        int(process_id)
         for task in Path(f"/proc/{process}/task").iterdir()
-        for one in (task / "children").read_text().split()
+        for process_id in (task / "children").read_text().split()
     ]
 
 
@@ -298,11 +298,11 @@ def test_a_server_whose_ranks_share_the_layers_answers_like_one_and_restarts(
         }
         return server.client().post("/v1/completions", json=body).json()["choices"][0]["text"]
 
-    found: list[list[str]] = []
+    texts: list[list[str]] = []
     for more in ([], ["--tensor", "2"]):
         with serving("--model", model, "--device", "cpu", *more, stand_in=False) as server:
             with ThreadPoolExecutor(4) as pool:
-                found.append(list(pool.map(lambda number: ask(server, number), range(12))))
+                texts.append(list(pool.map(lambda number: ask(server, number), range(12))))
             if more:
                 engine = children(server.process.pid)[0]
                 os.kill(children(engine)[0], signal.SIGKILL)
@@ -312,5 +312,5 @@ def test_a_server_whose_ranks_share_the_layers_answers_like_one_and_restarts(
                 while server.client().get("/health").status_code != 200 and time.monotonic() < end:
                     time.sleep(0.2)
                 assert "rank 1 of 2 has ended with exit code -9" in server.log()
-                assert ask(server, 1) == found[0][1]
-    assert found[0] == found[1]
+                assert ask(server, 1) == texts[0][1]
+    assert texts[0] == texts[1]

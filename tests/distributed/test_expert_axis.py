@@ -40,7 +40,9 @@ from headway.parallel.collectives import RankGroup
 from headway.tasks.balance import LOAD
 from headway.tasks.base import StepInfo
 
-CUT, END, MICRO = 3, 6, 4
+CUT = 3
+END = 6
+MICRO = 4
 MIXTURE = PLAIN.with_(
     experts={
         "num": 4,
@@ -114,10 +116,10 @@ def check(results: list[list[Result]], right: Result, rel: float = 1e-6) -> None
         assert whole[0] == pytest.approx(losses, rel=rel)
         assert again[0] == whole[0][CUT:], "the same layout continues bit for bit"
         assert all(torch.equal(again[1][name], value) for name, value in whole[1].items())
-        for one in rest:
-            assert one[0] == pytest.approx(losses[CUT:], rel=rel)
+        for result in rest:
+            assert result[0] == pytest.approx(losses[CUT:], rel=rel)
             for name, value in weights.items():
-                torch.testing.assert_close(one[1][name], value, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(result[1][name], value, rtol=1e-3, atol=1e-4)
 
 
 def alone(**more: Any) -> Result:
@@ -169,7 +171,8 @@ def without_tokens(group: RankGroup) -> list[tuple[float, float, float]]:
         share_of_step(0, MICRO, group.rank, group.size).microbatches,
         StepInfo(0, 20, training=False),
     )[LOAD][0]
-    assert load[:, :2].all() and not load[:, 2:].any()
+    assert load[:, :2].all()
+    assert not load[:, 2:].any()
     return train_steps(engine, group, MICRO, 0, 3)
 
 
@@ -202,13 +205,11 @@ def test_a_killed_run_with_split_experts_ends_bit_for_bit_and_exports_what_one_p
     process.wait()
     assert headway("train", str(recipe), *settings, *ranks, "run.name=killed").returncode == 0
     assert_same_run(tmp_path / "runs" / "undisturbed", tmp_path / "runs" / "killed", 12)
-    one, two = (
-        dict(find_model(tmp_path / "runs" / name / "final").weights())
-        for name in ("alone", "killed")
-    )
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
+    whole = dict(find_model(tmp_path / "runs" / "alone" / "final").weights())
+    killed = dict(find_model(tmp_path / "runs" / "killed" / "final").weights())
+    assert whole.keys() == killed.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(killed[name], value, rtol=1e-3, atol=1e-4)
 
 
 def step_seconds(group: RankGroup) -> list[float]:

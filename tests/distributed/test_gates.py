@@ -37,11 +37,13 @@ def setup(
     return Setup(LAYOUTS[layout], dtype, freeze=freeze, config=GATED, objective=objective)
 
 
-def gradient(one: Setup, group: RankGroup) -> torch.Tensor:
+def gradient(setting: Setup, group: RankGroup) -> torch.Tensor:
     """The gradient of the gates after the first step's exchange."""
-    engine = make_engine(group, one)
-    engine.forward_backward(share_of_step(0, one.micro, group.rank, group.size), StepInfo(0, 20))
-    if one.parallel.get("strategy") == "fsdp" and group.size > 1:
+    engine = make_engine(group, setting)
+    engine.forward_backward(
+        share_of_step(0, setting.micro, group.rank, group.size), StepInfo(0, 20)
+    )
+    if setting.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
     buffer, span, slot = engine.slots[GATES]
     return buffer.gradient(span, slot).clone()
@@ -49,20 +51,20 @@ def gradient(one: Setup, group: RankGroup) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_gate_gradients_of_two_ranks_are_those_of_one(layout: str) -> None:
-    one = setup(layout, ("weights",))
-    right = gradient(one, RankGroup())
+    setting = setup(layout, ("weights",))
+    right = gradient(setting, RankGroup())
     assert (right != 0).sum() >= 2
-    for got in run_ranks(functools.partial(gradient, one), 2):
+    for got in run_ranks(functools.partial(gradient, setting), 2):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
 def trained(
-    one: Setup, group: RankGroup
+    setting: Setup, group: RankGroup
 ) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
-    engine = make_engine(group, one)
-    seen = train_steps(engine, group, one.micro, 0, STEPS)
+    engine = make_engine(group, setting)
+    seen = train_steps(engine, group, setting.micro, 0, STEPS)
     weights = {name: value.clone() for name, value in engine.weights()}
-    if group.size == 1 or one.parallel.get("strategy") != "fsdp":
+    if group.size == 1 or setting.parallel.get("strategy") != "fsdp":
         weights |= {
             name: value.clone()
             for name, value in engine.masters.items()
@@ -95,13 +97,13 @@ def test_ranks_train_gates_like_one_process(layout: str, freeze: tuple[str, ...]
 
 def test_blocks_that_are_computed_again_see_the_same_gates() -> None:
     right, weights, _ = alone(("layers.0",))
-    one = setup("ddp", ("layers.0",))
+    setting = setup("ddp", ("layers.0",))
     again = trained(
         Setup(
-            one.parallel,
-            freeze=one.freeze,
-            config=one.config,
-            objective=one.objective,
+            setting.parallel,
+            freeze=setting.freeze,
+            config=setting.config,
+            objective=setting.objective,
             memory={"recompute": 1.0},
         ),
         RankGroup(),

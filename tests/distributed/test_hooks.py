@@ -31,21 +31,21 @@ def gradients(
 ) -> list[dict[str, torch.Tensor]]:
     """The summed gradients of some steps without updates between them."""
     engine = make_engine(group, Setup(parallel, micro=2))
-    found = []
+    results = []
     for index in range(steps):
         engine.forward_backward(
             share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20)
         )
-        found.append(
+        results.append(
             {name: view.clone() for b in engine.buffers for name, view in b.gradients.items()}
         )
-    return found
+    return results
 
 
 def on_two(parallel: dict[str, Any], steps: int = 1) -> list[dict[str, torch.Tensor]]:
     first, second = run_ranks(partial(gradients, parallel, steps=steps), 2)
-    for one, other in zip(first, second, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one), (
+    for result, other in zip(first, second, strict=True):
+        assert all(torch.equal(result[name], other[name]) for name in result), (
             "all ranks have the same sum"
         )
     return first
@@ -100,10 +100,10 @@ def test_powersgd_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda self, name, shape, step: drawn(*shape),
     )
     steps = 6
-    theirs = on_two({**PLAIN, "bucket_bytes": 1 << 20, "hook": TORCH_POWERSGD}, steps)
+    expected = on_two({**PLAIN, "bucket_bytes": 1 << 20, "hook": TORCH_POWERSGD}, steps)
     ours = on_two({**PLAIN, "bucket_bytes": 1 << 20, "hook": {**POWERSGD, "start_step": 2}}, steps)
     exact = on_two({**PLAIN, "bucket_bytes": 1 << 20}, steps)
-    for step, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+    for step, (our, their) in enumerate(zip(ours, expected, strict=True)):
         for name in our:
             torch.testing.assert_close(
                 our[name],
@@ -125,13 +125,13 @@ def test_error_feedback_loses_nothing_for_good() -> None:
         engine = make_engine(group, Setup({**PLAIN, "hook": POWERSGD}, micro=2))
         exact = make_engine(group, Setup(PLAIN, micro=2))
         sums = []
-        for one in (engine, exact):
+        for an_engine in (engine, exact):
             total: dict[str, torch.Tensor] = {}
             for index in range(5):
-                one.forward_backward(
+                an_engine.forward_backward(
                     share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20)
                 )
-                for buffer in one.buffers:
+                for buffer in an_engine.buffers:
                     for name, gradient in buffer.gradients.items():
                         total[name] = total.get(name, 0) + gradient
             sums.append(total)
@@ -169,10 +169,8 @@ def test_a_step_that_is_not_finite_leaves_nothing_in_the_residuals() -> None:
                 assert all(not value.any() for value in engine.reducer.hook.residuals.values())
                 engine.fill(kept.items())
         exact.forward_backward(share_of_step(3, 2, group.rank, group.size), StepInfo(3, 20))
-        got, right = (
-            {name: g.clone() for b in one.buffers for name, g in b.gradients.items()}
-            for one in (engine, exact)
-        )
+        got = {name: g.clone() for b in engine.buffers for name, g in b.gradients.items()}
+        right = {name: g.clone() for b in exact.buffers for name, g in b.gradients.items()}
         return got, right, engine.reducer.hook.residuals
 
     (got, right, mine), (_, _, others) = run_ranks(spoiled, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drill import small, started
+from support.killed_runs import small, started
 from support.ranks import start_processes
 from support.runs import make_stores, write_recipe
 
@@ -21,12 +21,12 @@ from headway.train.config import Recipe
 from headway.train.session import run_recipe
 
 
-def disturbed(recipe: Recipe, rank: int, what: Callable[[], None]) -> list[Any]:
+def disturbed(recipe: Recipe, rank: int, harm: Callable[[], None]) -> list[Any]:
     """Train on two ranks, one of which does something else after step 3; returns what each ended with."""
 
     @contextmanager
     def probe(run: Any) -> Iterator[None]:
-        run.on_step(lambda step: what() if step == 3 and run.process.rank == rank else None)
+        run.on_step(lambda step: harm() if step == 3 and run.process.rank == rank else None)
         yield
 
     def work() -> str:
@@ -58,7 +58,8 @@ def test_a_rank_that_stops_is_named_with_the_exchange_the_other_waited_in(recipe
         "The others wait for rank 1" in said and "after step 3" in said.partition("The others")[2]
     ), said
     exchanges = json.loads((plan.run.folder / "logs" / "exchanges-rank-00000.json").read_text())
-    assert exchanges[-1]["name"] == "agreement" and len(exchanges) > 10
+    assert exchanges[-1]["name"] == "agreement"
+    assert len(exchanges) > 10
 
 
 def test_a_rank_that_is_gone_is_named(recipe: Path) -> None:
@@ -110,11 +111,9 @@ def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_p
         said[1] == "ValueError('broken by the test')" and "Gone: rank 1" in said[0]
     ) or "waited" in said[0]
     (message,) = [json.loads(line) for line in target.read_text().splitlines()]
-    assert (
-        message["event"] == "crash"
-        and message["text"].endswith("ValueError: broken by the test")
-        and "in fail" in message["text"]
-    )
+    assert message["event"] == "crash"
+    assert message["text"].endswith("ValueError: broken by the test")
+    assert "in fail" in message["text"]
 
 
 def test_who_holds_the_others_up_is_who_is_in_no_exchange_or_behind() -> None:

@@ -23,7 +23,8 @@ from headway.optim.schedule_free import WarmupSchedule
 from headway.parallel.collectives import RankGroup
 from headway.tasks.base import StepInfo
 
-CUT, END = 3, 6
+CUT = 3
+END = 6
 OFF = {"reduce": False, "gather": False, "step": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"zero1": {"size": 1}},
@@ -82,11 +83,13 @@ def check_validation(engine: Any, setup: Setup, group: RankGroup) -> None:
     """What is validated are the weights that are kept, which need not be those that train."""
     plain = make_engine(RankGroup(), replace(setup, parallel={}, optim=None))
     plain.fill((name, value.clone()) for name, value in engine.weights())
-    at = StepInfo(CUT, 20, training=False)
-    found = engine.evaluate(share_of_step(50, MICRO, group.rank, group.size).microbatches, at)
-    expected = plain.evaluate(share_of_step(50, MICRO, 0, 1).microbatches, at)
+    step_info = StepInfo(CUT, 20, training=False)
+    metrics = engine.evaluate(
+        share_of_step(50, MICRO, group.rank, group.size).microbatches, step_info
+    )
+    expected = plain.evaluate(share_of_step(50, MICRO, 0, 1).microbatches, step_info)
     for name, (total, weight) in expected.items():
-        assert float(found[name][0] / found[name][1]) == pytest.approx(
+        assert float(metrics[name][0] / metrics[name][1]) == pytest.approx(
             float(total / weight), rel=1e-6
         ), name
 
@@ -95,7 +98,7 @@ def run_layouts(
     folder: Path, optim: str, layouts: tuple[str, ...], group: RankGroup
 ) -> dict[str, Result]:
     """Every layout from the beginning with a save in between, then from what the one before it saved, then from its own."""
-    found: dict[str, Result] = {}
+    results: dict[str, Result] = {}
     before = folder / "alone"
     for layout in layouts:
         setup = setup_of(layout, optim)
@@ -104,11 +107,11 @@ def run_layouts(
         check_validation(engine, setup, group)
         save(folder / layout, engine, group)
         losses += [step[0] for step in train_steps(engine, group, MICRO, CUT, END)]
-        found[layout] = outcome(engine, losses)
-        found[f"{layout} continues {before.name}"] = resumed(before, setup, group)
-        found[f"{layout} continues itself"] = resumed(folder / layout, setup, group)
+        results[layout] = outcome(engine, losses)
+        results[f"{layout} continues {before.name}"] = resumed(before, setup, group)
+        results[f"{layout} continues itself"] = resumed(folder / layout, setup, group)
         before = folder / layout
-    return found
+    return results
 
 
 def alone(optim: str, folder: Path) -> Result:
@@ -130,19 +133,20 @@ def check(folder: Path, world: int, cases: dict[str, tuple[str, ...]]) -> None:
         }
 
     for rank in run_ranks(run, world, timeout=120):
-        for optim, found in rank.items():
-            compare(optim, right[optim], found)
+        for optim, results in rank.items():
+            compare(optim, right[optim], results)
             for layout in cases[optim]:
-                whole, again = found[layout], found[f"{layout} continues itself"]
+                whole = results[layout]
+                again = results[f"{layout} continues itself"]
                 assert again[0] == whole[0][CUT:], f"{optim}, {layout} resumes bit for bit"
                 assert all(
                     torch.equal(again[1][name], value) for name, value in whole[1].items()
                 ), (optim, layout)
 
 
-def compare(optim: str, right: Result, found: dict[str, Result]) -> None:
+def compare(optim: str, right: Result, results: dict[str, Result]) -> None:
     rounded = "bf16" in optim  # which way a value is rounded is drawn from its bits
-    for case, (losses, got, numbers) in found.items():
+    for case, (losses, got, numbers) in results.items():
         assert losses == pytest.approx(right[0][-len(losses) :], rel=2e-3 if rounded else 1e-5), (
             optim,
             case,
@@ -154,7 +158,7 @@ def compare(optim: str, right: Result, found: dict[str, Result]) -> None:
                 value,
                 rtol=1e-3,
                 atol=1e-4,
-                msg=lambda text, at=(optim, case, name): f"{at}: {text}",
+                msg=lambda text, case_name=(optim, case, name): f"{case_name}: {text}",
             )
 
 
@@ -179,7 +183,7 @@ def test_any_ranks_train_and_continue_like_one_process(
         tmp_path,
         world,
         {
-            optim: tuple(one for one in layouts if one != "powersgd" or optim == "muon")
+            optim: tuple(layout for layout in layouts if layout != "powersgd" or optim == "muon")
             for optim in OPTIMS
         },
     )

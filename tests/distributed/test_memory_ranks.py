@@ -31,8 +31,8 @@ def test_ranks_with_their_state_in_host_memory_train_as_one_process(
 
     expected = steps(RankGroup(), {}, [])
     for seen in run_ranks(lambda group: steps(group, STRATEGIES[strategy], ["optimizer"]), 2):
-        for one, other in zip(expected, seen, strict=True):
-            assert other == pytest.approx(one, rel=1e-3 if state_dtype == "8bit" else 1e-4)
+        for loss, other in zip(expected, seen, strict=True):
+            assert other == pytest.approx(loss, rel=1e-3 if state_dtype == "8bit" else 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(
 
     plain = run_ranks(lambda group: steps(group, STRATEGIES[strategy], {}), 2)
     assert run_ranks(lambda group: steps(group, STRATEGIES[strategy], memory), 2) == plain
-    for one, other in zip(steps(RankGroup(), {}, {}), plain[0], strict=True):
-        assert other == pytest.approx(one, rel=1e-4)
+    for loss, other in zip(steps(RankGroup(), {}, {}), plain[0], strict=True):
+        assert other == pytest.approx(loss, rel=1e-4)
 
 
 TRIED = {

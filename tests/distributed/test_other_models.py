@@ -119,7 +119,8 @@ def test_gradients_are_summed_as_the_spec_says_whatever_a_parameter_is_called(
 def test_modules_say_how_parameters_begin_and_group_whatever_they_are_called() -> None:
     engine = make_engine(RankGroup(), Setup(config=SPLIT, freeze=()))
     norms = {name for name in engine.specs if ".ln_1." in name or name.startswith("ln_f.")}
-    assert matching("norms", engine.specs) == norms and len(norms) == 2 * SPLIT.num_layers + 2
+    assert matching("norms", engine.specs) == norms
+    assert len(norms) == 2 * SPLIT.num_layers + 2
     for name, value in engine.weights():
         if name in norms or name.endswith("bias"):
             assert (value == (0.0 if name.endswith("bias") else 1.0)).all(), name

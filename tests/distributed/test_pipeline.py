@@ -89,14 +89,14 @@ MOVES: list[tuple[int, dict[str, Any]]] = [
 
 def two_steps(folder: Path, index: int, parallel: dict[str, Any], group: RankGroup) -> list[float]:
     """Two steps from the checkpoint that the layout before has left; then the next one."""
-    one = trial(
+    gated_trial = trial(
         "", group.size, parallel, config=GATES["config"], objective=GATES["objective"], micro=4
     )
-    engine = make_engine(group, one.setup)
+    engine = make_engine(group, gated_trial.setup)
     if index:
         with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
             engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
-    losses, _ = train_some(one, engine, range(2 * index, 2 * index + 2))
+    losses, _ = train_some(gated_trial, engine, range(2 * index, 2 * index + 2))
     records = engine.tensors()
     scalars = {"engine": engine.scalars()}
     save_checkpoint(
@@ -120,11 +120,11 @@ def test_a_run_moves_from_layout_to_layout_with_the_losses_of_one_process(tmp_pa
 
 def executed(shape: dict[str, Any], group: RankGroup) -> tuple[list[str], int, list[float]]:
     """The actions of a step as they ran, the most microbatches in flight, and the moments between actions."""
-    one = trial("", group.size, shape, config=DEEP, micro=8)
-    engine = make_engine(group, one.setup)
-    engine.passes.trace = []
-    train_some(one, engine, range(2))
-    trace = engine.passes.trace
+    deep_trial = trial("", group.size, shape, config=DEEP, micro=8)
+    engine = make_engine(group, deep_trial.setup)
+    engine.runner.trace = []
+    train_some(deep_trial, engine, range(2))
+    trace = engine.runner.trace
     flying = peak = 0
     for ran in trace:
         flying += {"F": 1, "B": -1, "I": -1, "W": 0}[ran.action.kind]
@@ -139,13 +139,13 @@ def executed(shape: dict[str, Any], group: RankGroup) -> tuple[list[str], int, l
 def test_ranks_run_the_planned_order_with_the_planned_microbatches_in_flight(
     schedule: Any, in_flight: list[int]
 ) -> None:
-    found = run_ranks(functools.partial(executed, {"pipeline": 4, "schedule": schedule}), 4)
+    orders = run_ranks(functools.partial(executed, {"pipeline": 4, "schedule": schedule}), 4)
     planned = pipeline_actions(schedule, 4, 8)
-    assert [order for order, _, _ in found] == [
+    assert [order for order, _, _ in orders] == [
         [str(action) for action in actions] for actions in planned
     ]
-    assert [peak for _, peak, _ in found] == in_flight
-    for _, _, moments in found:
+    assert [peak for _, peak, _ in orders] == in_flight
+    for _, _, moments in orders:
         assert moments == sorted(moments), "actions of one rank do not overlap"
 
 
@@ -209,9 +209,8 @@ def test_a_run_killed_on_stages_and_tensor_ranks_resumes_on_other_layouts_with_t
         yield
 
     with pytest.raises((FileNotFoundError, AssertionError)):
-        start_processes(
-            lambda: train(killed, hook=kill), 4
-        )  # some end without a result, others lose them
+        # some end without a result, others lose them
+        start_processes(lambda: train(killed, hook=kill), 4)
     assert [
         folder.name for folder in sorted((killed.run.folder / "checkpoints").glob("step-*"))
     ] == ["step-00000002"]

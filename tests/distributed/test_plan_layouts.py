@@ -30,7 +30,7 @@ WIDE = ModelConfig(
 
 def job_of(layout: Layout, memory: dict[str, Any], accumulate: int = 1) -> PlanJob:
     """The plan of two rows of 256 tokens in fp32, eager."""
-    found = MemoryConfig.model_validate(memory)
+    settings = MemoryConfig.model_validate(memory)
     return PlanJob(
         WIDE,
         256,
@@ -38,7 +38,7 @@ def job_of(layout: Layout, memory: dict[str, Any], accumulate: int = 1) -> PlanJ
         accumulate,
         layout,
         precision="fp32",
-        memory=found,
+        memory=settings,
         software=Software(fusion="eager"),
     )
 

@@ -35,7 +35,9 @@ DEEP = ModelConfig(
     max_seq_len=256,
 )
 SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
-MICROBATCHES, FORWARD, BACKWARD = 8, 0.02, 0.04
+MICROBATCHES = 8
+FORWARD = 0.02
+BACKWARD = 0.04
 """Seconds that a stage takes at least: the ranks of the test share few cores, and sleeping takes none."""
 
 
@@ -46,16 +48,18 @@ def traced_step(
     engine = make_engine(
         group, Setup(config=DEEP, freeze=(), parallel={"pipeline": 4, "schedule": schedule})
     )
-    forward_stage, back_propagate = engine.model.forward_stage, runner._back_propagate
+    forward_stage = engine.model.forward_stage
+    back_propagate = runner._back_propagate
     parts = SCHEDULES[schedule]  # pyright: ignore[reportArgumentType]
-    is_divided, peak = schedule == "zero_bubble", 0
+    is_divided = schedule == "zero_bubble"
+    peak = 0
     live = LiveBytes()
     standing = [tensor for buffer in engine.buffers for tensor in (buffer.param, *buffer.grads)]
 
-    def forward(*given: Any) -> Any:
+    def forward(*arguments: Any) -> Any:
         nonlocal peak
         time.sleep(FORWARD / parts)
-        out = forward_stage(*given)
+        out = forward_stage(*arguments)
         peak = max(peak, live.without(standing))
         return out
 
@@ -63,10 +67,11 @@ def traced_step(
         time.sleep(BACKWARD / (2 if is_divided else parts))
         back_propagate(root, gradient)
         if is_divided:  # the other half is in W
-            engine.passes.context.queue.kept.append(lambda: time.sleep(BACKWARD / 2))
+            engine.runner.context.queue.kept.append(lambda: time.sleep(BACKWARD / 2))
 
-    engine.model.forward_stage, runner._back_propagate = forward, backward
-    engine.passes.trace = []
+    engine.model.forward_stage = forward
+    runner._back_propagate = backward
+    engine.runner.trace = []
     rows = tuple(
         make_batch([[256]], seq_len=256, vocab=96, seed=number) for number in range(MICROBATCHES)
     )
@@ -74,7 +79,7 @@ def traced_step(
     with live:
         engine.forward_backward(step, StepInfo(0, 10))
     runner._back_propagate = back_propagate
-    return [(one.action, one.begin.host, one.end.host) for one in engine.passes.trace], peak
+    return [(entry.action, entry.begin.host, entry.end.host) for entry in engine.runner.trace], peak
 
 
 def test_a_pipeline_runs_in_the_planned_order_with_the_planned_bubble_and_memory() -> None:
@@ -87,13 +92,13 @@ def test_a_pipeline_runs_in_the_planned_order_with_the_planned_bubble_and_memory
         job = PlanJob(
             DEEP, 256, 1, MICROBATCHES, layout, precision="fp32", software=Software(fusion="eager")
         )
-        ranks = [found[schedule][0] for found in seen]
+        ranks = [traces[schedule][0] for traces in seen]
         assert [[action for action, _, _ in actions] for actions in ranks] == job.actions, schedule
         held = [in_flight([action for action, _, _ in actions]) for actions in ranks]
         assert held == job.held, schedule
         check_bubble(job, ranks)
-        for rank, found in enumerate(seen):
-            check_activations(job, rank, found[schedule][1])
+        for rank, traces in enumerate(seen):
+            check_activations(job, rank, traces[schedule][1])
 
 
 def check_bubble(job: PlanJob, ranks: list[list[tuple[PipelineAction, float, float]]]) -> None:
@@ -102,14 +107,12 @@ def check_bubble(job: PlanJob, ranks: list[list[tuple[PipelineAction, float, flo
     layout = job.layout
     shape = PipelineShape(layout.schedule, layout.pipeline, layout.virtual_stages)
     planned = follow(shape, job.actions, took.__getitem__, message_seconds(shape, ranks))
-    begin, end = (
-        min(one[1] for actions in ranks for one in actions),
-        max(one[2] for actions in ranks for one in actions),
-    )
-    idle = 1 - sum(one[2] - one[1] for actions in ranks for one in actions) / (
+    begin = min(action[1] for actions in ranks for action in actions)
+    end = max(action[2] for actions in ranks for action in actions)
+    idle = 1 - sum(action[2] - action[1] for actions in ranks for action in actions) / (
         len(ranks) * (end - begin)
     )
-    busy = sum(one.end - one.start for one in planned.actions)
+    busy = sum(action.end - action.start for action in planned.actions)
     bubble = 1 - busy / (planned.ranks * planned.seconds)
     assert idle == pytest.approx(bubble, abs=0.12), layout.schedule
 
@@ -123,7 +126,11 @@ def message_seconds(
     for actions in ranks:
         for (_, _, free), (action, begin, _) in pairwise(actions):
             there = max(
-                (ended[one] for one in needed_by(shape, action) if one.stage != action.stage),
+                (
+                    ended[earlier]
+                    for earlier in needed_by(shape, action)
+                    if earlier.stage != action.stage
+                ),
                 default=0.0,
             )
             if there > free:

@@ -39,11 +39,11 @@ def test_unused_parameters_count_as_zero_gradients(strategy: str) -> None:
     right, values = objective_values(Setup(micro=4, objective=spare()), RankGroup())
     assert values["objective.scale"] != 1.5
     assert values["objective.spare"] == 2.0
-    found: dict[str, float] = {}
+    gradients: dict[str, float] = {}
     for losses, saved in run_ranks(partial(objective_values, setup), 2):
         assert losses == pytest.approx(right, rel=1e-6)
-        found |= saved
-    assert found == pytest.approx(values, rel=1e-5)
+        gradients |= saved
+    assert gradients == pytest.approx(values, rel=1e-5)
 
 
 def test_a_parameter_that_joins_after_its_bucket_left_is_named() -> None:
@@ -63,12 +63,10 @@ class Traced:
     def __init__(self, inner: Any, events: list[tuple[str, float]], seconds: float) -> None:
         from headway.parallel.background import Background
 
-        self.inner, self.events, self.seconds, self.background = (
-            inner,
-            events,
-            seconds,
-            Background(torch.device("cpu")),
-        )
+        self.inner = inner
+        self.events = events
+        self.seconds = seconds
+        self.background = Background(torch.device("cpu"))
 
     def __call__(self, bucket: Any) -> Any:
         self.events.append(("exchange", time.perf_counter()))
@@ -92,7 +90,8 @@ def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
     )
     events: list[tuple[str, float]] = []
     engine.reducer.hook = Traced(engine.reducer.hook, events, 0.004)
-    take, finish = engine.reducer.take, engine.reducer.finish
+    take = engine.reducer.take
+    finish = engine.reducer.finish
     exposed = 0.0
 
     def slow_take(name: str, total: Any, parameter: Any) -> None:
@@ -106,7 +105,7 @@ def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
         yield from finish()
         exposed = time.perf_counter() - began
 
-    for name, (owner, leaf) in engine.homes.items():
+    for name, (owner, leaf) in engine.param_owners.items():
         parameter = owner._parameters[leaf]
         buffer, span, slot = engine.slots[name]
         parameter._post_accumulate_grad_hooks.clear()
@@ -125,7 +124,8 @@ def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
 def test_exchange_overlaps_with_backward() -> None:
     # Times on a busy machine vary: the best of a few attempts shows what overlapping can hide.
     for _ in range(5):
-        on, off = run_ranks(partial(trace, True), 2)[0], run_ranks(partial(trace, False), 2)[0]
+        on = run_ranks(partial(trace, True), 2)[0]
+        off = run_ranks(partial(trace, False), 2)[0]
         if on[1] <= off[1] / 2:
             break
     assert on[0].index("exchange") < len(on[0]) - 1 - on[0][::-1].index("gradient"), (

@@ -43,7 +43,7 @@ def test_wrapped_classes_on_two_ranks_train_like_one_process() -> None:
 @pytest.mark.timeout(600)
 def test_all_wrapped_classes_on_two_ranks_train_like_one_process() -> None:
     kinds = tuple(CASES)
-    listed = [one for strategy in (DDP, ZERO1) for one in trials(kinds, strategy)]
+    listed = [trial for strategy in (DDP, ZERO1) for trial in trials(kinds, strategy)]
     # The gradient of OPT's key biases is noise around zero, which Adam makes large; in another order of sums it is another noise.
     listed += trials(tuple(kind for kind in kinds if kind != "opt"), FSDP)
     listed += trials(kinds, FSDP, adapter=LORA)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.drill import finish, small, started
 from support.engines import OPTIM, make_engine, share_of_step
+from support.killed_runs import finish, small, started
 from support.layout_trials import (
     DRILL_STEPS,
     GATED,
@@ -88,7 +88,7 @@ def continued(
     """Two steps on each layout, each from the checkpoint the one before has left."""
     losses = []
     for index, (_, parallel) in enumerate(moves, first):
-        one = trial(
+        moved_trial = trial(
             "moves",
             group.size,
             parallel,
@@ -96,11 +96,11 @@ def continued(
             objective=SPARSITY,
             micro=4,
         )
-        engine = make_engine(group, one.setup)
+        engine = make_engine(group, moved_trial.setup)
         if index:
             with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
                 engine.load(reader.read, reader.scalars["engine"])
-        losses += train_some(one, engine, range(2 * index, 2 * index + 2))[0]
+        losses += train_some(moved_trial, engine, range(2 * index, 2 * index + 2))[0]
         records = engine.tensors()
         writers = Writers(group.rank, group.size, group.gather)
         save_checkpoint(folder, 2 * index + 2, records, {"engine": engine.scalars()}, None, writers)
@@ -108,9 +108,9 @@ def continued(
 
 
 def test_a_run_moves_from_layout_to_layout_with_the_same_losses(tmp_path: Path) -> None:
-    one = trial("alone", 1, {}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY, micro=4)
-    engine = make_engine(RankGroup(), one.setup)
-    right = train_some(one, engine, range(2 * len(MOVES)))[0]
+    alone = trial("alone", 1, {}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY, micro=4)
+    engine = make_engine(RankGroup(), alone.setup)
+    right = train_some(alone, engine, range(2 * len(MOVES)))[0]
     for losses in run_ranks(functools.partial(continued, tmp_path, MOVES[:-1], 0), 4):
         assert losses == pytest.approx(right[: len(losses)], rel=1e-5)
     assert continued(tmp_path, MOVES[-1:], len(MOVES) - 1, RankGroup()) == pytest.approx(
@@ -132,8 +132,8 @@ def test_tensor_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
             Recipe, write_recipe(tmp_path, stores, name=name, steps=4), ["eval.every=2", *overrides]
         )
         start_processes(lambda recipe=recipe: train(recipe), world) if world > 1 else train(recipe)
-    found = [read_metrics(recipe.run.folder / "metrics.jsonl") for recipe in recipes.values()]
-    for one, four in zip(*found, strict=True):
+    runs = [read_metrics(recipe.run.folder / "metrics.jsonl") for recipe in recipes.values()]
+    for alone, four in zip(*runs, strict=True):
         for key in (
             "loss",
             "nll",
@@ -143,18 +143,20 @@ def test_tensor_ranks_leave_what_one_process_leaves(tmp_path: Path) -> None:
             "num_samples_in_batch",
             "num_consumed_tokens",
         ):
-            assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
-        for name, values in one.get("valid", {}).items():
+            assert four[key] == pytest.approx(alone[key], rel=1e-5), (
+                f"{key} of step {alone['step']}"
+            )
+        for name, values in alone.get("valid", {}).items():
             assert four["valid"][name] == pytest.approx(values, rel=1e-5)
-    last = found[1][-1]
+    last = runs[1][-1]
     assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(
         last["micro_num"] * 2 * 64 / 2
     ), "half of its rows' work"
-    one, four = (
+    alone, four = (
         load_file(recipe.run.folder / "final" / "model.safetensors") for recipe in recipes.values()
     )
-    assert one.keys() == four.keys()
-    for name, value in one.items():
+    assert alone.keys() == four.keys()
+    for name, value in alone.items():
         assert (four[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
@@ -195,27 +197,27 @@ def in_fp8(group: RankGroup) -> None:
     """A column-split and a row-split product in fp8, against the whole layers."""
     exchange = TensorExchange(group, sequence=False)
     generator = torch.Generator().manual_seed(0)
-    x, up, down = (
-        torch.randn(*shape, generator=generator) for shape in ((32, 16), (64, 16), (16, 64))
-    )
+    x = torch.randn(32, 16, generator=generator)
+    up = torch.randn(64, 16, generator=generator)
+    down = torch.randn(16, 64, generator=generator)
     up[40] *= 30  # the highest values are on one rank
     down[:, 5] *= 30
     rows = slice(32 * group.rank, 32 * group.rank + 32)
     for scaling in ("tensorwise", "rowwise"):
-        leaves = [one.clone().requires_grad_() for one in (x, up, down)]
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
         whole = fp8_linear(
             fp8_linear(leaves[0], leaves[1], None, scaling).relu(), leaves[2], None, scaling
         )
         whole.square().sum().backward()
-        parts = [one.clone().requires_grad_() for one in (x, up[rows], down[:, rows])]
+        parts = [tensor.clone().requires_grad_() for tensor in (x, up[rows], down[:, rows])]
         middle = fp8_linear(
-            exchange.enter(parts[0][None])[0],
+            exchange.gather_input(parts[0][None])[0],
             parts[1],
             None,
             scaling,
             LinearSplit("column", exchange.highest),
         ).relu()
-        split = exchange.leave(
+        split = exchange.reduce_output(
             fp8_linear(middle, parts[2], None, scaling, LinearSplit("row", exchange.highest))[None]
         )[0]
         torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-4)
@@ -285,12 +287,12 @@ def test_no_rank_holds_the_whole_model_to_read_or_write_it(
 
 def broken_on_one_rank(group: RankGroup) -> list[tuple[float, float, float]]:
     """A part of one rank's gradients is not finite in the second step; then the run continues. In fp16, with a loss scale."""
-    one = trial("broken", 2, {"tensor": 2}, dtype=torch.float16)
-    engine = make_engine(group, one.setup)
+    broken_trial = trial("broken", 2, {"tensor": 2}, dtype=torch.float16)
+    engine = make_engine(group, broken_trial.setup)
     seen = []
     for index in range(3):
         result = engine.forward_backward(
-            share_of_step(index, one.setup.micro, 0, 1), StepInfo(index, 20)
+            share_of_step(index, broken_trial.setup.micro, 0, 1), StepInfo(index, 20)
         )
         if index == 1 and group.rank == 1:
             buffer, span, slot = engine.slots["model.layers.1.mlp.up_proj.weight"]
@@ -301,10 +303,10 @@ def broken_on_one_rank(group: RankGroup) -> list[tuple[float, float, float]]:
 
 
 def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
-    one, other = run_ranks(broken_on_one_rank, 2)
-    assert one == other
-    assert [skipped for _, skipped, _ in one] == [0, 1, 0]
-    assert one[2][0] < one[0][0] + 1, "the weights are still finite"
+    first, other = run_ranks(broken_on_one_rank, 2)
+    assert first == other
+    assert [skipped for _, skipped, _ in first] == [0, 1, 0]
+    assert first[2][0] < first[0][0] + 1, "the weights are still finite"
 
 
 @pytest.mark.drill

@@ -47,12 +47,14 @@ def run(recipe: Path, *overrides: str, world: int = 1) -> list[dict[str, Any]]:
 
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 1e-5) -> None:
     assert [record["step"] for record in got] == [record["step"] for record in right]
-    for one, other in zip(got, right, strict=True):
-        assert {k: one[k] for k in SAME} == pytest.approx({k: other[k] for k in SAME}, rel=rel), (
-            f"step {one['step']}"
-        )
-        for name, values in other.get("valid", {}).items():
-            assert one["valid"][name] == pytest.approx(values, rel=rel), f"step {one['step']}"
+    for measured, expected in zip(got, right, strict=True):
+        assert {k: measured[k] for k in SAME} == pytest.approx(
+            {k: expected[k] for k in SAME}, rel=rel
+        ), f"step {measured['step']}"
+        for name, values in expected.get("valid", {}).items():
+            assert measured["valid"][name] == pytest.approx(values, rel=rel), (
+                f"step {measured['step']}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -66,14 +68,15 @@ def test_two_ranks_leave_what_one_process_leaves(
     right = run(write_recipe(tmp_path, stores, name="one", steps=8))
     got = run(write_recipe(tmp_path, stores, name="two", steps=8), *overrides, world=2)
     assert_same(got, right)
-    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    rest = {path.name for path in two.iterdir()} - {path.name for path in one.iterdir()}
+    alone = tmp_path / "runs" / "one"
+    on_two_ranks = tmp_path / "runs" / "two"
+    rest = {path.name for path in on_two_ranks.iterdir()} - {path.name for path in alone.iterdir()}
     assert not rest
-    assert (two / "logs" / "rank-00001.log").exists()
-    assert sorted(path.name for path in (two / "final").iterdir()) == sorted(
-        path.name for path in (one / "final").iterdir()
+    assert (on_two_ranks / "logs" / "rank-00001.log").exists()
+    assert sorted(path.name for path in (on_two_ranks / "final").iterdir()) == sorted(
+        path.name for path in (alone / "final").iterdir()
     )
-    summary = json.loads((two / "summary.json").read_text())
+    summary = json.loads((on_two_ranks / "summary.json").read_text())
     assert summary["steps"] == 8
 
 

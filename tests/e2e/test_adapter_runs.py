@@ -88,12 +88,10 @@ def test_a_stopped_adapter_run_ends_like_the_undisturbed_one(folder: Path) -> No
 def test_export_merges_unless_only_the_adapter_is_asked_for(folder: Path, tmp_path: Path) -> None:
     for model in (folder / "lora", folder / "lora" / "checkpoints" / "latest"):
         export_adapter(model, tmp_path / "adapter")
-        ours, own = (
-            load_file(path / "adapter_model.safetensors")
-            for path in (tmp_path / "adapter", folder / "lora/final/adapter")
-        )
-        assert ours.keys() == own.keys()
-        assert all(torch.equal(ours[name], own[name]) for name in own)
+        ours = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        stored = load_file(folder / "lora/final/adapter" / "adapter_model.safetensors")
+        assert ours.keys() == stored.keys()
+        assert all(torch.equal(ours[name], stored[name]) for name in stored)
     export_model(folder / "lora/checkpoints/latest", tmp_path / "whole")
     assert (logits(tmp_path / "whole") - logits(folder / "lora")).abs().max() <= 1e-5
     with pytest.raises(ConfigError, match="contains something other"):
@@ -113,21 +111,21 @@ def test_export_merges_unless_only_the_adapter_is_asked_for(folder: Path, tmp_pa
 
 @pytest.mark.parametrize("source", ["folders", "checkpoint", "adapter"])
 def test_an_adapter_of_the_same_form_goes_on(folder: Path, source: str) -> None:
-    given = {
+    starts = {
         "folders": (f"init.from={folder}/base", f"init.adapter={folder}/lora/final/adapter"),
         "checkpoint": (f"init.from={folder}/lora/checkpoints/latest",),
         "adapter": (f"init.from={folder}/lora/final/adapter",),
     }[source]
     name = f"on-{source}"
-    go(folder, name, *given, "adapter.rank=4", "optim.lr=0", "steps=1")
+    go(folder, name, *starts, "adapter.rank=4", "optim.lr=0", "steps=1")
     with (
         open_checkpoint(folder / name / "checkpoints" / "latest") as after,
         open_checkpoint(folder / "lora/checkpoints/latest") as before,
     ):
         names = before.names("master")
         assert names == after.names("master")
-        for one in names:
-            assert torch.equal(after.weight(one), before.weight(one)), one
+        for run_name in names:
+            assert torch.equal(after.weight(run_name), before.weight(run_name)), run_name
     assert json.loads((folder / name / "final/adapter/adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(folder / "base/final")
@@ -175,7 +173,7 @@ def test_parameters_trained_beside_an_adapter_are_saved_with_it(folder: Path) ->
     )
 
 
-def test_mistakes_with_adapters_are_said_before_work_starts(folder: Path) -> None:
+def test_settings_that_contradict_an_adapter_are_refused_before_work_starts(folder: Path) -> None:
     base = f"init.from={folder}/base"
     for more, message in (
         (("adapter.targets=[q_porj]", base), "Did you mean 'q_proj'"),

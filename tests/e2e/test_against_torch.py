@@ -29,10 +29,16 @@ from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 
-STEPS, SEQ_LEN, ROWS = 5, 32, 4
+STEPS = 5
+SEQ_LEN = 32
+ROWS = 4
 RATES = [0.5, 1.0, 1.0, 0.775, 0.325]
 """Two steps of warm-up, then a cosine over three: 0.1 + 0.9 (1 + cos(0, pi/3, 2 pi/3)) / 2."""
-LR, CLIP, DECAY, BETAS, EPS = 2e-2, 3.2, 0.1, (0.9, 0.95), 1e-8
+LR = 2e-2
+CLIP = 3.2
+DECAY = 0.1
+BETAS = (0.9, 0.95)
+EPS = 1e-8
 SHAPE = {
     "hidden_size": 32,
     "num_layers": 2,
@@ -51,7 +57,8 @@ def write_store(path: Path, seed: int, count: int) -> list[Document]:
     documents: list[Document] = []
     with StoreWriter(path, dtype="uint16", tokenizer_fingerprint=None, masked=True) as writer:
         for _ in range(count):
-            ids, mask = rng.integers(1, 64, int(rng.integers(4, 20))), rng.random(20) < 0.7
+            ids = rng.integers(1, 64, int(rng.integers(4, 20)))
+            mask = rng.random(20) < 0.7
             writer.add(ids.astype(np.uint16), mask[: len(ids)])
             documents.append((tuple(ids.tolist()), tuple(mask[: len(ids)].tolist())))
         writer.finish()
@@ -93,14 +100,15 @@ def documents_of_steps(
     ) as loader:
         for _ in range(STEPS):
             (batch,) = next(loader)[0].microbatches
-            found = []
+            documents = []
             for row in range(ROWS):
-                source, edges = int(batch.source[row]), sorted(set(batch.bounds[row].tolist()))
+                source = int(batch.source[row])
+                edges = sorted(set(batch.bounds[row].tolist()))
                 for begin, end in pairwise(edges):
                     ids = tuple(batch.tokens[row, begin:end].tolist())
                     if any(ids):
-                        found.append((source, known[source][ids]))
-            steps.append(found)
+                        documents.append((source, known[source][ids]))
+            steps.append(documents)
     return steps
 
 
@@ -112,37 +120,40 @@ def forward(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
 
     def turned(x: Tensor) -> Tensor:
         angle = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-        a, b = x[..., :4], x[..., 4:]
+        a = x[..., :4]
+        b = x[..., 4:]
         return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
     x = F.embedding(ids, weights["model.embed_tokens.weight"])
     for layer in range(2):
-        at = f"model.layers.{layer}."
-        h = norm(x, at + "input_layernorm.weight")
+        prefix = f"model.layers.{layer}."
+        h = norm(x, prefix + "input_layernorm.weight")
         q, k, v = (
-            F.linear(h, weights[f"{at}self_attn.{name}_proj.weight"])
+            F.linear(h, weights[f"{prefix}self_attn.{name}_proj.weight"])
             .view(len(ids), -1, 8)
             .transpose(0, 1)
             for name in "qkv"
         )
-        q, k = turned(q), turned(k)
+        q = turned(q)
+        k = turned(k)
         o = F.scaled_dot_product_attention(
             q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), is_causal=True
         )
         x = x + F.linear(
-            o.transpose(0, 1).reshape(len(ids), -1), weights[at + "self_attn.o_proj.weight"]
+            o.transpose(0, 1).reshape(len(ids), -1), weights[prefix + "self_attn.o_proj.weight"]
         )
-        h = norm(x, at + "post_attention_layernorm.weight")
-        gate = F.silu(F.linear(h, weights[at + "mlp.gate_proj.weight"])) * F.linear(
-            h, weights[at + "mlp.up_proj.weight"]
+        h = norm(x, prefix + "post_attention_layernorm.weight")
+        gate = F.silu(F.linear(h, weights[prefix + "mlp.gate_proj.weight"])) * F.linear(
+            h, weights[prefix + "mlp.up_proj.weight"]
         )
-        x = x + F.linear(gate, weights[at + "mlp.down_proj.weight"])
+        x = x + F.linear(gate, weights[prefix + "mlp.down_proj.weight"])
     return F.linear(norm(x, "model.norm.weight"), weights["lm_head.weight"])
 
 
 def nll(weights: dict[str, Tensor], document: Document) -> tuple[Tensor, int]:
     """Sum of losses over the targets of one document, and how many there are; the first token is predicted by nothing."""
-    ids, mask = torch.tensor(document[0]), torch.tensor(document[1][1:])
+    ids = torch.tensor(document[0])
+    mask = torch.tensor(document[1][1:])
     losses = F.cross_entropy(forward(weights, ids)[:-1], ids[1:], reduction="none")
     return losses[mask].sum(), int(mask.sum())
 
@@ -191,7 +202,7 @@ def torch_only(
         }
         seen.append({
             "loss": loss.item(), "grad_norm": norm, "lr": LR * rate, "tokens": sum(len(ids) for _, (ids, _) in documents),
-            **{f"loss/{name}": sum(t for t, _ in one) / sum(c for _, c in one) for name, one in by_source.items() if one},
+            **{f"loss/{name}": sum(t for t, _ in sums) / sum(c for _, c in sums) for name, sums in by_source.items() if sums},
         })  # fmt: skip
     with torch.no_grad():
         held = [nll(weights, document) for document in stores[2]]
@@ -263,7 +274,7 @@ def test_a_validation_reads_the_first_rows_and_no_more(
     """Rows of one document each: three rows are the first three documents, on however many ranks."""
     folder = torch_only[0]
     held = write_store(tmp_path / "valid", 2, 9)
-    given = (
+    settings = (
         "data.packing=pad",
         "eval.rows=3",
         "eval.every=1",
@@ -273,7 +284,7 @@ def test_a_validation_reads_the_first_rows_and_no_more(
         f"run.dir={tmp_path}",
     )
     recipe = recipe_of(
-        folder, f"rows{micro_rows}-{world}", *given, f"batch.micro_rows={micro_rows}"
+        folder, f"rows{micro_rows}-{world}", *settings, f"batch.micro_rows={micro_rows}"
     )
     if world == 1:
         train(recipe)
@@ -282,8 +293,8 @@ def test_a_validation_reads_the_first_rows_and_no_more(
     (record,) = read_metrics(recipe.run.folder / "metrics.jsonl")
     config = ModelConfig.model_validate({**SHAPE, "init_std": 0.2, "tie_embeddings": False})
     weights = {spec.name: initial_value(spec, config, 11) for spec in param_specs(config)}
-    found = [nll(weights, document) for document in held[:3]]
-    assert record["valid"]["held"]["tokens"] == sum(count for _, count in found)
+    losses = [nll(weights, document) for document in held[:3]]
+    assert record["valid"]["held"]["tokens"] == sum(count for _, count in losses)
     assert record["valid"]["held"]["loss"] == pytest.approx(
-        float(sum(t for t, _ in found)) / sum(c for _, c in found), rel=1e-5
+        float(sum(t for t, _ in losses)) / sum(c for _, c in losses), rel=1e-5
     )

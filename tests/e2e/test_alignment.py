@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.media_looks import count_looks
+from support.media_reads import count_media_reads
 from support.runs import deterministic
 from support.small_aligner import ENCODERS
 
@@ -27,9 +27,9 @@ from headway.train.resolve import resolve
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("align")
-    write_media(found / "set", SyntheticMedia(samples=24, heldout=8, image_size=16, seconds=0.2))
-    return found
+    folder = tmp_path_factory.mktemp("align")
+    write_media(folder / "set", SyntheticMedia(samples=24, heldout=8, image_size=16, seconds=0.2))
+    return folder
 
 
 def recipe_of(folder: Path, **changes: Any) -> Recipe:
@@ -72,23 +72,23 @@ def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(folder: Path) -> 
         train(recipe_of(folder, **second), hook=dying)
     assert not (folder / "runs" / "b" / "final").exists()
     train(recipe_of(folder, **second))
-    one, two = (folder / "runs" / name for name in "ab")
-    assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
+    whole, killed = (folder / "runs" / name for name in "ab")
+    assert deterministic(whole / "metrics.jsonl") == deterministic(killed / "metrics.jsonl")
     for name in ("aligner.safetensors", "towers.safetensors"):
-        assert (one / "final" / name).read_bytes() == (two / "final" / name).read_bytes()
-    report = check_checkpoint(two)
-    assert (
-        report.problems == [] and report.step == 7 and report.embeds == ["text", "image", "audio"]
-    )
-    last = deterministic(one / "metrics.jsonl")[-1]["valid"]["valid"]
+        assert (whole / "final" / name).read_bytes() == (killed / "final" / name).read_bytes()
+    report = check_checkpoint(killed)
+    assert report.problems == []
+    assert report.step == 7
+    assert report.embeds == ["text", "image", "audio"]
+    last = deterministic(whole / "metrics.jsonl")[-1]["valid"]["valid"]
     assert {"loss", "text_to_image/recall_at_1", "image-audio/modality_gap"} <= set(last)
 
 
-def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
+def test_a_second_alignment_parses_no_record_and_opens_no_media_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(recipe_of(folder, steps=1, run={"name": "first", "dir": str(folder / "runs")}))
-    looked = count_looks(monkeypatch)
+    looked = count_media_reads(monkeypatch)
     train(recipe_of(folder, steps=1, run={"name": "second", "dir": str(folder / "runs")}))
     assert (looked["parsed"], looked["looked at"]) == (0, 0)
 
@@ -106,7 +106,8 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
     ]
     with pytest.raises(ConfigError, match="plan knows language models only"):
         plan_job(recipe_of(folder), PlanTarget(GPUS["h100"], 1))
-    final, checkpoint = find_aligner(run), find_aligner(run / "checkpoints")
+    final = find_aligner(run)
+    checkpoint = find_aligner(run / "checkpoints")
     assert final.weights.keys() == checkpoint.weights.keys()
     assert all(
         bool((final.weights[name] == checkpoint.weights[name]).all()) for name in final.weights
@@ -114,8 +115,9 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
     assert final.log_scales == pytest.approx(checkpoint.log_scales)
     encoder = aligned_encoders(run, ["image"])["image"]
     picture = next((folder / "set" / "images").glob("*.png"))
-    found = encoder.encode(encoder.input.read(MediaRef("image", picture))[None])
-    assert found.shape == (1, 1, 8) and float((found**2).sum()) == pytest.approx(1, abs=1e-5)
+    vector = encoder.encode(encoder.input.read(MediaRef("image", picture))[None])
+    assert vector.shape == (1, 1, 8)
+    assert float((vector**2).sum()) == pytest.approx(1, abs=1e-5)
     shutil.copytree(run / "checkpoints", folder / "alone", dirs_exist_ok=True)
     with pytest.raises(ConfigError, match="is an aligner, not a language model"):
         find_model(folder / "alone")
@@ -157,13 +159,14 @@ def test_held_out_samples_find_each_other(tmp_path: Path) -> None:
         "data.cache_dir": str(tmp_path / "cache"),
     }
     train(Recipe.load("multimodal/align").with_({"run.dir": str(tmp_path / "runs"), **here}))
-    found = deterministic(tmp_path / "runs" / "align" / "metrics.jsonl")[-1]["valid"]["valid"]
-    count = found["text-image/samples"]
+    scores = deterministic(tmp_path / "runs" / "align" / "metrics.jsonl")[-1]["valid"]["valid"]
+    count = scores["text-image/samples"]
     assert count > 100
+    # chance is 1 / count
     assert (
-        min(found["text_to_image/recall_at_1"], found["image_to_text/recall_at_1"]) > 20 / count
-    )  # chance is 1 / count
+        min(scores["text_to_image/recall_at_1"], scores["image_to_text/recall_at_1"]) > 20 / count
+    )
     assert (
-        min(found["text_to_audio/recall_at_10"], found["audio_to_text/recall_at_10"])
-        > 3 * 10 / found["text-audio/samples"]
+        min(scores["text_to_audio/recall_at_10"], scores["audio_to_text/recall_at_10"])
+        > 3 * 10 / scores["text-audio/samples"]
     )

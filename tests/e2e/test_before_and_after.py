@@ -13,7 +13,7 @@ from support.runs import assert_same_run, deterministic, make_stores, tiny_setti
 from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
-from headway.eval.evaluate import SamplePlan
+from headway.eval.options import SamplePlan
 from headway.export.huggingface import export_model
 from headway.infer.generate import GenerateOptions, generate_from_ids
 from headway.infer.load import load_model
@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "base", CONFIG.with_(max_seq_len=192), tokenizer)
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(60)]
     pairs = [
-        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."}
-        for one in chat
+        {"prompt": record["instruction"], "chosen": record["output"], "rejected": "No, no."}
+        for record in chat
     ]
     for name, records in (("chat", chat), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text(
@@ -91,10 +91,12 @@ def test_a_validation_before_the_first_step_is_that_of_the_first_weights_and_cha
 ) -> None:
     train(recipe(folder, "plain", "eval.at_start=false"))
     train(recipe(folder, "still", "optim.lr=0", "steps=1"))
-    plain, found = records(folder / "plain"), records(looked)
-    before = found[0].pop(AT_START)
-    assert found == plain and AT_START not in plain[0]
-    assert before == records(folder / "still")[0]["valid"] != found[1]["valid"]
+    plain = records(folder / "plain")
+    written = records(looked)
+    before = written[0].pop(AT_START)
+    assert written == plain
+    assert AT_START not in plain[0]
+    assert before == records(folder / "still")[0]["valid"] != written[1]["valid"]
     summary = json.loads((looked / "summary.json").read_text())
     assert summary["first_valid_loss"] == before["valid"]["loss"] > summary["last_valid_loss"]
 
@@ -116,8 +118,9 @@ def test_a_resumed_run_and_two_ranks_have_it_once_and_the_same(folder: Path, loo
     assert_same_run(looked, folder / "resumed", 4)
     assert (folder / "resumed" / "train.log").read_text().count("validated at the start: ") == 1
     start_processes(lambda: train(recipe(folder, "ranks")), 2, timeout=120)
-    one, two = (records(run)[0][AT_START]["valid"] for run in (looked, folder / "ranks"))
-    assert two == pytest.approx(one, rel=1e-5)
+    resumed = records(looked)[0][AT_START]["valid"]
+    on_two_ranks = records(folder / "ranks")[0][AT_START]["valid"]
+    assert on_two_ranks == pytest.approx(resumed, rel=1e-5)
 
 
 def test_it_needs_something_to_validate(folder: Path) -> None:
@@ -143,7 +146,8 @@ def test_one_command_sets_answers_and_validations_side_by_side(
 ) -> None:
     assert main(compare(trained, tmp_path / "report", "--json")) == 0
     base, sft, dpo = json.loads(capsys.readouterr().out)["models"]
-    assert base["training"] == [] and [sample["prompt"] for sample in base["samples"]] == QUESTIONS
+    assert base["training"] == []
+    assert [sample["prompt"] for sample in base["samples"]] == QUESTIONS
     loaded = load_model(trained / "dpo")
     assert loaded.tokenizer is not None
     ids = [
@@ -152,15 +156,16 @@ def test_one_command_sets_answers_and_validations_side_by_side(
     ]
     ends = answer_end("chatml", loaded.tokenizer)
     assert loaded.tokenizer.decode(list(ends)) == "<|im_end|>"
-    assert len({one["samples"][0]["text"] for one in (base, sft, dpo)}) > 1, (
+    assert len({stage["samples"][0]["text"] for stage in (base, sft, dpo)}) > 1, (
         "else nothing is shown here"
     )
     assert [sample["text"] for sample in dpo["samples"]] == [
-        one.text for one in generate_from_ids(loaded, ids, GenerateOptions(8, stop_ids=ends))
+        generate_from_id.text
+        for generate_from_id in generate_from_ids(loaded, ids, GenerateOptions(8, stop_ids=ends))
     ]
     report = (tmp_path / "report" / "report.md").read_text()
-    for run, one in (("sft", sft), ("dpo", dpo)):
-        (curves,) = one["training"]
+    for run, stage in (("sft", sft), ("dpo", dpo)):
+        (curves,) = stage["training"]
         first, last = curves["valid"]["valid"]
         assert (first["step"], last["step"], curves["steps"]) == (0, 3, 3)
         assert first["numbers"] == records(trained / run)[0][AT_START]["valid"]
@@ -200,7 +205,9 @@ def test_generate_answers_as_the_report_does(
         "--chat-template",
     ]
     assert main([*ask, "chatml", "--json"]) == 0
-    assert [one["text"] for one in json.loads(capsys.readouterr().out)["generations"]] == shown
+    assert [
+        generation["text"] for generation in json.loads(capsys.readouterr().out)["generations"]
+    ] == shown
     for wrong, word in (
         (["chatml", "--special"], "--chat-template and --special are both given"),
         (["nothing"], "template is 'nothing'"),
@@ -212,14 +219,14 @@ def test_generate_answers_as_the_report_does(
 def test_what_was_trained_carries_the_template_it_learned(trained: Path, tmp_path: Path) -> None:
     export_model(trained / "sft", tmp_path / "exported")
     question = [Turn("user", QUESTIONS[0])]
-    for place in (
+    for model in (
         trained / "sft",
         trained / "sft" / "final",
         trained / "dpo" / "final",
         tmp_path / "exported",
     ):
-        tokenizer = load_model(place).tokenizer
-        assert tokenizer is not None and tokenizer.chat_template is not None, place
+        tokenizer = load_model(model).tokenizer
+        assert tokenizer is not None and tokenizer.chat_template is not None, model
         assert render_prompt(question, "tokenizer", tokenizer) == render_prompt(
             question, "chatml", tokenizer
         )
@@ -233,17 +240,16 @@ def test_stages_have_their_own_curves(
     train(recipe(folder, "staged", "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"))
     from headway.train.history import read_training
 
-    one, two = read_training(folder / "staged")
-    assert [one.run, two.run] == [f"{folder}/staged: 01-one", f"{folder}/staged: 02-two"]
-    for stage in (one, two):
-        assert [point.step for point in stage.valid["valid"]] == [0, 2] and [
-            step for step, _ in stage.loss
-        ] == [1, 2]
-    assert two.valid["valid"][0].numbers == one.valid["valid"][1].numbers, (
+    first, second = read_training(folder / "staged")
+    assert [first.run, second.run] == [f"{folder}/staged: 01-one", f"{folder}/staged: 02-two"]
+    for stage in (first, second):
+        assert [point.step for point in stage.valid["valid"]] == [0, 2]
+        assert [step for step, _ in stage.loss] == [1, 2]
+    assert second.valid["valid"][0].numbers == first.valid["valid"][1].numbers, (
         "the second begins with what the first left"
     )
 
 
 def test_a_template_without_a_question_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--chat-template is 'chatml', and there is no prompt"):
-        SamplePlan(template="chatml")
+        SamplePlan(template="chatml").check()

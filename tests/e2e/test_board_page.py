@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.board_runs import append_record, make_run, record, serving
+from support.board_runs import append_record, make_run, record, serving_board
 from support.chromium import PROGRAM, Page, browser
 
 from headway.board.open import open_sources
@@ -37,9 +37,9 @@ DRAWN = "document.querySelectorAll('.card').length > 4 && Number(document.queryS
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with browser() as found:
-        found.resize(1400, 1000)
-        yield found
+    with browser() as open_page:
+        open_page.resize(1400, 1000)
+        yield open_page
 
 
 def hover(page: Page, share: float) -> list[dict[str, Any]]:
@@ -55,11 +55,9 @@ def test_two_runs_are_overlaid_and_their_values_are_those_of_the_file(
     tmp_path: Path, page: Page
 ) -> None:
     evil = "<img src=x onerror=alert(1)>"
-    one, two = (
-        make_run(tmp_path / "runs" / evil, 200, seed=1.0),
-        make_run(tmp_path / "runs" / "two", 200, lr=0.5, done=False),
-    )
-    with serving(tmp_path / "runs") as (client, _):
+    run = make_run(tmp_path / "runs" / evil, 200, seed=1.0)
+    two = make_run(tmp_path / "runs" / "two", 200, lr=0.5, done=False)
+    with serving_board(tmp_path / "runs") as (client, _):
         origin = f"http://127.0.0.1:{client.port}/"
         page.open(origin)
         page.wait_for(DRAWN)
@@ -68,13 +66,12 @@ def test_two_runs_are_overlaid_and_their_values_are_those_of_the_file(
         names = page.evaluate(
             "[...document.querySelectorAll('.runs .name')].map((one) => one.textContent).sort().join('|')"
         )
-        assert (
-            names == f"{evil}|two" and page.evaluate("document.querySelectorAll('img').length") == 0
-        )
+        assert names == f"{evil}|two"
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
         rows = hover(page, 0.5)
         assert len(rows) == 2
         for row in rows:
-            folder = one if evil in row["text"] else two
+            folder = run if evil in row["text"] else two
             records = {
                 value["step"]: value
                 for value in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -175,7 +172,7 @@ def test_reports_are_drawn_and_what_they_say_stays_text(
     (run / "eval" / "plot.png").write_bytes(base64.b64decode(PIXEL))
     out = tmp_path / "report.html"
     write_html_report(open_sources([str(run)]), out)
-    with serving(tmp_path / "runs") as (client, _):
+    with serving_board(tmp_path / "runs") as (client, _):
         page.open(out.as_uri() if is_file else f"http://127.0.0.1:{client.port}/")
         page.wait_for("typeof hw !== 'undefined' && " + DRAWN)
         page.evaluate("document.querySelector('[data-tab=evaluations]').click()")
@@ -209,7 +206,7 @@ def test_a_hundred_thousand_points_of_many_runs_are_drawn_quickly(
     for number in range(20):
         folder = make_run(tmp_path / "runs" / f"run-{number:02}", 1)
         (folder / "metrics.jsonl").write_text(text)
-    with serving(tmp_path / "runs") as (client, board):
+    with serving_board(tmp_path / "runs") as (client, board):
         page.open(f"http://127.0.0.1:{client.port}/")
         page.wait_for(DRAWN)
         page.evaluate("hw.app.select([...hw.app.runs.keys()])")

@@ -9,47 +9,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_double import ChatDouble, chat_double
 from support.chat_page import IDLE, READY, ask, choose_files, click, key, reload, texts, write
 from support.chromium import PROGRAM, Page, browser
+from support.stand_in_chat_server import StandInChatServer, stand_in_chat_server
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")]
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
 @pytest.fixture
-def double() -> Iterator[ChatDouble]:
-    with chat_double() as found:
-        yield found
+def double() -> Iterator[StandInChatServer]:
+    with stand_in_chat_server() as server:
+        yield server
 
 
 @pytest.fixture
-def page(double: ChatDouble) -> Iterator[Page]:
-    with browser() as found:
-        found.resize(1300, 900)
-        found.open(double.address)
-        found.wait_for(READY)
-        yield found
+def page(double: StandInChatServer) -> Iterator[Page]:
+    with browser() as open_page:
+        open_page.resize(1300, 900)
+        open_page.open(double.address)
+        open_page.wait_for(READY)
+        yield open_page
 
 
-def only_the_server_was_asked(page: Page, double: ChatDouble) -> bool:
+def only_the_server_was_asked(page: Page, double: StandInChatServer) -> bool:
     return not [
-        one
-        for one in page.requests
-        if not one.startswith((double.address, "about:", "data:image/png", "data:audio/"))
+        request
+        for request in page.requests
+        if not request.startswith((double.address, "about:", "data:image/png", "data:audio/"))
     ]
 
 
 def test_a_conversation_is_sent_streamed_edited_answered_again_and_kept(
-    page: Page, double: ChatDouble
+    page: Page, double: StandInChatServer
 ) -> None:
     write(page, "one")
     key(page, "Enter", shift=True)
     write(page, "two")
-    assert (
-        page.evaluate("document.querySelector('#message').value") == "one\ntwo"
-        and double.bodies == []
-    )
+    assert page.evaluate("document.querySelector('#message').value") == "one\ntwo"
+    assert double.bodies == []
     double.seconds_per_piece = 0.05
     double.answers["one\ntwo"] = "Streams piece by piece. " * 4
     key(page, "Enter")
@@ -59,54 +57,48 @@ def test_a_conversation_is_sent_streamed_edited_answered_again_and_kept(
     page.wait_for(IDLE)
     double.seconds_per_piece = 0.0
     assert texts(page, ".markdown") == [" ".join(["Streams piece by piece."] * 4)]
-    assert (
-        "24 tokens ·" in texts(page, ".stats")[0]
-        and "tokens/s" in texts(page, ".stats")[0]
-        and "7 from cache" in texts(page, ".stats")[0]
-    )
-    assert (
-        "322 tokens/s" in texts(page, ".live")[0] and "cache 3 MB / 1 GB" in texts(page, ".live")[0]
-    )
+    assert "24 tokens ·" in texts(page, ".stats")[0]
+    assert "tokens/s" in texts(page, ".stats")[0]
+    assert "7 from cache" in texts(page, ".stats")[0]
+    assert "322 tokens/s" in texts(page, ".live")[0]
+    assert "cache 3 MB / 1 GB" in texts(page, ".live")[0]
     ask(page, "next")
     sent = double.bodies[-1]
-    assert (
-        [one["role"] for one in sent["messages"]] == ["user", "assistant", "user"]
-        and sent["temperature"] == 0.7
-        and "top_k" not in sent
-    )
+    assert [message["role"] for message in sent["messages"]] == ["user", "assistant", "user"]
+    assert sent["temperature"] == 0.7
+    assert "top_k" not in sent
     _edits(page, double)
     _answers_again(page, double)
     _keeps(page, double)
-    assert page.problems == [] and only_the_server_was_asked(page, double)
+    assert page.problems == []
+    assert only_the_server_was_asked(page, double)
 
 
-def _edits(page: Page, double: ChatDouble) -> None:
+def _edits(page: Page, double: StandInChatServer) -> None:
     click(page, ".turn:first-child [aria-label=Edit]")
     page.evaluate("document.querySelector('.editor textarea').value = 'edited'")
     page.evaluate("document.querySelector('.editor .primary').click()")
     page.wait_for(IDLE)
-    assert texts(page, ".markdown") == ["You said: edited"] and [
-        one["content"] for one in double.bodies[-1]["messages"]
-    ] == ["edited"]
+    assert texts(page, ".markdown") == ["You said: edited"]
+    assert [message["content"] for message in double.bodies[-1]["messages"]] == ["edited"]
     click(page, ".question [aria-label='Previous version']")
     page.wait_for("document.querySelectorAll('.markdown').length === 2")
     assert texts(page, ".bubble") == ["one\ntwo", "next"], "the earlier version keeps what followed"
 
 
-def _answers_again(page: Page, double: ChatDouble) -> None:
+def _answers_again(page: Page, double: StandInChatServer) -> None:
     double.answers["next"] = "another"
     click(page, ".turn:last-child [aria-label='Answer again']")
     page.wait_for("document.querySelectorAll('.answer .stepper').length === 1 && " + IDLE)
-    assert texts(page, ".turn:last-child .markdown") == ["another"] and texts(
-        page, ".answer .stepper"
-    ) == ["2 of 2"]
+    assert texts(page, ".turn:last-child .markdown") == ["another"]
+    assert texts(page, ".answer .stepper") == ["2 of 2"]
     click(page, ".answer [aria-label='Previous version']")
     page.wait_for(
         "document.querySelector('.turn:last-child .markdown').textContent === 'You said: next'"
     )
 
 
-def _keeps(page: Page, double: ChatDouble) -> None:
+def _keeps(page: Page, double: StandInChatServer) -> None:
     click(page, "header [aria-label=Settings]")
     page.evaluate(
         "(() => { const one = document.querySelector('#system'); one.value = 'Be brief.'; one.dispatchEvent(new Event('input')); })()"
@@ -122,20 +114,21 @@ def _keeps(page: Page, double: ChatDouble) -> None:
     before = page.evaluate(shown)
     reload(page)
     page.wait_for("document.querySelectorAll('.markdown').length === 2")
-    assert (
-        page.evaluate(shown) == before
-        and page.evaluate("document.querySelector('#system').value") == "Be brief."
-    )
+    assert page.evaluate(shown) == before
+    assert page.evaluate("document.querySelector('#system').value") == "Be brief."
     ask(page, "after")
     sent = double.bodies[-1]
-    assert sent["messages"][0] == {"role": "system", "content": "Be brief."} and (
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (
         sent["temperature"],
         sent["seed"],
     ) == (0, 5)
     assert "top_k" not in sent, "what is out of its range is not taken"
 
 
-def test_an_answer_is_stopped_and_what_was_said_stays(page: Page, double: ChatDouble) -> None:
+def test_an_answer_is_stopped_and_what_was_said_stays(
+    page: Page, double: StandInChatServer
+) -> None:
     double.answers["long"] = "word " * 5000
     double.seconds_per_piece = 0.02
     for stop in (lambda: key(page, "Escape"), lambda: click(page, ".stop")):
@@ -146,9 +139,8 @@ def test_an_answer_is_stopped_and_what_was_said_stays(page: Page, double: ChatDo
         )
         stop()
         page.wait_for(IDLE)
-    assert all("stopped" in one for one in texts(page, ".stats")) and all(
-        "word word" in one for one in texts(page, ".markdown")
-    )
+    assert all("stopped" in text for text in texts(page, ".stats"))
+    assert all("word word" in text for text in texts(page, ".markdown"))
     end = time.monotonic() + 5
     while double.disconnects < 2:
         assert time.monotonic() < end, "the server sees that nobody listens"
@@ -160,7 +152,8 @@ def test_an_answer_is_stopped_and_what_was_said_stays(page: Page, double: ChatDo
     )
     reload(page)  # in the middle of an answer
     page.wait_for("document.querySelectorAll('.markdown').length === 3")
-    assert "word" in texts(page, ".markdown")[2] and "stopped" in texts(page, ".stats")[2]
+    assert "word" in texts(page, ".markdown")[2]
+    assert "stopped" in texts(page, ".stats")[2]
 
 
 EVIL = """<script>window.hacked = 1</script> <img src=x onerror="window.hacked = 2"> <svg onload=window.hacked=3>
@@ -178,7 +171,7 @@ EVIL = """<script>window.hacked = 1</script> <img src=x onerror="window.hacked =
 """
 
 
-def test_what_a_model_says_stays_text(page: Page, double: ChatDouble) -> None:
+def test_what_a_model_says_stays_text(page: Page, double: StandInChatServer) -> None:
     double.answers["evil"] = EVIL
     ask(page, "evil")
     ask(page, "<img src=x onerror=window.hacked=13>")
@@ -197,38 +190,38 @@ def test_what_a_model_says_stays_text(page: Page, double: ChatDouble) -> None:
             "JSON.stringify([...document.querySelectorAll('.markdown a')].map((one) => [one.protocol, one.rel, one.target]))"
         )
     )
-    assert links and all(
-        one[0] in ("http:", "https:") and "noopener" in one[1] and one[2] == "_blank"
-        for one in links
+    assert links
+    assert all(
+        link[0] in ("http:", "https:") and "noopener" in link[1] and link[2] == "_blank"
+        for link in links
     )
-    assert (
-        "<script>window.hacked = 1</script>" in texts(page, ".markdown")[0]
-        and "javascript:window.hacked=4" in texts(page, ".markdown")[0]
-    )
+    assert "<script>window.hacked = 1</script>" in texts(page, ".markdown")[0]
+    assert "javascript:window.hacked=4" in texts(page, ".markdown")[0]
     assert page.evaluate(
         "[...document.querySelectorAll('.thread *')].every((one) => one.getAttributeNames().every((name) => !name.startsWith('on')))"
     )
-    assert page.problems == [] and only_the_server_was_asked(page, double)
+    assert page.problems == []
+    assert only_the_server_was_asked(page, double)
 
 
 def test_two_models_answer_side_by_side_each_after_its_own_turns(
-    page: Page, double: ChatDouble
+    page: Page, double: StandInChatServer
 ) -> None:
     click(page, "[aria-label='Compare two models']")
     ask(page, "hello")
-    assert texts(page, ".answer .name") == ["cat", "dog"] and {
-        one["model"] for one in double.bodies
-    } == {"cat", "dog"}
+    assert texts(page, ".answer .name") == ["cat", "dog"]
+    assert {body["model"] for body in double.bodies} == {"cat", "dog"}
     corner = "(one) => { const box = one.getBoundingClientRect(); return [box.left, box.top]; }"
     boxes = json.loads(
         page.evaluate(f"JSON.stringify([...document.querySelectorAll('.answer')].map({corner}))")
     )
-    assert boxes[0][1] == boxes[1][1] and boxes[1][0] > boxes[0][0] + 200
+    assert boxes[0][1] == boxes[1][1]
+    assert boxes[1][0] > boxes[0][0] + 200
     double.answers["hello"] = "dog's other answer"
     click(page, ".answer:last-child [aria-label='Answer again']")
     page.wait_for("document.querySelectorAll('.stepper').length === 1 && " + IDLE)
     ask(page, "more")
-    told = {one["model"]: one["messages"][1]["content"] for one in double.bodies[-2:]}
+    told = {body["model"]: body["messages"][1]["content"] for body in double.bodies[-2:]}
     assert told == {"cat": "You said: hello", "dog": "dog's other answer"}
     page.resize(360, 740)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
@@ -237,9 +230,11 @@ def test_two_models_answer_side_by_side_each_after_its_own_turns(
 
 
 def test_pictures_and_sounds_go_where_a_model_takes_them(
-    page: Page, double: ChatDouble, tmp_path: Path
+    page: Page, double: StandInChatServer, tmp_path: Path
 ) -> None:
-    picture, sound, text = tmp_path / "p.png", tmp_path / "s.wav", tmp_path / "t.txt"
+    picture = tmp_path / "p.png"
+    sound = tmp_path / "s.wav"
+    text = tmp_path / "t.txt"
     picture.write_bytes(base64.b64decode(PIXEL))
     sound.write_bytes(b"RIFF....WAVE")
     text.write_text("no")
@@ -266,27 +261,24 @@ def test_pictures_and_sounds_go_where_a_model_takes_them(
     assert page.evaluate("document.querySelector('.composer [aria-label^=Attach]').hidden"), (
         "dog takes text alone"
     )
-    assert [one for one in page.problems if "audio" not in one] == []
+    assert [problem for problem in page.problems if "audio" not in problem] == []
 
 
 def test_errors_are_one_line_with_a_retry_and_a_full_context_drops_the_oldest_turns(
-    page: Page, double: ChatDouble
+    page: Page, double: StandInChatServer
 ) -> None:
     double.failures = 1
     ask(page, "first")
-    assert texts(page, ".answer .problem") == ["The queue is full. (1 s)Try again"] and texts(
-        page, ".markdown"
-    ) == [""]
+    assert texts(page, ".answer .problem") == ["The queue is full. (1 s)Try again"]
+    assert texts(page, ".markdown") == [""]
     click(page, ".answer .problem button")
     page.wait_for(
         "document.querySelector('.markdown').textContent === 'You said: first' && " + IDLE
     )
     double.cut_after = 2
     ask(page, "second")
-    assert (
-        "connection ended" in texts(page, ".answer .problem")[1]
-        and texts(page, ".markdown")[1] == "You said"
-    )
+    assert "connection ended" in texts(page, ".answer .problem")[1]
+    assert texts(page, ".markdown")[1] == "You said"
     double.cut_after = None
     click(page, ".turn:last-child .problem button")
     page.wait_for(
@@ -294,7 +286,7 @@ def test_errors_are_one_line_with_a_retry_and_a_full_context_drops_the_oldest_tu
     )
     double.fits = 3
     ask(page, "third")
-    assert [one["content"] for one in double.bodies[-1]["messages"]] == [
+    assert [message["content"] for message in double.bodies[-1]["messages"]] == [
         "second",
         "You said: second",
         "third",
@@ -305,7 +297,7 @@ def test_errors_are_one_line_with_a_retry_and_a_full_context_drops_the_oldest_tu
     assert len(double.bodies) == asked + 2, "what was left out before is not tried again"
 
 
-def test_a_token_is_asked_for_and_lasts_as_long_as_the_tab(double: ChatDouble) -> None:
+def test_a_token_is_asked_for_and_lasts_as_long_as_the_tab(double: StandInChatServer) -> None:
     double.token = "secret"
     with browser() as page:
         page.open(double.address)
@@ -322,14 +314,13 @@ def test_a_token_is_asked_for_and_lasts_as_long_as_the_tab(double: ChatDouble) -
         page.wait_for(READY)
         ask(page, "hi")
         reload(page)
-        assert texts(page, ".markdown") == ["You said: hi"] and page.evaluate(
-            "document.querySelector('.signin').hidden"
-        )
+        assert texts(page, ".markdown") == ["You said: hi"]
+        assert page.evaluate("document.querySelector('.signin').hidden")
         assert page.evaluate("JSON.stringify(localStorage).includes('secret')") is False
 
 
 def test_conversations_are_renamed_deleted_exported_and_imported(
-    page: Page, double: ChatDouble, tmp_path: Path
+    page: Page, double: StandInChatServer, tmp_path: Path
 ) -> None:
     ask(page, "alpha")
     click(page, ".new")
@@ -342,7 +333,7 @@ def test_conversations_are_renamed_deleted_exported_and_imported(
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     click(page, ".chats li.open [aria-label='Export this conversation']")
     saved = _download(page, tmp_path)
-    assert [one["content"] for one in saved["messages"]] == ["beta", "You said: beta"]
+    assert [message["content"] for message in saved["messages"]] == ["beta", "You said: beta"]
     for _ in range(2):  # the second click is sure
         click(page, ".chats li.open [aria-label=Delete]")
     page.wait_for("document.querySelectorAll('.chats li').length === 1")
@@ -363,20 +354,18 @@ def test_conversations_are_renamed_deleted_exported_and_imported(
     page.wait_for(
         "document.querySelectorAll('.chats li').length === 3 && document.querySelector('.markdown')?.textContent === 'y'"
     )
-    assert (
-        "bad.json is not a conversation" in texts(page, ".sidebar > .note")[0]
-        and "2 imported." in texts(page, ".sidebar > .note")[0]
-    )
+    assert "bad.json is not a conversation" in texts(page, ".sidebar > .note")[0]
+    assert "2 imported." in texts(page, ".sidebar > .note")[0]
     assert page.problems == []
 
 
 def _download(page: Page, folder: Path) -> Any:
     end = time.monotonic() + 10
-    while not (found := [one for one in os.listdir(folder) if one.endswith(".json")]):
+    while not (downloads := [name for name in os.listdir(folder) if name.endswith(".json")]):
         page.evaluate("1")
         assert time.monotonic() < end
         time.sleep(0.05)
-    return json.loads((folder / found[0]).read_text())
+    return json.loads((folder / downloads[0]).read_text())
 
 
 def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> None:
@@ -418,32 +407,34 @@ def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> Non
             .json()["choices"][0]["message"]["content"]
         )
         kept = "headwayChat.session.store.read(headwayChat.conversation.id).then((one) => Object.values(one.turns)[0].answers[0][0].text)"
-        assert page.evaluate(kept) == answer and "first after" in texts(page, ".stats")[0]
+        assert page.evaluate(kept) == answer
+        assert "first after" in texts(page, ".stats")[0]
         page.wait_for("document.querySelector('.live').textContent.includes('cache')")
         click(page, "[aria-label='Compare two models']")
         ask(page, "more")
-        assert texts(page, ".answer .name") == ["cat", "cat", "dog"] and texts(
-            page, ".answer .problem"
-        ) == ["", "", ""]
+        assert texts(page, ".answer .name") == ["cat", "cat", "dog"]
+        assert texts(page, ".answer .problem") == ["", "", ""]
         first, second = texts(page, ".answer .markdown")[1:]
         assert first == second, "the same weights, greedy"
         for number in range(8):
             ask(page, f"a longer question {number}")
-        assert any("context is full" in one for one in texts(page, ".answer .note")), (
+        assert any("context is full" in text for text in texts(page, ".answer .note")), (
             "the oldest turns are left out"
         )
         assert set(texts(page, ".answer .problem")) == {""}
         reload(page)
         assert len(texts(page, ".bubble")) == 10
-        assert [one for one in page.problems if "400" not in one] == [] and not [
-            one for one in page.requests if not one.startswith((server.url, "about:"))
+        assert [problem for problem in page.problems if "400" not in problem] == []
+        assert not [
+            request for request in page.requests if not request.startswith((server.url, "about:"))
         ]
 
 
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(
-    page: Page, double: ChatDouble
+    page: Page, double: StandInChatServer
 ) -> None:
-    double.answers["long"], double.seconds_per_piece = "word " * 5000, 0.02
+    double.answers["long"] = "word " * 5000
+    double.seconds_per_piece = 0.02
     write(page, "long")
     key(page, "Enter")
     page.wait_for("document.querySelector('.markdown')?.textContent.length > 20")
@@ -453,10 +444,13 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(
         "document.querySelectorAll('.chats li').length === 0 && headwayChat.session.running.size === 0"
     )
     reload(page)
-    assert texts(page, ".chats li") == [] and texts(page, ".bubble") == []
+    assert texts(page, ".chats li") == []
+    assert texts(page, ".bubble") == []
 
 
-def test_an_edit_keeps_its_text_while_another_answer_comes(page: Page, double: ChatDouble) -> None:
+def test_an_edit_keeps_its_text_while_another_answer_comes(
+    page: Page, double: StandInChatServer
+) -> None:
     ask(page, "one")
     ask(page, "two")
     click(page, ".turn:first-child [aria-label=Edit]")
@@ -466,15 +460,14 @@ def test_an_edit_keeps_its_text_while_another_answer_comes(page: Page, double: C
     assert page.evaluate("document.querySelector('.editor textarea').value") == "half written"
 
 
-def test_the_page_speaks_chinese_and_keeps_its_colours(double: ChatDouble) -> None:
+def test_the_page_speaks_chinese_and_keeps_its_colours(double: StandInChatServer) -> None:
     with browser() as page:
         page.call("Emulation.setUserAgentOverride", userAgent="Mozilla/5.0", acceptLanguage="zh-CN")
         page.resize(1200, 800, dark=True)
         page.open(double.address)
         page.wait_for(READY)
-        assert page.evaluate("document.documentElement.lang") == "zh-CN" and "新对话" in texts(
-            page, ".new"
-        )
+        assert page.evaluate("document.documentElement.lang") == "zh-CN"
+        assert "新对话" in texts(page, ".new")
         assert page.evaluate("document.documentElement.dataset.theme") == "dark", (
             "the system's choice"
         )
@@ -496,7 +489,9 @@ FRAMES = """(() => {
 })()"""
 
 
-def test_a_very_long_answer_is_drawn_without_blocking(page: Page, double: ChatDouble) -> None:
+def test_a_very_long_answer_is_drawn_without_blocking(
+    page: Page, double: StandInChatServer
+) -> None:
     block = "## Part\n\nSome **bold** words and `code` in a paragraph that is not short at all.\n\n- one\n- two\n\n```py\nx = 1\n```\n\n"
     double.answers["long"] = block * 2000
     page.evaluate(FRAMES)

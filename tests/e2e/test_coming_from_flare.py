@@ -60,7 +60,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return {name: value.float() for name, value in find_model(folder).weights()}
 
 
-def test_both_stages_and_their_evaluation(
+def test_both_stages_train_their_layers_and_the_result_is_compared_with_the_base(
     base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = small(text, tmp_path)
@@ -72,13 +72,14 @@ def test_both_stages_and_their_evaluation(
     ]
     assert main(["train", "node/nope_stage1", *here, *surgery]) == 0
     first = tmp_path / "runs" / "nope-stage1"
-    before, after = weights(base), weights(first)
+    before = weights(base)
+    after = weights(first)
     moved = {name for name in before if not before[name].equal(after[name])}
     # The biases begin at zero and all of a layer's weights train.
-    assert moved and all(name.startswith(("model.layers.4.", "model.layers.5.")) for name in moved)
-    assert (first / "command.txt").read_text().strip() and json.loads(
-        (first / "environment.json").read_text()
-    )["packages"]["torch"]
+    assert moved
+    assert all(name.startswith(("model.layers.4.", "model.layers.5.")) for name in moved)
+    assert (first / "command.txt").read_text().strip()
+    assert json.loads((first / "environment.json").read_text())["packages"]["torch"]
 
     assert main(["train", "node/nope_stage2", *here, f"init.from={first}", "optim.lr=0.01"]) == 0
     second = tmp_path / "runs" / "nope-stage2"
@@ -116,7 +117,9 @@ def test_a_layer_that_the_given_model_does_not_have_is_one_line(
         ([f"init.from={base}", "model.no_rope_layers=[6]"], 5),
         (["model.no_rope_layers=[6]"], 3),
     ):
-        recipe = [one for one in small(text, tmp_path) if not one.startswith("parallel")]
+        recipe = [
+            setting for setting in small(text, tmp_path) if not setting.startswith("parallel")
+        ]
         assert main(["train", *recipe, *settings, f"tokenizer={base}"]) == 2
         said = capsys.readouterr().err.strip().splitlines()
         assert [line for line in said if not line.startswith("no recipe is given")] == [

@@ -20,7 +20,9 @@ ALSO = ("triton", "peft", "datasets", "accelerate")
 def core_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a user who installed only the core."""
     for name in (*EXTRAS, *ALSO):
-        for loaded in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+        for loaded in [
+            module for module in sys.modules if module == name or module.startswith(f"{name}.")
+        ]:
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
@@ -63,11 +65,9 @@ def test_a_run_an_evaluation_and_an_export_need_none_of_them(
         == 0
     )
     report = (core_only / "report/report.md").read_text()
-    assert (
-        install_command("plot") in capsys.readouterr().err
-        and "![" not in report
-        and "## Calibration" in report
-    )
+    assert install_command("plot") in capsys.readouterr().err
+    assert "![" not in report
+    assert "## Calibration" in report
     assert main(["export", "hf", "--model", "runs/lora-laptop", "--out", "out"]) == 0
     assert main(["generate", "--model", "out", "--prompt", "Add", "--max-new-tokens", "3"]) == 0
 
@@ -139,16 +139,17 @@ def test_the_extras_that_are_named_exist() -> None:
 
 def test_no_optional_package_is_imported_when_a_module_is() -> None:
     banned = {name.split(".")[0] for name in (*EXTRAS, *ALSO)}
+    # loaded only where the package is, as kernels of Triton are
     allowed = {
         "export/code/modeling_qwen3_nope.py",
         "serve/app.py",
-    }  # loaded only where the package is, as kernels of Triton are
+    }
     for path in sorted((ROOT / "src/headway").rglob("*.py")):
         if str(path.relative_to(ROOT / "src/headway")) in allowed or path.name.endswith(
             "_triton.py"
         ):
             continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names} & banned, f"{path}:{node.lineno}"

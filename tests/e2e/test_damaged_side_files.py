@@ -28,7 +28,8 @@ def test_records_that_lack_everything_do_not_block_the_end(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "dropped 1 damaged lines" in done.stderr
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 5 and summary["first_loss"] == json.loads(lines[0])["loss"]
+    assert summary["steps"] == 5
+    assert summary["first_loss"] == json.loads(lines[0])["loss"]
 
 
 def test_a_damaged_summary_is_written_anew(tmp_path: Path) -> None:
@@ -58,7 +59,8 @@ def test_a_damaged_heal_file_is_rebuilt_from_the_events(
     assert "heal.json is damaged; events.jsonl lists 1 rollbacks" in caplog.text
     repair_healed(tmp_path)
     caplog.clear()
-    assert read_healed(tmp_path) == [ENTRY] and not caplog.text
+    assert read_healed(tmp_path) == [ENTRY]
+    assert not caplog.text
     assert (tmp_path / "heal.json.damaged").read_bytes() == content
 
 
@@ -78,9 +80,11 @@ def test_damaged_stages_are_counted_by_their_folders(tmp_path: Path) -> None:
     (tmp_path / "run" / "stages.json").write_bytes(NONSENSE)
     done = headway("train", *settings)
     assert done.returncode == 0, done.stderr
-    assert "stages.json is damaged" in done.stderr and "2 stages are done" in done.stderr
+    assert "stages.json is damaged" in done.stderr
+    assert "2 stages are done" in done.stderr
     assert [
-        one["state"] for one in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]
+        stage["state"]
+        for stage in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]
     ] == ["done", "done"]
 
 
@@ -98,4 +102,5 @@ def test_a_run_killed_in_its_export_finishes_where_process_ids_repeat(tmp_path: 
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"0" * 1000)
     assert headway("train", *settings, "steps=2").returncode == 0
-    assert (run / "summary.json").exists() and not list(run.glob(".tmp-*"))
+    assert (run / "summary.json").exists()
+    assert not list(run.glob(".tmp-*"))

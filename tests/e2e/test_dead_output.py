@@ -93,7 +93,8 @@ def test_a_second_line_is_written_once_the_stream_works_again(
     from headway.runtime.output import Lossy
 
     class Flaky:
-        works, lines = False, list[str]()
+        works = False
+        lines = list[str]()
 
         def write(self, text: str) -> int:
             if not self.works:

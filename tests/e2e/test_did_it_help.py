@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(60)]
     pairs = [
-        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."}
-        for one in chat
+        {"prompt": record["instruction"], "chosen": record["output"], "rejected": "No, no."}
+        for record in chat
     ]
     texts = [
         {"text": f"The number {n} comes before the number {n + 1}, and so on."} for n in range(60)
@@ -64,15 +64,18 @@ def answers(
     end = "<|im_end|>\n<|im_start|>assistant\n" if suffix is None else suffix
     ids = [
         (
-            one["prompt"],
-            loaded.tokenizer.encode(prefix + one["prompt"] + end, allowed_special="all"),
+            question["prompt"],
+            loaded.tokenizer.encode(prefix + question["prompt"] + end, allowed_special="all"),
         )
-        for one in asked
+        for question in asked
     ]
     stop = loaded.tokenizer.token_to_id("<|im_end|>")
     assert stop is not None
     options = GenerateOptions(NEW_TOKENS, stop_ids=(stop,) if prefix else ())
-    return [one.text.strip() for one in generate_from_ids(loaded, ids, options)]
+    return [
+        generate_from_id.text.strip()
+        for generate_from_id in generate_from_ids(loaded, ids, options)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -85,27 +88,27 @@ def test_held_out_prompts_are_answered_before_and_after(
     with caplog.at_level(logging.INFO, "headway"):
         summary = train(recipe(folder, name, *adapter))
     run = folder / "runs" / name
-    found = shown(run)
-    assert summary["samples"] == json.loads((run / "summary.json").read_text())["samples"] == found
-    assert [one["prompt"] for one in found] == [f"Say {one['expected']}." for one in found] and len(
-        found
-    ) == 2
-    held_out = {one["document"] for one in found}
-    assert len(held_out) == 2
-    assert [one["before"]["text"] for one in found] == answers(folder / "base/out", found)
-    assert [one["after"]["text"] for one in found] == answers(run, found)
-    assert found[0]["before"] != found[0]["after"]
-    said = "\n".join(caplog.messages)
+    samples = shown(run)
     assert (
-        f"held-out prompt: {found[0]['prompt']}\n" in said
-        and "\n  before: " in said
-        and "\n  after:  " in said
+        summary["samples"] == json.loads((run / "summary.json").read_text())["samples"] == samples
     )
-    assert "tokens/s, " in said and " GB of memory at most\n" in said
-    before, last = (
-        summary["validation"]["valid"]["loss"]["before"],
-        summary["validation"]["valid"]["loss"]["last"],
-    )
+    assert [sample["prompt"] for sample in samples] == [
+        f"Say {sample['expected']}." for sample in samples
+    ]
+    assert len(samples) == 2
+    held_out = {sample["document"] for sample in samples}
+    assert len(held_out) == 2
+    assert [sample["before"]["text"] for sample in samples] == answers(folder / "base/out", samples)
+    assert [sample["after"]["text"] for sample in samples] == answers(run, samples)
+    assert samples[0]["before"] != samples[0]["after"]
+    said = "\n".join(caplog.messages)
+    assert f"held-out prompt: {samples[0]['prompt']}\n" in said
+    assert "\n  before: " in said
+    assert "\n  after:  " in said
+    assert "tokens/s, " in said
+    assert " GB of memory at most\n" in said
+    before = summary["validation"]["valid"]["loss"]["before"]
+    last = summary["validation"]["valid"]["loss"]["last"]
     assert (
         f"validation loss: {before:.4f} before, {last:.4f} best (step 2), {last:.4f} last" in said
     )
@@ -117,11 +120,11 @@ def test_a_resumed_run_keeps_the_answers_from_before_its_first_step(folder: Path
     (folder / "runs/longer/summary.json").unlink()
     train(recipe(folder, "longer", "optim.schedule.kind=constant", "steps=4"))
     again = shown(folder / "runs/longer")
-    assert [one["before"] for one in again] == [one["before"] for one in first]
-    assert [one["after"] for one in again] != [one["after"] for one in first]
+    assert [sample["before"] for sample in again] == [sample["before"] for sample in first]
+    assert [sample["after"] for sample in again] != [sample["after"] for sample in first]
     (folder / "runs/longer/samples.json").write_text("{damaged")
     train(recipe(folder, "longer", "optim.schedule.kind=constant", "steps=5"))
-    assert [one["before"] for one in shown(folder / "runs/longer")] == [None, None]
+    assert [sample["before"] for sample in shown(folder / "runs/longer")] == [None, None]
 
 
 def test_a_preference_run_asks_and_a_pretraining_continues(folder: Path) -> None:
@@ -132,17 +135,18 @@ def test_a_preference_run_asks_and_a_pretraining_continues(folder: Path) -> None
         "log.samples=3",
     )
     train(recipe(folder, "dpo", *pairs))
-    found = shown(folder / "runs/dpo")
-    assert [one["prompt"] for one in found] == [f"Say {one['expected']}." for one in found] and len(
-        found
-    ) == 3
-    assert [one["before"]["text"] for one in found] == answers(folder / "base/out", found)
+    samples = shown(folder / "runs/dpo")
+    assert [sample["prompt"] for sample in samples] == [
+        f"Say {sample['expected']}." for sample in samples
+    ]
+    assert len(samples) == 3
+    assert [sample["before"]["text"] for sample in samples] == answers(folder / "base/out", samples)
 
     train(recipe(folder, "text", f"data.train={folder}/texts.jsonl", "log.samples=1"))
-    (found,) = shown(folder / "runs/text")
-    assert found["prompt"].startswith("The number ")
-    assert f"{found['prompt']}{found['expected']}".replace(" ", "").endswith("andsoon.")
-    assert [found["before"]["text"]] == answers(folder / "base/out", [found], "", "")
+    (samples,) = shown(folder / "runs/text")
+    assert samples["prompt"].startswith("The number ")
+    assert f"{samples['prompt']}{samples['expected']}".replace(" ", "").endswith("andsoon.")
+    assert [samples["before"]["text"]] == answers(folder / "base/out", [samples], "", "")
 
 
 def test_a_sample_that_fails_is_a_warning(
@@ -153,11 +157,9 @@ def test_a_sample_that_fails_is_a_warning(
 
     monkeypatch.setattr(samples, "write_answers", broken)
     summary = train(recipe(folder, "broken"))
-    assert (
-        summary["steps"] == 2
-        and summary["samples"] == []
-        and summary["validation"]["valid"]["loss"]["best"] is not None
-    )
+    assert summary["steps"] == 2
+    assert summary["samples"] == []
+    assert summary["validation"]["valid"]["loss"]["best"] is not None
     assert [line for line in caplog.messages if "no samples" in line] == [
         "no samples of held-out prompts: MemoryError: no room for a second model"
     ] * 2
@@ -188,15 +190,17 @@ def test_ranks_answer_what_one_process_answers(layout: str, folder: Path, tmp_pa
     more = ("parallel.strategy=fsdp",) if layout == "fsdp" else ()
     train(recipe(folder, f"one-{layout}"))
     start_processes(lambda: train(recipe(folder, f"two-{layout}", *more)), 2, timeout=120)
-    one, two = (shown(folder / "runs" / f"{count}-{layout}") for count in ("one", "two"))
-    assert [sample["before"] for sample in one] == [sample["before"] for sample in two]
-    assert all(sample["after"] is not None for sample in two)
+    alone = shown(folder / "runs" / f"one-{layout}")
+    on_two_ranks = shown(folder / "runs" / f"two-{layout}")
+    assert [sample["before"] for sample in alone] == [sample["before"] for sample in on_two_ranks]
+    assert all(sample["after"] is not None for sample in on_two_ranks)
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_shipped_recipe_validates_before_its_first_step(name: str) -> None:
     loaded = load(Recipe, find_recipe(name))
-    assert loaded.eval.at_start and loaded.data.valid is not None
+    assert loaded.eval.at_start
+    assert loaded.data.valid is not None
     for index in range(len(loaded.stages)):
         stage = Recipe.load(loaded.stage_settings(index))
         assert stage.eval.at_start and stage.data.valid is not None, f"stage {index}"

@@ -57,13 +57,13 @@ def plain(folder: Path) -> list[dict[str, Any]]:
 
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
     assert len(got) == len(right)
-    for one, other in zip(got, right, strict=True):
+    for measured, other in zip(got, right, strict=True):
         keys = ("loss", "grad_norm", "nll", "kl", "accuracy")
-        assert {k: one[k] for k in keys} == pytest.approx(
+        assert {k: measured[k] for k in keys} == pytest.approx(
             {k: other[k] for k in keys}, rel=1e-4, abs=1e-6
-        ), f"step {one['step']}"
+        ), f"step {measured['step']}"
         for name, values in other.get("valid", {}).items():
-            assert one["valid"][name] == pytest.approx(values, rel=1e-4, abs=1e-6)
+            assert measured["valid"][name] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
 def test_a_run_moves_towards_its_teacher_and_says_so(
@@ -71,7 +71,8 @@ def test_a_run_moves_towards_its_teacher_and_says_so(
 ) -> None:
     first = plain[0]
     assert first["loss"] == pytest.approx(0.5 * 4 * first["kl"] + 0.5 * first["nll"], rel=1e-5)
-    assert plain[-1]["valid"]["valid"]["perplexity"] > 1 and "kl" in plain[-1]["valid"]["valid"]
+    assert plain[-1]["valid"]["valid"]["perplexity"] > 1
+    assert "kl" in plain[-1]["valid"]["valid"]
     longer = run(
         folder,
         "longer",
@@ -100,7 +101,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_another_teacher_is_refused(
     shutil.copytree(folder / "runs" / "teacher" / "final", tmp_path / "weights")
     from_copy = taught(folder, f"objective.teacher={tmp_path}/weights")
     run(folder, "straight", *from_copy)
-    straight, again = folder / "runs" / "straight", folder / "runs" / "again"
+    straight = folder / "runs" / "straight"
+    again = folder / "runs" / "again"
     loaded = load(
         Recipe,
         None,

@@ -29,10 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two stores, a third with answers to learn and documents longer than a row, and a trained teacher."""
     path = tmp_path_factory.mktemp("cache")
     make_stores(path)
-    rng, writer = (
-        np.random.default_rng(5),
-        StoreWriter(path / "chat", dtype="uint16", tokenizer_fingerprint=None, masked=True),
-    )
+    rng = np.random.default_rng(5)
+    writer = StoreWriter(path / "chat", dtype="uint16", tokenizer_fingerprint=None, masked=True)
     for size in (150, 20, 64, 33, 130, 5, 41):
         writer.add(rng.integers(0, 64, size).astype(np.uint16), rng.random(size) < 0.6)
     writer.finish()
@@ -88,12 +86,12 @@ def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
 
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 2e-5) -> None:
     assert len(got) == len(right)
-    for one, other in zip(got, right, strict=True):
-        assert {k: one[k] for k in NUMBERS} == pytest.approx(
+    for measured, other in zip(got, right, strict=True):
+        assert {k: measured[k] for k in NUMBERS} == pytest.approx(
             {k: other[k] for k in NUMBERS}, rel=rel, abs=1e-6
-        ), f"step {one['step']}"
+        ), f"step {measured['step']}"
         for name, values in other.get("valid", {}).items():
-            assert one["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
+            assert measured["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
 
 
 def test_the_whole_vocabulary_gives_the_run_of_a_teacher_in_memory(
@@ -158,10 +156,11 @@ def test_microbatches_and_ranks_change_nothing_and_a_resumed_run_is_the_uninterr
         "pipeline": ("parallel.pipeline=2",),
     }
     for name, more in layouts.items():
-        one = recipe(folder, name, *few, "checkpoint.every=null", *more)
-        start_processes(lambda one=one: train(one), 2)
-        assert_same(read_metrics(one.run.folder / "metrics.jsonl"), plain, 1e-4)
-    straight, again = folder / "runs" / "plain", folder / "runs" / "again"
+        recipe_of_ranks = recipe(folder, name, *few, "checkpoint.every=null", *more)
+        start_processes(lambda cached_recipe=recipe_of_ranks: train(cached_recipe), 2)
+        assert_same(read_metrics(recipe_of_ranks.run.folder / "metrics.jsonl"), plain, 1e-4)
+    straight = folder / "runs" / "plain"
+    again = folder / "runs" / "again"
     shutil.copytree(folder / "few", folder / "moved")
     moved = (*few, f"objective.cache={folder}/moved")
     train(recipe(folder, "again", *moved), resume=str(straight / "checkpoints" / "step-00000002"))
@@ -181,7 +180,8 @@ def test_a_killed_writer_continues_and_leaves_the_same_bytes(
     monkeypatch.setattr(logits_files, "SHARD_BYTES", 6000)
     straight = write(folder, teacher, "chat", str(tmp_path / "straight"), options)
     assert (straight.tokens_done_before, straight.tokens, straight.documents) == (0, 443, 7)
-    real, calls = logits_files.TeacherLogitsWriter.add, list[int]()
+    real = logits_files.TeacherLogitsWriter.add
+    calls = list[int]()
 
     def dies(self: logits_files.TeacherLogitsWriter, ids: Any, log_probs: Any) -> None:
         calls.append(len(ids))
@@ -198,11 +198,10 @@ def test_a_killed_writer_continues_and_leaves_the_same_bytes(
     with pytest.raises(HeadwayError, match=r"other settings \(top_k\)"):
         write(folder, teacher, "chat", str(tmp_path / "killed"), LogitsOptions(top_k=6, seq_len=64))
     resumed = write(folder, teacher, "chat", str(tmp_path / "killed"), options)
-    assert resumed.tokens_done_before == sum(calls[:4]) and resumed.coverage == pytest.approx(
-        straight.coverage
-    )
-    files = sorted(one.name for one in (tmp_path / "straight").iterdir())
-    assert files == sorted(one.name for one in (tmp_path / "killed").iterdir())
+    assert resumed.tokens_done_before == sum(calls[:4])
+    assert resumed.coverage == pytest.approx(straight.coverage)
+    files = sorted(file.name for file in (tmp_path / "straight").iterdir())
+    assert files == sorted(file.name for file in (tmp_path / "killed").iterdir())
     for name in files:
         assert (tmp_path / "killed" / name).read_bytes() == (
             tmp_path / "straight" / name
@@ -225,18 +224,16 @@ def test_the_verb_writes_beside_the_store_and_says_what_it_kept(
     )
     first = headway(*command)
     assert first.returncode == 0, first.stderr
-    found = json.loads(first.stdout)["logits"][0]
-    assert (
-        found["out"] == str(tmp_path / "text.logits")
-        and found["tokens"] == open_store(tmp_path / "text").num_tokens
-    )
-    assert 4 / 64 < found["coverage"] < 1
+    report = json.loads(first.stdout)["logits"][0]
+    assert report["out"] == str(tmp_path / "text.logits")
+    assert report["tokens"] == open_store(tmp_path / "text").num_tokens
+    assert 4 / 64 < report["coverage"] < 1
     again = json.loads(headway(*command).stdout)["logits"][0]
-    assert again["tokens_done_before"] == found["tokens"] and again["coverage"] == pytest.approx(
-        found["coverage"]
-    )
+    assert again["tokens_done_before"] == report["tokens"]
+    assert again["coverage"] == pytest.approx(report["coverage"])
     wrong = headway(*command[:-1], "--top-k", "65")
-    assert wrong.returncode == 2 and wrong.stderr.strip().endswith(
+    assert wrong.returncode == 2
+    assert wrong.stderr.strip().endswith(
         "it must be 1 to 64, the vocabulary of " + str(folder / "runs" / "teacher" / "final") + "."
     )
 
@@ -252,8 +249,8 @@ def test_logits_that_do_not_belong_are_refused_in_one_line(
         LogitsOptions(top_k=8, temperature=2.0, shard=(0, 2)),
     )
     shutil.copytree(folder / "few", tmp_path / "bad")
-    at = tmp_path / "bad" / "logps-00000.bin"
-    at.write_bytes(at.read_bytes()[:-1] + b"\x00")
+    shard = tmp_path / "bad" / "logps-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
     cases = {
         (f"data.train=[{folder}/store1]",): "no logits for .*store1: .* of other token stores",
         (f"objective.cache={tmp_path}/half",): "no logits for tokens",

@@ -97,9 +97,8 @@ def test_a_resumed_run_stops_where_the_undisturbed_one_does(
     best = stopped["stopped_early"]["best_step"]
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > best:
-            (path / "manifest.json").write_text(
-                "{}"
-            )  # as if it had been killed after the best step, patience partly used
+            # as if it had been killed after the best step, patience partly used
+            (path / "manifest.json").write_text("{}")
     (run / "summary.json").unlink()
     train(recipe(folder, "resumed"))
     assert_same_run(folder / "stopped", run, stopped["steps"])
@@ -124,7 +123,7 @@ def test_an_ended_run_is_complete_and_more_patience_lets_it_go_on(
 
 def test_two_ranks_stop_after_the_same_step(stopped: dict[str, Any], folder: Path) -> None:
     seen = start_processes(lambda: train(recipe(folder, "ranks")), 2, timeout=120)
-    assert [one["stopped_early"]["step"] for one in seen] == [seen[0]["steps"]] * 2
+    assert [summary["stopped_early"]["step"] for summary in seen] == [seen[0]["steps"]] * 2
     assert seen[0]["stopped_early"]["best_step"] == stopped["stopped_early"]["best_step"]
     assert seen[0]["final_step"] == stopped["final_step"]
 

@@ -1,7 +1,7 @@
 """Every command line of README and docs is run, in small, or is listed here with the reason why it is not.
 
 The lines come from the fenced blocks of the pages. Models, data and run folders that they name are tiny stand-ins
-(tests/support/guide_world.py); only sizes, hub names and devices are changed. A line that is new on a page is run as it is; if that cannot
+(tests/support/guide_workspace.py); only sizes, hub names and devices are changed. A line that is new on a page is run as it is; if that cannot
 work, it needs an entry in LISTED.
 """
 
@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from support import guide_world
+from support import guide_workspace
 from support.forked_command import Forked
 from support.runs import headway
 
@@ -187,8 +187,8 @@ def smaller(words: list[str]) -> list[str]:
 
 def small_training(words: list[str]) -> list[str]:
     """A training command: one step of few tokens, at most four ranks, in a run folder of its own."""
-    given = [word.partition("=")[0] for word in words if "=" in word and not word.startswith("-")]
-    axes = [key for key in given if key in FEWER and key.startswith("parallel.")]
+    named = [word.partition("=")[0] for word in words if "=" in word and not word.startswith("-")]
+    axes = [key for key in named if key in FEWER and key.startswith("parallel.")]
     # Without an axis to split over, ranks only divide the rows: tests/distributed has that, and each rank starts an interpreter here.
     words = replaced(words, "--nproc", ("1", "2", "4")[len(axes)])
     words = [
@@ -199,29 +199,31 @@ def small_training(words: list[str]) -> list[str]:
     recipe = next((word for word in words[1:] if "=" not in word and not word.startswith("-")), "")
     more = ["run.dir=out"]
     if recipe in ("recipe.yaml", "internlm-7b.yaml", "RECIPE"):  # small already
-        more += ["model.experts={num: 4, per_token: 2}"] if "parallel.expert" in given else []
+        more += ["model.experts={num: 4, per_token: 2}"] if "parallel.expert" in named else []
     elif recipe.startswith("multimodal/"):
         more += [
-            one
-            for one in guide_world.FAST
-            if not one.startswith(("data.seq_len", "data.packing", "batch"))
+            setting
+            for setting in guide_workspace.FAST
+            if not setting.startswith(("data.seq_len", "data.packing", "batch"))
         ]
         more += [
             "batch={rows: 4, micro_rows: 4}",
             "model.aligner.dim=16" if recipe == "multimodal/align" else "data.seq_len=512",
         ]
     else:
-        more += guide_world.FAST
+        more += guide_workspace.FAST
         more += (
-            guide_world.SCRATCH if recipe in ("pretrain", "laptop/pretrain", "laptop/moe") else []
+            guide_workspace.SCRATCH
+            if recipe in ("pretrain", "laptop/pretrain", "laptop/moe")
+            else []
         )
     more += RECIPES_OF_NODES.get(recipe, [])
     return [
         *words,
         *(
-            one
-            for one in more
-            if one.partition("=")[0] not in given or one.startswith(("epochs", "device"))
+            setting
+            for setting in more
+            if setting.partition("=")[0] not in named or setting.startswith(("epochs", "device"))
         ),
     ]
 
@@ -257,15 +259,15 @@ def run_line(words: list[str]) -> str:
 
 def expanded(words: list[str]) -> list[str]:
     """Globs as a shell expands them."""
-    found: list[str] = []
+    expanded_words: list[str] = []
     for word in words:
         matches = (
             sorted(str(path) for path in Path().glob(word))
             if "*" in word and "=" not in word
             else []
         )
-        found += matches or [word]
-    return found
+        expanded_words += matches or [word]
+    return expanded_words
 
 
 def serve(command: list[str]) -> str:
@@ -291,7 +293,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
         patched.syspath_prepend(str(ROOT / "examples" / "my_lab"))
-        guide_world.build(folder)
+        guide_workspace.build(folder)
         os.chdir(here)
         yield folder
 
@@ -301,7 +303,7 @@ def check_lines(
 ) -> None:
     problems: list[str] = []
     for number, line in enumerate(lines):
-        guide_world.copy_to(world, folder / str(number))
+        guide_workspace.copy_to(world, folder / str(number))
         monkeypatch.chdir(folder / str(number))
         problems += filter(None, [run_line(shlex.split(line))])
         shutil.rmtree(folder / str(number), ignore_errors=True)
@@ -362,7 +364,8 @@ def test_every_line_is_run_or_listed_and_every_entry_is_needed() -> None:
         pattern for pattern in LISTED if not any(re.fullmatch(pattern, line) for line in listed)
     ]
     assert not unused, f"no page has such a line any more: {unused}"
-    assert len(lines_to_run()) >= 150 and len(listed) <= 60
+    assert len(lines_to_run()) >= 150
+    assert len(listed) <= 60
 
 
 def test_no_line_of_a_block_is_overlooked() -> None:

@@ -8,10 +8,10 @@ import shutil
 from typing import Any
 
 import pytest
-from support.observe import observed, root
 from support.recipe_settings import setting_paths
 from support.rows import all_rows
 from support.rows.aligner import encoded_by
+from support.setting_runs import data_folder, trained_run
 
 from headway.train.config import Recipe
 
@@ -50,7 +50,7 @@ def restored() -> Any:
 
     yield
     torch.use_deterministic_algorithms(False)
-    shutil.rmtree(root(), ignore_errors=True)
+    shutil.rmtree(data_folder(), ignore_errors=True)
 
 
 def test_every_setting_has_a_row() -> None:
@@ -61,9 +61,14 @@ def test_every_setting_has_a_row() -> None:
 def test_a_second_value_changes_what_is_seen(path: str) -> None:
     before, first, second, look = TABLE[path]
     if path in ("init.from", "init.content"):
-        observed(("run.dir=$/runs1",))
+        trained_run(("run.dir=$/runs1",))
     seen = [
-        look(tuple(text.replace("$", str(root())) for text in (*before, as_override(path, value))))
+        look(
+            tuple(
+                text.replace("$", str(data_folder()))
+                for text in (*before, as_override(path, value))
+            )
+        )
         for value in (first, second)
     ]
     assert seen[0] != seen[1], f"{path}={first} and {path}={second} look the same: {seen[0]}"

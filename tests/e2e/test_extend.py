@@ -91,11 +91,12 @@ def test_a_run_takes_everything_from_the_package(
         json.loads((lab / "run" / "final" / "config.json").read_text())["model_type"] == "my_llama"
     )
     log = (lab / "run" / "log.txt").read_text()
-    assert "3 loss" in log and "finish: done" in log
+    assert "3 loss" in log
+    assert "finish: done" in log
     assert float((lab / "run" / "best.txt").read_text()) == pytest.approx(
         result.best_valid_loss, abs=1e-3
     )
-    assert {one["key"] for one in json.loads((lab / "run" / "code.json").read_text())} == {
+    assert {load["key"] for load in json.loads((lab / "run" / "code.json").read_text())} == {
         "model.family", "objective.kind", "optim.kind", "track.0.kind", "callbacks.0", "data.train.0.format"
     }  # fmt: skip
     assert result.history()[-1]["nll"] > 0 and hw.train(recipe.with_(steps=4)).steps == 4, (
@@ -104,8 +105,10 @@ def test_a_run_takes_everything_from_the_package(
     capsys.readouterr()
     assert main(["losses", "run", "--last", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
-    assert main(["losses", "nothing"]) == 2 and "has no metrics.jsonl" in capsys.readouterr().err
-    assert main(["--help"]) == 0 and "my_lab.verbs:losses of my-lab 0.1" in capsys.readouterr().out
+    assert main(["losses", "nothing"]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "my_lab.verbs:losses of my-lab 0.1" in capsys.readouterr().out
     with pytest.raises(hw.ConfigError, match=r"optim.momentum is 2.0; it should be less than 1"):
         recipe.with_({"optim.momentum": 2.0})
 
@@ -116,8 +119,8 @@ def test_the_focal_loss_without_focus_is_the_plain_loss(lab: Path) -> None:
     focal = hw.train(
         recipe.with_({"run.name": "focal"}, objective={"kind": "my_lab.focal_loss", "gamma": 0.0})
     )
-    assert [one["loss"] for one in focal.history()] == pytest.approx(
-        [one["loss"] for one in plain.history()], rel=1e-5
+    assert [record["loss"] for record in focal.history()] == pytest.approx(
+        [record["loss"] for record in plain.history()], rel=1e-5
     )
 
 
@@ -125,9 +128,11 @@ def test_the_momentum_optimizer_is_torchs(lab: Path) -> None:
     from my_lab.momentum import Momentum  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
-    mine, held, step = torch.randn(10), torch.zeros(10), torch.zeros(())
-    theirs = torch.nn.Parameter(mine.clone())
-    reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    mine = torch.randn(10)
+    held = torch.zeros(10)
+    step = torch.zeros(())
+    parameter = torch.nn.Parameter(mine.clone())
+    reference = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     for number in range(5):
         grad = torch.randn(10)
         guard = Guard(torch.tensor(2.0), torch.tensor(float(number == 2)))
@@ -140,9 +145,10 @@ def test_the_momentum_optimizer_is_torchs(lab: Path) -> None:
             guard,
         )
         if number != 2:
-            theirs.grad = grad
+            parameter.grad = grad
             reference.step()
-    assert torch.allclose(mine, theirs) and step == 4
+    assert torch.allclose(mine, parameter)
+    assert step == 4
 
 
 @pytest.mark.drill
@@ -161,20 +167,15 @@ def test_files_in_the_working_directory_work_with_two_ranks(lab: Path) -> None:
             "train", "recipe.yaml", f"run.dir={lab}", f"run.name={name}", *kinds, "--nproc", ranks
         )
         assert done.returncode == 0, done.stderr
-    one, two = (
-        [record["loss"] for record in read_metrics(lab / name / "metrics.jsonl")]
-        for name in ("one", "two")
-    )
-    assert (
-        one == pytest.approx(two, rel=1e-5)
-        and len(json.loads((lab / "two" / "code.json").read_text())) == 4
-    )
+    alone = [record["loss"] for record in read_metrics(lab / "one" / "metrics.jsonl")]
+    on_two_ranks = [record["loss"] for record in read_metrics(lab / "two" / "metrics.jsonl")]
+    assert alone == pytest.approx(on_two_ranks, rel=1e-5)
+    assert len(json.loads((lab / "two" / "code.json").read_text())) == 4
     done = headway(
         "train", "recipe.yaml", f"run.dir={lab}", "run.name=two", *kinds, "steps=6", "--nproc", "2"
     )
-    assert (
-        done.returncode == 0 and len((lab / "two" / "metrics.jsonl").read_text().splitlines()) == 6
-    )
+    assert done.returncode == 0
+    assert len((lab / "two" / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 def write_graded(path: Path) -> None:
@@ -228,8 +229,8 @@ def test_answers_without_a_grade_are_no_targets_of_the_task(lab: Path) -> None:
     recipe = recipe.with_({"data.seq_len": 64, "model.max_seq_len": 64, "data.valid": None})
     once = hw.train(recipe.with_({"batch": {"rows": 4, "micro_rows": 4}}))
     split = hw.train(recipe.with_({"batch": {"rows": 4, "micro_rows": 1}, "run.name": "split"}))
-    assert [one["loss"] for one in split.history()] == pytest.approx(
-        [one["loss"] for one in once.history()], rel=1e-5
+    assert [record["loss"] for record in split.history()] == pytest.approx(
+        [record["loss"] for record in once.history()], rel=1e-5
     )
 
 

@@ -31,7 +31,7 @@ def is_same_machine(expected: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["pretrain", "stages", "dpo", "lora", "gates"])
-def test_an_interrupted_run_ends_as_it_would_have(
+def test_a_run_that_the_first_release_left_unfinished_ends_as_it_would_have(
     release: Path,
     expected: dict[str, Any],
     is_same_machine: bool,

@@ -15,7 +15,8 @@ from headway.runtime import deferred
 
 def full_while(monkeypatch: pytest.MonkeyPatch, mark: Path) -> None:
     """Make lines and small files of this process, and of those forked from it, fail while a file is there."""
-    append, write = deferred.append_whole, deferred.write_atomic
+    append = deferred.append_whole
+    write = deferred.write_atomic
 
     def refuse(path: Path) -> None:
         if mark.exists() and path.name != mark.name:
@@ -49,11 +50,13 @@ def test_metrics_events_and_the_log_are_complete_after_a_full_disk(
         "track=[{kind: support.my_lab.filler}]",
     ]
     monkeypatch.setenv("FILL_FROM_TO", "0,0")
-    assert headway("train", *[one.replace("RUN", "plain") for one in settings]).returncode == 0
+    assert (
+        headway("train", *[setting.replace("RUN", "plain") for setting in settings]).returncode == 0
+    )
     full_while(monkeypatch, tmp_path / "runs-full")
     monkeypatch.setenv("FILL_FROM_TO", "3,6")
     monkeypatch.setenv("FILL_MARK", str(tmp_path / "runs-full"))
-    done = headway("train", *[one.replace("RUN", "full") for one in settings])
+    done = headway("train", *[setting.replace("RUN", "full") for setting in settings])
     assert done.returncode == 0, done.stderr
     assert deterministic(tmp_path / "full" / "metrics.jsonl") == deterministic(
         tmp_path / "plain" / "metrics.jsonl"
@@ -61,16 +64,18 @@ def test_metrics_events_and_the_log_are_complete_after_a_full_disk(
     events = [
         json.loads(line) for line in (tmp_path / "full" / "events.jsonl").read_text().splitlines()
     ]
-    assert [one["event"] for one in events] == ["start", "save_failure", "finish"]
+    assert [event["event"] for event in events] == ["start", "save_failure", "finish"]
     assert "training continues" in events[1]["text"]
     log = (tmp_path / "full" / "train.log").read_text()
-    assert all(f" {step}/8 " in log for step in range(1, 9)) and "can be written again" in log
+    assert all(f" {step}/8 " in log for step in range(1, 9))
+    assert "can be written again" in log
 
 
 def test_a_supervisor_on_a_full_disk_keeps_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark, run = tmp_path / "full", tmp_path / "run"
+    mark = tmp_path / "full"
+    run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     mark.touch()
     full_while(monkeypatch, mark)
@@ -84,4 +89,5 @@ def test_a_supervisor_on_a_full_disk_keeps_its_run(
         lambda event, text, step: told.append(event),
     )
     assert watching.run() == 0
-    assert watching.restarts == 0 and told == ["save_failure"]
+    assert watching.restarts == 0
+    assert told == ["save_failure"]

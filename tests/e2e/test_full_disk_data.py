@@ -16,7 +16,7 @@ from headway.store.reader import StoreWriter, open_store
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("full")
     byte_tokenizer().save(folder / "t")
     rng = np.random.default_rng(0)
@@ -42,16 +42,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(place: Path) -> None:
-    small = place / "small"
-    tokenize = ["data", "tokenize", "--tokenizer", str(place / "t")]
-    text = [*tokenize, "--input", str(place / "in.jsonl"), "--out", str(small / "new" / "out")]
+def test_a_full_disk_is_one_line_and_leaves_nothing(inputs: Path) -> None:
+    small = inputs / "small"
+    tokenize = ["data", "tokenize", "--tokenizer", str(inputs / "t")]
+    text = [*tokenize, "--input", str(inputs / "in.jsonl"), "--out", str(small / "new" / "out")]
     chat = [
         *tokenize,
         "--kind",
         "chat",
         "--input",
-        str(place / "chat.jsonl"),
+        str(inputs / "chat.jsonl"),
         "--out",
         str(small / "out"),
     ]
@@ -62,13 +62,14 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(place: Path) -> None:
         ("masked", ("headway", "mds", "internlm", "zero2all")),
     ):
         commands += [
-            ["data", "convert", str(place / name), str(small / "out"), "--to", to] for to in targets
+            ["data", "convert", str(inputs / name), str(small / "out"), "--to", to]
+            for to in targets
         ]
     commands += [
         [
             "data",
             "pack",
-            str(place / "plain"),
+            str(inputs / "plain"),
             str(small / "out"),
             "--pack-length",
             "64",
@@ -78,7 +79,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(place: Path) -> None:
         for to in ("headway", "mds")
     ]
     commands += [
-        ["data", "merge", str(place / "plain"), str(place / "plain"), "--out", str(small / "out")]
+        ["data", "merge", str(inputs / "plain"), str(inputs / "plain"), "--out", str(small / "out")]
     ]
     for command, ended in zip(commands, on_small_disk(small, 120, commands), strict=True):
         assert ended.code == 1, (command, ended)
@@ -90,8 +91,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(place: Path) -> None:
         assert ended.left == [], (command, ended)
 
 
-def test_a_full_disk_while_the_cache_is_built_is_one_line(place: Path) -> None:
-    small = place / "small"
+def test_a_full_disk_while_the_cache_is_built_is_one_line(inputs: Path) -> None:
+    small = inputs / "small"
     recipe = [
         "model.num_layers=1",
         "model.hidden_size=16",
@@ -102,13 +103,13 @@ def test_a_full_disk_while_the_cache_is_built_is_one_line(place: Path) -> None:
     ]
     recipe += [
         "device=cpu",
-        f"tokenizer={place / 't'}",
-        f"data.train={place / 'in.jsonl'}",
-        f"run.dir={place / 'runs'}",
+        f"tokenizer={inputs / 't'}",
+        f"data.train={inputs / 'in.jsonl'}",
+        f"run.dir={inputs / 'runs'}",
     ]
     recipe += ["model.vocab_size=null"]
-    (place / "r.yaml").write_text("{}\n")
-    command = ["train", str(place / "r.yaml"), *recipe, f"data.cache_dir={small / 'cache'}"]
+    (inputs / "r.yaml").write_text("{}\n")
+    command = ["train", str(inputs / "r.yaml"), *recipe, f"data.cache_dir={small / 'cache'}"]
     (ended,) = on_small_disk(small, 120, [command])
     assert ended.code == 1, ended
     assert [
@@ -116,7 +117,7 @@ def test_a_full_disk_while_the_cache_is_built_is_one_line(place: Path) -> None:
     ], ended
     assert "Traceback" not in ended.stderr
     assert not [path for path in ended.left if path.startswith("cache/stores/")], ended
-    file = place / "file"
+    file = inputs / "file"
     file.touch()
     refused = headway(*command[:-1], f"data.cache_dir={file / 'cache'}")
     assert refused.returncode == 2
@@ -160,7 +161,7 @@ def test_a_committed_build_stays_to_be_continued_and_another_goes(tmp_path: Path
     assert open_store(tmp_path / "deep" / "True").num_tokens == 3
 
 
-def test_a_pipe_is_refused_by_name(place: Path, tmp_path: Path) -> None:
+def test_a_pipe_is_refused_by_name(inputs: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         for command in (
@@ -170,7 +171,7 @@ def test_a_pipe_is_refused_by_name(place: Path, tmp_path: Path) -> None:
                 "--input",
                 str(path),
                 "--tokenizer",
-                str(place / "t"),
+                str(inputs / "t"),
                 "--out",
                 str(tmp_path / "out"),
             ],
@@ -183,7 +184,7 @@ def test_a_pipe_is_refused_by_name(place: Path, tmp_path: Path) -> None:
             assert ended.stderr == (
                 f"error: {path}: is a pipe or device, which can be read only once. Write its content to a file and give that.\n"
             )
-    assert [one.name for one in tmp_path.iterdir()] == ["pipe"]
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_times_in_nanoseconds_are_read_from_parquet_and_arrow(tmp_path: Path) -> None:
@@ -219,4 +220,5 @@ def test_times_in_nanoseconds_are_read_from_parquet_and_arrow(tmp_path: Path) ->
     )
     ended = headway("data", "clean", str(tmp_path / "b.parquet"), str(tmp_path / "out.jsonl"))
     assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1 and "times in nanoseconds inside in" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "times in nanoseconds inside in" in ended.stderr

@@ -71,7 +71,8 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_masks_only_trains_the_gates_and_leaves_every_weight_as_it_was(world: Path) -> None:
-    before, after = stored(world / "dense"), stored(world / "masks")
+    before = stored(world / "dense")
+    after = stored(world / "masks")
     for name in before:
         assert torch.equal(before[name], after[name]), name
     assert (after[GATES] != 4.0).all()
@@ -100,9 +101,8 @@ def test_a_resumed_run_draws_the_same_gates(world: Path) -> None:
     again = world / "again"
     again.mkdir()
     shutil.copytree(world / "masks", again / "masks", symlinks=True)
-    shutil.rmtree(
-        again / "masks" / "checkpoints" / "step-00000006"
-    )  # as if it had been killed after step 3
+    # as if it had been killed after step 3
+    shutil.rmtree(again / "masks" / "checkpoints" / "step-00000006")
     (again / "masks" / "saved.json").unlink()
     (again / "masks" / "summary.json").unlink()
     for link in (again / "masks" / "checkpoints").iterdir():
@@ -144,7 +144,8 @@ def test_later_stages_go_on_from_the_gates_and_fine_tuning_keeps_them(world: Pat
         "weights",
         [SPARSE[0], "objective.window=9", *held, "steps=2", f"init.from={world}/masks"],
     )
-    gates, kept = stored(world / "masks")[GATES], stored(world / "weights")
+    gates = stored(world / "masks")[GATES]
+    kept = stored(world / "weights")
     assert torch.equal(kept[GATES], gates), "a rate of 0 leaves the gates where they were"
     assert not torch.equal(kept["model.norm.weight"], stored(world / "masks")["model.norm.weight"])
     shape = find_model(world / "weights").config.head_gates
@@ -244,12 +245,13 @@ def test_an_exported_model_is_the_plain_one_with_gates_beside_it(world: Path) ->
 
     with safe_open(final / "model.safetensors", framework="pt") as file:
         assert GATES not in set(file.keys())
-    loaded, plain = load_model(world / "masks"), load_model(world / "dense")
+    loaded = load_model(world / "masks")
+    plain = load_model(world / "dense")
     assert loaded.config.head_gates is None
-    for (name, one), (_, other) in zip(
+    for (name, parameter), (_, other) in zip(
         loaded.model.named_parameters(), plain.model.named_parameters(), strict=True
     ):
-        assert torch.equal(one, other), name
+        assert torch.equal(parameter, other), name
     (final / "head_gates.json").rename(world / "aside")
     (final / DIGESTS).rename(world / DIGESTS)
     try:
@@ -282,57 +284,32 @@ def test_masks_are_exported_raw_at_a_sparsity_and_equal_per_layer(
     world: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = world / "exported" / "masks.tsv"
-    assert (
-        main(
-            [
-                "masks",
-                "export",
-                "--model",
-                str(world / "masks"),
-                "--sparsity",
-                "0.5",
-                "--out",
-                str(out),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = ["--model", str(world / "masks"), "--sparsity", "0.5", "--out", str(out), "--json"]
+    assert main(["masks", "export", *options]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["full_heads"], said["sparsity"], said["window"], said["sinks"]) == (3, 0.5, 6, 2)
-    masks, gates = read_masks(out), stored(world / "masks")[GATES]
+    masks = read_masks(out)
+    gates = stored(world / "masks")[GATES]
     assert min(gates[torch.tensor(masks.full)]) >= max(gates[~torch.tensor(masks.full)])
-    assert (
-        main(
-            [
-                "masks",
-                "export",
-                "--model",
-                str(world / "masks"),
-                "--sparsity",
-                "0.5",
-                "--equal-per-layer",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    options = [
+        "--model",
+        str(world / "masks"),
+        "--sparsity",
+        "0.5",
+        "--equal-per-layer",
+        "--out",
+        str(out),
+    ]
+    assert main(["masks", "export", *options]) == 0
     assert [sum(row) for row in read_masks(out).full] == [1, 1, 1]
-    assert (
-        main(
-            [
-                "masks",
-                "export",
-                "--model",
-                str(world / "masks" / "checkpoints" / "step-00000003"),
-                "--raw",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    options = [
+        "--model",
+        str(world / "masks" / "checkpoints" / "step-00000003"),
+        "--raw",
+        "--out",
+        str(out),
+    ]
+    assert main(["masks", "export", *options]) == 0
     header, *rows = (line.split("\t") for line in out.read_text().splitlines())
     assert header == ["layer", "head", "log_alpha", "expected_z", "p_streaming", "p_full"]
     assert len(rows) == 6
@@ -342,38 +319,21 @@ def test_masks_are_shown_as_a_table_and_a_picture(
     world: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_masks(HeadMasks(((True, False), (False, False)), 8, 1), world / "small.tsv")
-    assert (
-        main(
-            [
-                "masks",
-                "show",
-                "--masks",
-                str(world / "small.tsv"),
-                "--out",
-                str(world / "small.png"),
-            ]
-        )
-        == 0
-    )
+    options = ["--masks", str(world / "small.tsv"), "--out", str(world / "small.png")]
+    assert main(["masks", "show", *options]) == 0
     shown = capsys.readouterr().out
     assert "#." in shown
     assert "1 of 4 heads full, sparsity 0.7500; window 8, sinks 1" in shown
-    assert (
-        main(
-            [
-                "masks",
-                "show",
-                "--model",
-                str(world / "masks"),
-                "--sparsity",
-                "0.5",
-                "--out",
-                str(world / "gates.png"),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = [
+        "--model",
+        str(world / "masks"),
+        "--sparsity",
+        "0.5",
+        "--out",
+        str(world / "gates.png"),
+        "--json",
+    ]
+    assert main(["masks", "show", *options]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["layers"], said["kv_heads"], sum(map(sum, said["full"]))) == (3, 2, 3)
     for name in ("small.png", "gates.png"):

@@ -69,7 +69,9 @@ def bad(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> int:
     (told,) = events(folder, "spike")
     records = read_metrics(folder / "metrics.jsonl")
     spiked = [record["step"] for record in records if record.get("anomaly") == "spike"]
-    assert len(spiked) == 1 and 10 < spiked[0] < STEPS and f"step {spiked[0]}" in told["text"]
+    assert len(spiked) == 1
+    assert 10 < spiked[0] < STEPS
+    assert f"step {spiked[0]}" in told["text"]
     return spiked[0]
 
 
@@ -78,7 +80,8 @@ def test_a_skipped_spike_changes_nothing_and_names_its_documents(
 ) -> None:
     folder = run(tmp_path, stores, "skips", "heal.on_spike=skip")
     (told,) = events(folder, "spike")
-    assert "skipped" in told["text"] and told["batches"] == [bad - 1, bad - 1]
+    assert "skipped" in told["text"]
+    assert told["batches"] == [bad - 1, bad - 1]
     assert (
         41 in told["documents"][next(name for name in told["documents"] if name.endswith("store0"))]
     )
@@ -94,11 +97,14 @@ def test_going_back_ends_as_a_run_that_never_saw_the_batch(
     right = run(tmp_path, stores, "right", f"data.skip_batches='{bad - 1}'", *healing)
     assert_same_run(healed, right, STEPS)
     (told,) = events(healed, "spike", "nan")
-    assert told["event"] == ("spike" if factor == "100" else "nan") and told["batches"] == [
+    assert told["event"] == ("spike" if factor == "100" else "nan")
+    assert told["batches"] == [
         bad - 1,
         bad - 1,
     ]
-    assert 41 in next(found for name, found in told["documents"].items() if name.endswith("store0"))
+    assert 41 in next(
+        documents for name, documents in told["documents"].items() if name.endswith("store0")
+    )
     assert [record["step"] for record in read_metrics(healed / "metrics.jsonl")] == list(
         range(1, STEPS + 1)
     )
@@ -109,9 +115,8 @@ def test_a_healed_run_that_is_stopped_resumes_exactly(
     stores: list[Path], bad: int, tmp_path: Path
 ) -> None:
     right = run(tmp_path, stores, "right", "heal.on_spike=rollback")
-    run(
-        tmp_path, stores, "parts", "heal.on_spike=rollback", "checkpoint.at_end=false"
-    )  # its last checkpoint is before its end
+    # its last checkpoint is before its end
+    run(tmp_path, stores, "parts", "heal.on_spike=rollback", "checkpoint.at_end=false")
     (tmp_path / "runs" / "parts" / "summary.json").unlink()
     parts = run(tmp_path, stores, "parts", "heal.on_spike=rollback")
     assert_same_run(parts, right, STEPS)

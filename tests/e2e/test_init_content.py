@@ -41,7 +41,8 @@ def test_with_all_of_a_checkpoint_a_new_run_goes_on_exactly(whole: Path, tmp_pat
 def test_parts_of_a_checkpoint_are_taken_alone(whole: Path, tmp_path: Path) -> None:
     base = deterministic(whole / "runs" / "whole" / "metrics.jsonl")
     records, _ = start(whole, tmp_path, "[model, optimizer]", "steps=2")
-    assert [one["step"] for one in records] == [1, 2] and records[0]["lr"] != base[15]["lr"]
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[0]["lr"] != base[15]["lr"]
     assert records[0]["num_samples_in_batch"] == base[0]["num_samples_in_batch"], (
         "the data begins anew"
     )
@@ -74,7 +75,8 @@ def test_a_learning_rate_changed_on_resume_is_honoured_and_logged(
     train(load(Recipe, path, ["steps=5", "optim.schedule.kind=constant"]))
     train(load(Recipe, path, ["steps=7", "optim.schedule.kind=constant", "optim.lr=1e-3"]))
     records = deterministic(tmp_path / "runs" / "lr" / "metrics.jsonl")
-    assert records[4]["lr"] == pytest.approx(1e-2) and records[5]["lr"] == pytest.approx(1e-3)
+    assert records[4]["lr"] == pytest.approx(1e-2)
+    assert records[5]["lr"] == pytest.approx(1e-3)
     assert (
         "changed since the run began: optim.lr: 0.01 -> 0.001"
         in (tmp_path / "runs" / "lr" / "train.log").read_text()
@@ -138,12 +140,13 @@ def test_optimizer_and_scheduler_come_along_from_internlms_shards(
         ]
         train(load(Recipe, path, [*INTERNLM_SHAPE, "checkpoint.every=20", *content]))
         records[name] = deterministic(tmp_path / "runs" / name / "metrics.jsonl")
-    assert [one["step"] for one in records["theirs"]] == [16, 17, 18, 19, 20]
-    assert [one.pop("inf_nan_skip_batches") for one in records["theirs"]] == [2] * 5, (
+    assert [record["step"] for record in records["theirs"]] == [16, 17, 18, 19, 20]
+    assert [record.pop("inf_nan_skip_batches") for record in records["theirs"]] == [2] * 5, (
         "skipped batches are counted on"
     )
     assert records["theirs"] == [
-        {k: v for k, v in one.items() if k != "inf_nan_skip_batches"} for one in records["ours"]
+        {k: v for k, v in record.items() if k != "inf_nan_skip_batches"}
+        for record in records["ours"]
     ]
     left, right = (
         open_checkpoint(tmp_path / "runs" / name / "checkpoints" / "step-00000020")

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.drill import STEPS, finish, kill_somewhere, small, started
+from support.killed_runs import STEPS, finish, kill_somewhere, small, started
 from support.runs import assert_same_run, make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint, step_folders
@@ -64,16 +64,14 @@ def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
     run = 0
     while sum(hit.values()) < KILLS // 2:
         run += 1
-        plan, draw = (
-            small(recipe, f"killed{world}-{run}", *overrides),
-            random.Random(f"{SEED} {world} {run}"),
-        )
+        plan = small(recipe, f"killed{world}-{run}", *overrides)
+        draw = random.Random(f"{SEED} {world} {run}")
         told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, run {run}, killed in {dict(hit)}"
         for _ in range(min(KILLS_OF_A_RUN, KILLS // 2 - sum(hit.values()))):
-            place = kill_somewhere(plan, world, draw)
-            if place is None:
+            killed_at = kill_somewhere(plan, world, draw)
+            if killed_at is None:
                 break
-            hit[place] += 1
+            hit[killed_at] += 1
             assert_all_readable(plan.run.folder / "checkpoints")
         assert finish(plan, world) == [0] * world, told
         assert_all_readable(plan.run.folder / "checkpoints")
@@ -94,10 +92,8 @@ def test_asked_to_stop_at_any_moment_a_run_leaves_in_time_with_a_loadable_checkp
     world, overrides, _ = whole
     for number in range(-(-TERMS // 2)):
         draw = random.Random(f"{SEED} {world} stop {number}")
-        plan, sent = (
-            small(recipe, f"stopped{world}-{number}", *overrides),
-            draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
-        )
+        plan = small(recipe, f"stopped{world}-{number}", *overrides)
+        sent = draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
         told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, stop {number}, {sent.name}"
         with started(plan, world) as attempt:
             while not attempt.has_begun():

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.crash import killed_at
-from support.drill import Around, finish, small
+from support.crash_at_write import killed_at
+from support.killed_runs import Around, finish, small
 from support.runs import assert_same_run, make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint, step_folders
@@ -53,9 +53,8 @@ def undisturbed(recipe: Path, world: int, *more: str) -> tuple[Recipe, list[str]
     """A whole run, and its calls."""
     plan = small(recipe, f"whole{world}{''.join(more)}", *SHORT, *more)
     if world == 1:
-        train(
-            small(recipe, "loaded", *SHORT)
-        )  # here, so that the processes that are forked find everything loaded
+        # here, so that the processes that are forked find everything loaded
+        train(small(recipe, "loaded", *SHORT))
     assert finish(plan, world, around=dying(plan.run.folder, NEVER)) == [0] * world
     return plan, Path(f"{plan.run.folder}.calls").read_text().splitlines()
 
@@ -71,8 +70,10 @@ def kill_at(recipe: Path, world: int, whole: Recipe, call: int, *more: str) -> b
     for path in step_folders(plan.run.folder / "checkpoints"):
         open_checkpoint(path).verify(deep=True)
     assert_same_run(whole.run.folder, plan.run.folder, STEPS)
-    one, two = (load_file(run.run.folder / "final" / "model.safetensors") for run in (whole, plan))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    expected = load_file(whole.run.folder / "final" / "model.safetensors")
+    weights = load_file(plan.run.folder / "final" / "model.safetensors")
+    assert expected.keys() == weights.keys()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
     return codes[0] != 0
 
 

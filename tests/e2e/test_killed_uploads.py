@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.drill import finish, started
+from support.killed_runs import finish, started
 from support.runs import assert_same_run, make_stores, write_recipe
 from support.s3_server import Store, serve_s3
 
@@ -92,16 +92,16 @@ def kill_at(store: Store, plan: Recipe, is_due: Callable[[str, str], bool]) -> b
 def assert_store_is_whole(whole: Path, folder: Path) -> None:
     """What is in the store is what the undisturbed run has on its disk, every byte of it verified; nothing is left half sent."""
     assert newest_good(PLACE).path == PLACE / f"step-{STEPS:08}"
-    for place in remote_folders(PLACE)[:-1]:
-        open_checkpoint(place).verify(deep=True)
+    for remote_folder in remote_folders(PLACE)[:-1]:
+        open_checkpoint(remote_folder).verify(deep=True)
     with (
         open_checkpoint(PLACE / f"step-{STEPS:08}") as ours,
-        open_checkpoint(whole / "checkpoints" / f"step-{STEPS:08}") as theirs,
+        open_checkpoint(whole / "checkpoints" / f"step-{STEPS:08}") as expected,
     ):
-        for name in theirs.names():
+        for name in expected.names():
             assert all(
-                torch.equal(ours.read(name, role), theirs.read(name, role))
-                for role in theirs.roles(name)
+                torch.equal(ours.read(name, role), expected.read(name, role))
+                for role in expected.roles(name)
             ), name
     assert_same_run(whole, folder / "runs" / "run", STEPS)
     assert S3().abort_uploads(PLACE) == 0
@@ -118,9 +118,8 @@ def test_an_upload_killed_with_its_process_goes_on_after_the_next_start(
             arrived.append(path)
         return len(arrived) == 2
 
-    plan = plan_of(
-        whole, tmp_path, "checkpoint.every=null"
-    )  # of several saves only the newest would be sent
+    # of several saves only the newest would be sent
+    plan = plan_of(whole, tmp_path, "checkpoint.every=null")
     assert kill_at(store, plan, after_one_part)
     assert newest_good(PLACE).path is None, "half of it is no checkpoint"
     assert finish(plan, 1, around=own_connections) == [0]
@@ -140,7 +139,9 @@ def test_an_upload_killed_with_its_process_goes_on_after_the_next_start(
 def test_killed_at_every_request_the_store_ends_whole(
     store: Store, whole: Path, tmp_path: Path
 ) -> None:
-    killed, number, goes_on = 0, 0, True
+    killed = 0
+    number = 0
+    goes_on = True
     while goes_on:
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -156,8 +157,8 @@ def test_killed_at_every_request_the_store_ends_whole(
         plan = plan_of(whole, folder)
         goes_on = kill_at(store, plan, is_due)
         killed += goes_on
-        for place in remote_folders(PLACE):
-            open_checkpoint(place).verify(deep=True)
+        for remote_folder in remote_folders(PLACE):
+            open_checkpoint(remote_folder).verify(deep=True)
         assert finish(plan, 1, around=own_connections) == [0], f"killed at request {number}"
         assert_store_is_whole(whole, folder)
         number += 1
@@ -167,7 +168,9 @@ def test_killed_at_every_request_the_store_ends_whole(
 
 def down_for(seconds: float, store: Store, recipe: Recipe) -> tuple[int, int]:
     """A store that answers 503 from step 1 on, for so long and until it was asked twice: the steps done meanwhile, the requests refused."""
-    refused, done, since = list[str](), [0], [0.0]
+    refused = list[str]()
+    done = [0]
+    since = [0.0]
 
     def is_down() -> bool:
         return done[0] > 0 and (
@@ -198,7 +201,8 @@ def down_for(seconds: float, store: Store, recipe: Recipe) -> tuple[int, int]:
 def test_a_store_that_is_down_stops_no_training_is_told_and_gets_everything_afterwards(
     store: Store, whole: Path, tmp_path: Path, seconds: float
 ) -> None:
-    told, script = tmp_path / "told.jsonl", tmp_path / "tell.sh"
+    told = tmp_path / "told.jsonl"
+    script = tmp_path / "tell.sh"
     script.write_text(f"#!/bin/sh\ncat >> {told}; echo >> {told}\n")
     script.chmod(0o755)
     alert = f"track=[{{kind: alert, form: command, command: [{script}], events: [save_failure], every_seconds: 0}}]"
@@ -211,5 +215,8 @@ def test_a_store_that_is_down_stops_no_training_is_told_and_gets_everything_afte
     assert refused < 12 + seconds, "it is asked again, and not hammered"
     assert_store_is_whole(whole, tmp_path)
     first, *more = (json.loads(line)["text"] for line in told.read_text().splitlines())
-    assert "503" in first and "trying again for up to" in first
-    assert all("was not uploaded" in one and "Training continues" in one for one in more)
+    assert "503" in first
+    assert "trying again for up to" in first
+    assert all(
+        "was not uploaded" in message and "Training continues" in message for message in more
+    )

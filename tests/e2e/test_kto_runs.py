@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from support.byte_model import byte_tokenizer
-from support.pairs import make_pair_store
+from support.preference_pairs import make_pair_store
 from support.ranks import start_processes
 from support.runs import assert_same_run, deterministic
-from support.unpaired import random_records, write_unpaired
+from support.unpaired_records import random_records, write_unpaired_store
 
 from headway.config.load import load
 from headway.errors import HeadwayError
@@ -51,7 +51,7 @@ SAME = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kto")
-    write_unpaired(path / "answers", random_records(100))
+    write_unpaired_store(path / "answers", random_records(100))
     return path
 
 
@@ -72,12 +72,12 @@ def run(folder: Path, name: str, *overrides: str, world: int = 1) -> list[dict[s
 
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
     assert len(got) == len(right)
-    for one, other in zip(got, right, strict=True):
-        assert {k: one[k] for k in SAME} == pytest.approx(
+    for measured, other in zip(got, right, strict=True):
+        assert {k: measured[k] for k in SAME} == pytest.approx(
             {k: other[k] for k in SAME}, rel=1e-4, abs=1e-6
-        ), f"step {one['step']}"
+        ), f"step {measured['step']}"
         for name, values in other.get("valid", {}).items():
-            assert one["valid"][name] == pytest.approx(values, rel=1e-4, abs=1e-5)
+            assert measured["valid"][name] == pytest.approx(values, rel=1e-4, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +89,12 @@ def test_a_run_starts_at_half_learns_and_reports_rewards(
     folder: Path, plain: list[dict[str, Any]]
 ) -> None:
     seen = read_log(folder, "plain")
-    assert plain[0]["loss"] == pytest.approx(
-        0.5 * (66 + 34 * 1.5) / 100, abs=0.04
-    )  # half of each weight, of the records of one step
-    assert (
-        plain[-1]["valid"]["valid"]["rewards/accuracies"] > 0.7
-        and plain[-1]["rewards/margins"] > 0.3
-    )
-    assert (
-        "66 are desirable, 34 undesirable" in seen and "reference with the random weights" in seen
-    )
+    # half of each weight, of the records of one step
+    assert plain[0]["loss"] == pytest.approx(0.5 * (66 + 34 * 1.5) / 100, abs=0.04)
+    assert plain[-1]["valid"]["valid"]["rewards/accuracies"] > 0.7
+    assert plain[-1]["rewards/margins"] > 0.3
+    assert "66 are desirable, 34 undesirable" in seen
+    assert "reference with the random weights" in seen
 
 
 def read_log(folder: Path, name: str) -> str:
@@ -115,7 +111,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(one, marks=() if one == "ddp" else pytest.mark.drill) for one in LAYOUTS],
+    [
+        pytest.param(layout, marks=() if layout == "ddp" else pytest.mark.drill)
+        for layout in LAYOUTS
+    ],
 )
 def test_kto_on_two_ranks_leaves_what_one_process_leaves(
     folder: Path, plain: list[dict[str, Any]], layout: str
@@ -144,10 +143,11 @@ def test_records_packed_into_rows_are_records_on_their_own(folder: Path) -> None
 
 @pytest.mark.parametrize("how", ["live", pytest.param("cached", marks=pytest.mark.drill)])
 def test_a_resumed_kto_run_is_bit_for_bit_the_uninterrupted_one(how: str, tmp_path: Path) -> None:
-    write_unpaired(tmp_path / "answers", random_records(60))
+    write_unpaired_store(tmp_path / "answers", random_records(60))
     run(tmp_path, "straight", f"objective.reference_logps={how}")
     loaded = recipe(tmp_path, "again", f"objective.reference_logps={how}")
-    straight, again = tmp_path / "runs" / "straight", tmp_path / "runs" / "again"
+    straight = tmp_path / "runs" / "straight"
+    again = tmp_path / "runs" / "again"
     train(loaded, resume=str(straight / "checkpoints" / "step-00000002"))
     assert deterministic(again / "metrics.jsonl") == deterministic(straight / "metrics.jsonl")[2:]
     shutil.copyfile(straight / "metrics.jsonl", again / "metrics.jsonl")
@@ -164,7 +164,8 @@ def test_an_adapter_is_compared_with_the_model_without_it(folder: Path) -> None:
         "optim.lr=0.05",
         "objective.undesirable_weight=1.0",
     )
-    assert got[0]["loss"] == pytest.approx(0.5, abs=1e-6) and got[1]["loss"] != got[0]["loss"]
+    assert got[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert got[1]["loss"] != got[0]["loss"]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_an_adapter_is_compared_with_the_model_without_it(folder: Path) -> None:
 def test_kto_that_cannot_work_is_refused_in_one_line(
     folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
 ) -> None:
-    write_unpaired(tmp_path / "long", [([1] * 9, [2], True), ([3] * 9, [4], False)])
+    write_unpaired_store(tmp_path / "long", [([1] * 9, [2], True), ([3] * 9, [4], False)])
     with pytest.raises(HeadwayError, match=said) as refused:
         run(folder, "refused", *(text.replace("$", str(tmp_path)) for text in overrides))
     assert "\n" not in str(refused.value)
@@ -196,10 +197,12 @@ def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(
     """Good answers repeat a word of the question, bad ones another word; labels of unseen questions are told apart."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     byte_tokenizer("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer")
-    rng, words = random.Random(1), ["red", "blue", "green", "black"]
+    rng = random.Random(1)
+    words = ["red", "blue", "green", "black"]
     lines = []
     for number in range(160):
-        word, is_good = rng.choice(words), number % 2 == 0
+        word = rng.choice(words)
+        is_good = number % 2 == 0
         answer = f"It is {word}." if is_good else f"Never {rng.choice(words)} then."
         lines.append(
             json.dumps(
@@ -212,32 +215,34 @@ def test_the_recipe_learns_from_raw_records_what_held_out_ones_confirm(
                 f"run.dir={tmp_path}/runs", "data.seq_len=128", "optim.lr=3e-3", "epochs=3", "device=cpu", "track=[]"]  # fmt: skip
     loaded = load(Recipe, Path("src/headway/recipes/laptop/kto.yaml"), settings)
     train(loaded)
-    found = read_metrics(loaded.run.folder / "metrics.jsonl")
-    before, after = found[0]["valid_at_start"]["valid"], found[-1]["valid"]["valid"]
-    assert before["loss"] == pytest.approx(0.5, abs=1e-3) and abs(before["rewards/margins"]) < 1e-3
-    assert (
-        after["rewards/accuracies"] > 0.9
-        and after["rewards/margins"] > 0.1
-        and after["loss"] < 0.48
-    )
+    metrics = read_metrics(loaded.run.folder / "metrics.jsonl")
+    before = metrics[0]["valid_at_start"]["valid"]
+    after = metrics[-1]["valid"]["valid"]
+    assert before["loss"] == pytest.approx(0.5, abs=1e-3)
+    assert abs(before["rewards/margins"]) < 1e-3
+    assert after["rewards/accuracies"] > 0.9
+    assert after["rewards/margins"] > 0.1
+    assert after["loss"] < 0.48
 
 
 @pytest.mark.drill
 def test_a_mixture_of_experts_learns_the_same_however_a_step_is_cut(folder: Path) -> None:
     experts = ("model.experts={num: 4, per_token: 2, ffn_size: 24, aux_loss: 0.01}", "steps=3")
     right = run(folder, "experts", *experts, "batch.micro_rows=8")
-    assert "expert_load_max" in right[0] and right[-1]["loss"] < right[0]["loss"]
+    assert "expert_load_max" in right[0]
+    assert right[-1]["loss"] < right[0]["loss"]
     assert_same(run(folder, "experts-cut", *experts), right)
     # Both the divergence of KTO and the load of experts are those of the whole step, each by a pass of its own.
     # A validation balances what it sees at once, so only training is compared.
     by_step = (*experts, "model.experts.aux_scope=step")
-    whole, cut = (
-        [{key: value for key, value in record.items() if key != "valid"} for record in records]
-        for records in (
-            run(folder, "experts-step", *by_step, "batch.micro_rows=8"),
-            run(folder, "experts-step-cut", *by_step),
-        )
-    )
+    whole = [
+        {key: value for key, value in record.items() if key != "valid"}
+        for record in run(folder, "experts-step", *by_step, "batch.micro_rows=8")
+    ]
+    cut = [
+        {key: value for key, value in record.items() if key != "valid"}
+        for record in run(folder, "experts-step-cut", *by_step)
+    ]
     assert_same(cut, whole)
 
 

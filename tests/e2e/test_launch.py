@@ -35,13 +35,13 @@ def start(*arguments: str, **settings: str) -> subprocess.Popen[bytes]:
 
 def ranks_of(launcher: int) -> dict[int, int]:
     """The children of a launcher: rank -> process id."""
-    found = {}
+    ranks = {}
     for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        rank = [int(one[5:]) for one in variables if one.startswith(b"RANK=")]
+        rank = [int(variable[5:]) for variable in variables if variable.startswith(b"RANK=")]
         if rank:
-            found[rank[0]] = pid
-    return found
+            ranks[rank[0]] = pid
+    return ranks
 
 
 def gone(pid: int) -> bool:
@@ -69,12 +69,11 @@ def test_two_ranks_train_like_one_with_one_screen_and_a_profile(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 8
     assert done.stderr.count("8/8  loss") == 1
-    one, two = (
-        read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("alone", "run")
-    )
-    assert [record["tokens"] for record in two] == [record["tokens"] for record in one]
-    assert [record["loss"] for record in two] == pytest.approx(
-        [record["loss"] for record in one], rel=1e-5
+    alone = read_metrics(tmp_path / "runs" / "alone" / "metrics.jsonl")
+    on_two_ranks = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert [record["tokens"] for record in on_two_ranks] == [record["tokens"] for record in alone]
+    assert [record["loss"] for record in on_two_ranks] == pytest.approx(
+        [record["loss"] for record in alone], rel=1e-5
     )
     logs = tmp_path / "runs" / "run" / "logs"
     assert "run " in (logs / "rank-00001.log").read_text()
@@ -123,14 +122,16 @@ def test_a_killed_rank_ends_all_within_30_seconds_and_is_named(
 def test_a_stop_signal_saves_once_and_the_run_goes_on_with_another_number_of_ranks(
     stores: list[Path], tmp_path: Path
 ) -> None:
-    run, recipe = tmp_path / "runs" / "run", str(write_recipe(tmp_path, stores, steps=100_000))
+    run = tmp_path / "runs" / "run"
+    recipe = str(write_recipe(tmp_path, stores, steps=100_000))
     launcher = start("train", recipe, *SMALL, "--nproc", "2")
     wait_for_step(run / "metrics.jsonl", 3, launcher)
     ranks = ranks_of(launcher.pid)
     launcher.send_signal(signal.SIGTERM)
     said = launcher.communicate(timeout=60)[0].decode()
     assert launcher.returncode == 143, said
-    assert said.count("stopped by SIGTERM after step") == 1 and "error" not in said
+    assert said.count("stopped by SIGTERM after step") == 1
+    assert "error" not in said
     assert all(gone(pid) for pid in ranks.values())
     step = max(record["step"] for record in read_metrics(run / "metrics.jsonl"))
     again = headway("train", recipe, *SMALL, f"steps={step + 2}")
@@ -160,10 +161,9 @@ def test_under_torchrun_it_is_the_same_run(stores: list[Path], tmp_path: Path) -
         subprocess.run([*command, *SMALL, "run.name=theirs"], timeout=120, check=False).returncode
         == 0
     )
-    one, two = (
-        read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("own", "theirs")
-    )
-    assert [record["loss"] for record in one] == [record["loss"] for record in two]
+    alone = read_metrics(tmp_path / "runs" / "own" / "metrics.jsonl")
+    by_torchrun = read_metrics(tmp_path / "runs" / "theirs" / "metrics.jsonl")
+    assert [record["loss"] for record in alone] == [record["loss"] for record in by_torchrun]
 
 
 @pytest.mark.drill
@@ -188,4 +188,5 @@ def test_under_mpi_variables_it_is_the_same_run(stores: list[Path], tmp_path: Pa
     ]
     said = [process.communicate(timeout=120)[0].decode() for process in started]
     assert [process.returncode for process in started] == [0, 0], said
-    assert "6/6  loss" in said[0] and "6/6  loss" not in said[1]
+    assert "6/6  loss" in said[0]
+    assert "6/6  loss" not in said[1]

@@ -48,23 +48,23 @@ def test_a_job_is_found_and_stopped_from_another_shell(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, verb(tmp_path, "logs", "runs/run").stdout
             time.sleep(0.1)
         second = verb(tmp_path, "local", "r.yaml")
-        assert (
-            second.returncode == 2
-            and "in use" in second.stderr
-            and len(second.stderr.strip().splitlines()) == 1
-        )
+        assert second.returncode == 2
+        assert "in use" in second.stderr
+        assert len(second.stderr.strip().splitlines()) == 1
     finally:
         cancelled = verb(tmp_path, "cancel", "runs/run", "--json")
     assert json.loads(cancelled.stdout)["state"] == "stopping"
     followed = verb(tmp_path, "logs", "runs/run", "--follow")
     assert "saved runs/run/checkpoints/step-" in followed.stdout
-    found = status(tmp_path)
-    assert (found["state"], found["exit_code"], found["attempt"]) == (
+    job_status = status(tmp_path)
+    assert (job_status["state"], job_status["exit_code"], job_status["attempt"]) == (
         "cancelled",
         130,
         1,
-    ) and found["step"] >= 20
+    )
+    assert job_status["step"] >= 20
     assert verb(tmp_path, "cancel", "runs/run").returncode == 2
-    rest = verb(tmp_path, "local", "r.yaml", f"steps={found['step'] + 2}", "--json")
+    rest = verb(tmp_path, "local", "r.yaml", f"steps={job_status['step'] + 2}", "--json")
     assert rest.returncode == 0 and json.loads(rest.stdout)["state"] == "done", rest.stderr
-    assert "resum" in rest.stderr and status(tmp_path)["step"] == found["step"] + 2
+    assert "resum" in rest.stderr
+    assert status(tmp_path)["step"] == job_status["step"] + 2

@@ -55,7 +55,8 @@ def test_two_nodes_train_as_one_and_a_lost_rank_is_named_on_both(
     nodes: tuple[str, str], tmp_path: Path
 ) -> None:
     stores = make_stores(tmp_path)
-    recipe, run = write_recipe(tmp_path, stores, steps=100_000), tmp_path / "runs" / "run"
+    recipe = write_recipe(tmp_path, stores, steps=100_000)
+    run = tmp_path / "runs" / "run"
     launchers = [start(node, rank, recipe) for rank, node in enumerate(nodes)]
     wait_for_step(run / "metrics.jsonl", 3, launchers[0])
     children = (

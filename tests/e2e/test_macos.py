@@ -15,7 +15,7 @@ from headway.cli import main
 from headway.errors import ConfigError, LaunchError
 from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step_plain, adamw_step_reference
 from headway.launch.launcher import LaunchOptions, plan_launch
-from headway.runtime.device import choose_compute, wide
+from headway.runtime.device import choose_compute, to_float64
 
 LACKS = {
     "os": (
@@ -36,7 +36,8 @@ def macos(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LACKS["os"]:
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")
-    read, link = Path.read_text, os.readlink
+    read = Path.read_text
+    link = os.readlink
 
     def read_text(self: Path, *args: Any, **kwargs: Any) -> str:
         if str(self).startswith(("/proc", "/sys")):
@@ -93,14 +94,14 @@ def test_a_laptop_recipe_trains_on_an_apple_gpu_as_on_the_cpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [*prepare(tmp_path), "track=[]", "precision=auto"]
+    settings = [*prepare(tmp_path), "track=[]", "precision=auto"]
     if recipe == "laptop/sft":
         assert (
             main(
                 [
                     "train",
                     recipe,
-                    *given,
+                    *settings,
                     "device=cpu",
                     "precision=bf16",
                     "run.name=bf16",
@@ -109,10 +110,10 @@ def test_a_laptop_recipe_trains_on_an_apple_gpu_as_on_the_cpu(
             )
             == 0
         ), "no fork for bf16"
-    assert main(["train", recipe, *given, "device=cpu", "run.name=cpu"]) == 0
+    assert main(["train", recipe, *settings, "device=cpu", "run.name=cpu"]) == 0
     with apple_gpu(monkeypatch) as seeds:
-        assert main(["train", recipe, *given, "device=mps", "run.name=mps"]) == 0
-        assert main(["train", recipe, *given, "device=mps", "run.name=mps", "steps=6"]) == 0, (
+        assert main(["train", recipe, *settings, "device=mps", "run.name=mps"]) == 0
+        assert main(["train", recipe, *settings, "device=mps", "run.name=mps", "steps=6"]) == 0, (
             "it resumes"
         )
         if recipe == "laptop/sft":
@@ -128,28 +129,21 @@ def test_a_laptop_recipe_trains_on_an_apple_gpu_as_on_the_cpu(
                 "mps",
             ]
             assert main([*say, "--temperature", "1"]) == 0
-            assert (
-                main(
-                    [
-                        "eval",
-                        "ppl",
-                        "--model",
-                        "runs/mps",
-                        "--data",
-                        "chat.jsonl",
-                        "--text-key",
-                        "output",
-                        "--device",
-                        "mps",
-                    ]
-                )
-                == 0
-            )
+            options = [
+                "--model",
+                "runs/mps",
+                "--data",
+                "chat.jsonl",
+                "--text-key",
+                "output",
+                "--device",
+                "mps",
+            ]
+            assert main(["eval", "ppl", *options]) == 0
     assert "on mps" in capsys.readouterr().err
     assert len(seeds) >= 4, "dropout draws from the seeds of the run"
-    tolerance = (
-        1e-4 if recipe == "laptop/sft" else 0.2
-    )  # the generators of two devices draw different dropout
+    # the generators of two devices draw different dropout
+    tolerance = 1e-4 if recipe == "laptop/sft" else 0.2
     assert losses(tmp_path / "runs/mps")[:4] == pytest.approx(
         losses(tmp_path / "runs/cpu"), rel=tolerance
     )
@@ -158,11 +152,9 @@ def test_a_laptop_recipe_trains_on_an_apple_gpu_as_on_the_cpu(
 def test_the_stand_in_refuses_what_an_apple_gpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with apple_gpu(monkeypatch):
         tensor = torch.ones(3).to("mps") * 2
-        assert (
-            isinstance(tensor, OnMps)
-            and tensor.device.type == "mps"
-            and not isinstance(tensor.cpu(), OnMps)
-        )
+        assert isinstance(tensor, OnMps)
+        assert tensor.device.type == "mps"
+        assert not isinstance(tensor.cpu(), OnMps)
         for wrong in (
             tensor.double,
             tensor.pin_memory,
@@ -171,17 +163,16 @@ def test_the_stand_in_refuses_what_an_apple_gpu_lacks(monkeypatch: pytest.Monkey
         ):
             with pytest.raises((TypeError, NotImplementedError)):
                 wrong()
-        assert wide(tensor).dtype == torch.float64 and wide(tensor).device.type == "cpu"
+        assert to_float64(tensor).dtype == torch.float64
+        assert to_float64(tensor).device.type == "cpu"
 
 
 def test_choices_that_an_apple_gpu_cannot_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="torch sees no Apple GPU here"):
         choose_compute("mps", "auto")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert (
-        choose_compute("mps", "auto").precision == "fp32"
-        and choose_compute("auto", "auto").device.type != "mps"
-    )
+    assert choose_compute("mps", "auto").precision == "fp32"
+    assert choose_compute("auto", "auto").device.type != "mps"
     with pytest.raises(ConfigError, match="on mps it must be auto or fp32"):
         choose_compute("mps", "bf16")
     with pytest.raises(LaunchError, match="an Apple GPU takes one rank"):
@@ -195,26 +186,27 @@ def test_choices_that_an_apple_gpu_cannot_meet_are_refused(monkeypatch: pytest.M
 def test_adamw_in_plain_operations_is_the_fused_one(maximize: bool, found_inf: float) -> None:
     def tensors() -> AdamWTensors:
         torch.manual_seed(0)
-        made = [[torch.randn(50) for _ in range(2)] for _ in range(4)]
+        groups = [[torch.randn(50) for _ in range(2)] for _ in range(4)]
         return AdamWTensors(
-            made[0],
-            made[1],
-            made[2],
-            [one.square() for one in made[3]],
+            groups[0],
+            groups[1],
+            groups[2],
+            [tensor.square() for tensor in groups[3]],
             [torch.tensor(6.0), torch.tensor(0.0)],
         )
 
-    one, other = tensors(), tensors()
+    reference = tensors()
+    other = tensors()
     hyper = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize)
-    for step, found in ((adamw_step_reference, one), (adamw_step_plain, other)):
+    for step, state in ((adamw_step_reference, reference), (adamw_step_plain, other)):
         for _ in range(3):
             # the fused operator writes the divided gradients back, so each step gets its own
             step(
-                found._replace(grads=[grad.clone() for grad in found.grads]),
+                state._replace(grads=[grad.clone() for grad in state.grads]),
                 hyper,
                 torch.tensor(2.0),
                 torch.tensor(found_inf),
             )
     for name in ("params", "exp_avg", "exp_avg_sq", "steps"):
-        for left, right in zip(getattr(one, name), getattr(other, name), strict=True):
+        for left, right in zip(getattr(reference, name), getattr(other, name), strict=True):
             assert torch.allclose(left, right, rtol=2e-6, atol=1e-7), name

@@ -49,7 +49,8 @@ def test_running_out_of_memory_ends_in_one_line_with_bytes_by_kind_and_remedies(
             hook=allocator_fails_after_two_steps,
         )
     message = str(caught.value)
-    assert caught.value.exit_code == 1 and "\n" not in message
+    assert caught.value.exit_code == 1
+    assert "\n" not in message
     assert re.match(
         r"out of memory on cpu \(\d+\.\d [GM]iB of \d+\.\d [GM]iB of this machine's memory free\): ",
         message,
@@ -81,7 +82,9 @@ def test_a_model_too_large_for_memory_ends_with_exit_code_1_and_no_traceback(
     )
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "out of memory on cpu" in errors[0] and "weights" in errors[0]
+    assert len(errors) == 1
+    assert "out of memory on cpu" in errors[0]
+    assert "weights" in errors[0]
     assert "Traceback" not in done.stderr
 
 

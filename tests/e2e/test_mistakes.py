@@ -119,11 +119,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mistake_is_one_line_and_exit_code_2(
     stores: Path, tmp_path: Path, arguments: list[str], words: list[str]
 ) -> None:
-    given = [argument.replace("$", str(stores)) for argument in arguments]
+    command = [argument.replace("$", str(stores)) for argument in arguments]
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
-        done = headway(*given)
+        done = headway(*command)
     finally:
         os.chdir(before)
     assert done.returncode == 2, done.stderr
@@ -153,7 +153,7 @@ def test_an_interrupt_that_an_import_swallowed_is_still_one_word(
             time.sleep(5)
         raise AttributeError("module 'numpy' has no attribute 'diff'")
 
-    monkeypatch.setattr("headway.cli.build_app", lambda: lambda **_: half_imported())
+    monkeypatch.setattr("headway.cli.build_app", lambda words: lambda **_: half_imported())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["train"]) == 130

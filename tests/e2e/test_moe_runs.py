@@ -49,23 +49,28 @@ def test_an_upcycled_model_starts_with_the_logits_of_the_dense_one(
     dense: tuple[Path, Path],
 ) -> None:
     recipe, folder = dense
-    given = load(Recipe, recipe, [f"init.from={folder}", "init.upcycle.experts=4", "run.name=up"])
-    found = resolve(given).weights
-    assert found is not None and found.config.experts is not None and found.config.experts.num == 4
-    mixture = build_frozen_model(found.config, found.weights(), torch.device("cpu"), torch.float32)
+    upcycled = load(
+        Recipe, recipe, [f"init.from={folder}", "init.upcycle.experts=4", "run.name=up"]
+    )
+    weights = resolve(upcycled).weights
+    assert weights is not None
+    assert weights.config.experts is not None
+    assert weights.config.experts.num == 4
+    mixture = build_frozen_model(
+        weights.config, weights.weights(), torch.device("cpu"), torch.float32
+    )
     plain = load_model(folder).model
-    tokens, position = torch.arange(1, 25).view(2, 12), torch.arange(12).expand(2, 12)
+    tokens = torch.arange(1, 25).view(2, 12)
+    position = torch.arange(12).expand(2, 12)
     right = plain.logits(plain.hidden_states(tokens, position))
     torch.testing.assert_close(
         mixture.logits(mixture.hidden_states(tokens, position)), right, atol=1e-5, rtol=1e-5
     )
-    train(given)
+    train(upcycled)
     final = find_model(_run(recipe, "up") / "final")
-    assert (
-        final.config.family == "mixtral"
-        and final.config.experts is not None
-        and final.config.experts.per_token == 2
-    )
+    assert final.config.family == "mixtral"
+    assert final.config.experts is not None
+    assert final.config.experts.per_token == 2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_an_upcycled_model_starts_with_the_logits_of_the_dense_one(
         (["init.from=$", "model.experts.num=4"], "Use init.upcycle"),
     ],
 )
-def test_mistakes_about_experts_are_one_line(
+def test_contradictory_settings_of_upcycling_are_refused(
     dense: tuple[Path, Path], settings: list[str], named: str
 ) -> None:
     recipe, folder = dense
@@ -104,7 +109,8 @@ def test_a_killed_mixture_ends_bit_for_bit_like_the_undisturbed_one_with_its_bia
     recipe, _ = dense
     settings = [*BIASED, "steps=12", "checkpoint.every=3"]
     train(load(Recipe, recipe, [*settings, "run.name=undisturbed"]))
-    whole, killed = _run(recipe, "undisturbed"), _run(recipe, "killed")
+    whole = _run(recipe, "undisturbed")
+    killed = _run(recipe, "killed")
     process = start_headway("train", str(recipe), *settings, "run.name=killed")
     wait_for_step(killed / "metrics.jsonl", 4, process)
     process.send_signal(signal.SIGKILL)
@@ -112,16 +118,16 @@ def test_a_killed_mixture_ends_bit_for_bit_like_the_undisturbed_one_with_its_bia
     assert headway("train", str(recipe), *settings, "run.name=killed").returncode == 0
     assert_same_run(whole, killed, 12)
     bias = dict(find_model(killed).weights())["model.layers.0.mlp.gate.e_score_correction_bias"]
-    assert bias.dtype == torch.float32 and bias.any()
+    assert bias.dtype == torch.float32
+    assert bias.any()
     record = deterministic(killed / "metrics.jsonl")[-1]
-    assert (
-        record["dropped_tokens"] == 0
-        and record["expert_load_max"] >= 1
-        and record["router_entropy"] > 0
-        and record["aux_loss"] > 0
-    )
+    assert record["dropped_tokens"] == 0
+    assert record["expert_load_max"] >= 1
+    assert record["router_entropy"] > 0
+    assert record["aux_loss"] > 0
     shares = [value for name, value in record.items() if name.startswith("expert_share/1.")]
-    assert len(shares) == 4 and sum(shares) == pytest.approx(1.0)
+    assert len(shares) == 4
+    assert sum(shares) == pytest.approx(1.0)
 
 
 @pytest.mark.slow

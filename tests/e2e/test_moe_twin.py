@@ -50,8 +50,9 @@ def measured(demo: Demo, name: str, settings: list[str], steps: int) -> dict[str
 @pytest.mark.drill
 @pytest.mark.timeout(3000)
 def test_a_mixture_beats_its_dense_twin_of_equal_active_parameters(tmp_path: Path) -> None:
-    found = compare_twins(tmp_path, steps=1200)
-    dense, mixture = found["dense"], found["mixture"]
+    twins = compare_twins(tmp_path, steps=1200)
+    dense = twins["dense"]
+    mixture = twins["mixture"]
     assert mixture["flops"] == pytest.approx(dense["flops"], rel=0.01)
     assert mixture["parameters"] > 1.6 * dense["parameters"]
     assert mixture["bits_per_byte"] < dense["bits_per_byte"] - 0.01
@@ -62,12 +63,12 @@ def compare_twins(out: Path, steps: int) -> dict[str, dict[str, Any]]:
     demo = Demo(out, steps)
     for make in (make_corpus, make_tokenizer, make_store):
         make(demo)
-    found = {
+    twins = {
         "dense": measured(demo, "dense", DENSE, steps),
         "mixture": measured(demo, "mixture", MIXTURE, steps),
     }
-    for name, one in found.items():
+    for name, twin in twins.items():
         sys.stdout.write(
-            f"\n{name}: {one['parameters']:,} parameters, {one['active']:,} active, {steps} steps, {one['bits_per_byte']:.4f} bits per byte"
+            f"\n{name}: {twin['parameters']:,} parameters, {twin['active']:,} active, {steps} steps, {twin['bits_per_byte']:.4f} bits per byte"
         )
-    return found
+    return twins

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.fuzzing import run_verb
-from support.media_looks import count_looks
+from support.media_reads import count_media_reads
 from support.small_video import film
 
 from headway.config.load import load
@@ -58,7 +58,7 @@ SMALL["max_seq_len"] = 128
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated set, a tokenizer, tables of random features and an aligner."""
     folder = tmp_path_factory.mktemp("multimodal")
     write_media(
@@ -92,12 +92,12 @@ def write_heads(path: Path, width: int) -> None:
     write_aligner(AlignerHeads(heads, {"image": 2.66, "audio": 2.66}), path)
 
 
-def recipe_of(made: Path, name: str, *more: str) -> Recipe:
+def recipe_of(workspace: Path, name: str, *more: str) -> Recipe:
     shape = [f"model.{key}={value}" for key, value in SMALL.items()]
     settings = [
-        f"run.dir={made}/runs", f"run.name={name}", f"tokenizer={made}/tok", f"data.cache_dir={made}/cache", "data.seq_len=96",
-        f"data.train=[{{path: {made}/set/chat.jsonl, kind: multimodal}}]", f"multimodal.image.features={made}/image",
-        f"multimodal.audio.features={made}/audio", f"multimodal.aligner={made}/aligner.safetensors", "multimodal.image.tokens=2",
+        f"run.dir={workspace}/runs", f"run.name={name}", f"tokenizer={workspace}/tok", f"data.cache_dir={workspace}/cache", "data.seq_len=96",
+        f"data.train=[{{path: {workspace}/set/chat.jsonl, kind: multimodal}}]", f"multimodal.image.features={workspace}/image",
+        f"multimodal.audio.features={workspace}/audio", f"multimodal.aligner={workspace}/aligner.safetensors", "multimodal.image.tokens=2",
         "multimodal.audio.tokens=2", "multimodal.hidden=16", "batch.rows=2", "steps=4", "device=cpu", "optim.schedule.kind=constant",
         "adapter.rank=2", "adapter.dropout=0.1", "optim.groups=[{match: [projector], lr_factor: 5}, {match: [adapter], lr_factor: 0.5}]",
         "checkpoint.every=2",
@@ -106,8 +106,8 @@ def recipe_of(made: Path, name: str, *more: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def run(made: Path) -> Path:
-    recipe = recipe_of(made, "whole")
+def run(workspace: Path) -> Path:
+    recipe = recipe_of(workspace, "whole")
     train(recipe)
     return recipe.run.folder
 
@@ -116,37 +116,36 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return dict(load_model(run).model.named_parameters())
 
 
-def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
-    train(recipe_of(made, "stopped", "steps=2"))
-    train(recipe_of(made, "stopped"))
-    whole, stopped = (
-        weights_of(run / "checkpoints/step-00000004"),
-        weights_of(made / "runs/stopped/checkpoints/step-00000004"),
-    )
-    assert whole.keys() == stopped.keys() and all(
-        torch.equal(whole[name], stopped[name]) for name in whole
-    )
+def test_a_stopped_run_resumes_bit_for_bit(workspace: Path, run: Path) -> None:
+    train(recipe_of(workspace, "stopped", "steps=2"))
+    train(recipe_of(workspace, "stopped"))
+    whole = weights_of(run / "checkpoints/step-00000004")
+    stopped = weights_of(workspace / "runs/stopped/checkpoints/step-00000004")
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
     losses = [
         [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (run, made / "runs/stopped")
+        for folder in (run, workspace / "runs/stopped")
     ]
     assert losses[0] == losses[1]
 
 
-def test_a_second_start_parses_no_record_and_looks_at_no_media_file(
-    made: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_start_opens_no_media_file_until_a_setting_of_the_data_changes(
+    workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = count_looks(monkeypatch)
-    train(recipe_of(made, "second", "steps=1"))
+    looked = count_media_reads(monkeypatch)
+    train(recipe_of(workspace, "second", "steps=1"))
     assert (looked["parsed"], looked["looked at"]) == (0, 0)
-    train(recipe_of(made, "other", "steps=1", "data.seq_len=95"))
-    assert looked["parsed"] > 0 and looked["looked at"] > 0
+    train(recipe_of(workspace, "other", "steps=1", "data.seq_len=95"))
+    assert looked["parsed"] > 0
+    assert looked["looked at"] > 0
 
 
-def test_doctor_data_reads_conversations_with_media(made: Path) -> None:
-    (found,) = check_data(recipe_of(made, "doctor"))
-    checks = {check.name: check.state for check in found.checks}
-    assert checks[f"round trip of {made}/set/chat.jsonl"] == "ok" and "fail" not in checks.values()
+def test_doctor_data_reads_conversations_with_media(workspace: Path) -> None:
+    (report,) = check_data(recipe_of(workspace, "doctor"))
+    checks = {check.name: check.state for check in report.checks}
+    assert checks[f"round trip of {workspace}/set/chat.jsonl"] == "ok"
+    assert "fail" not in checks.values()
 
 
 def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run: Path) -> None:
@@ -157,17 +156,20 @@ def test_the_next_command_of_a_finished_run_asks_about_a_picture_and_a_sound(run
     )
 
 
-def test_the_final_folder_is_the_checkpoint_and_holds_the_aligner(made: Path, run: Path) -> None:
-    final, last = weights_of(run / "final"), weights_of(run / "checkpoints/step-00000004")
+def test_the_final_folder_is_the_checkpoint_and_holds_the_aligner(
+    workspace: Path, run: Path
+) -> None:
+    final = weights_of(run / "final")
+    last = weights_of(run / "checkpoints/step-00000004")
     assert final.keys() == last.keys()
     for name in final:
         torch.testing.assert_close(final[name], last[name], rtol=1e-6, atol=1e-7, msg=name)
     from headway.model.loading.aligner_file import read_aligner
 
-    heads = read_aligner(made / "aligner.safetensors").tensors
+    heads = read_aligner(workspace / "aligner.safetensors").tensors
     assert torch.equal(final["aligner.image.fc.weight"], heads["heads.image.proj.weight"])
-    export_model(run, made / "again", dtype="float32")
-    again = weights_of(made / "again")
+    export_model(run, workspace / "again", dtype="float32")
+    again = weights_of(workspace / "again")
     assert all(torch.equal(again[name], last[name]) for name in last)
     assert check_checkpoint(run).problems == []
 
@@ -182,32 +184,33 @@ def prompts_of(run: Path, present: bool) -> list[torch.Tensor]:
     items = (MediaItem(1, "image", "a"), MediaItem(4, "audio", "b"))
     ids = [5, 1, 1, 6, 1, 1, 7, 8]
     media = [PromptMedia(items, features if present else {}), PromptMedia((), {})]
-    found = generate_from_ids(
+    generations = generate_from_ids(
         loaded,
         [("one", ids), ("two", [5, 6, 7])],
         GenerateOptions(max_new_tokens=4, chunk_tokens=3),
         None,
         media,
     )
-    return [torch.tensor(one.token_ids) for one in found]
+    return [torch.tensor(generation.token_ids) for generation in generations]
 
 
 def test_generation_reads_media_in_chunks_and_text_rows_beside_them(run: Path) -> None:
     loaded = load_model(run)
-    with_media, without = prompts_of(run, True), prompts_of(run, False)
+    with_media = prompts_of(run, True)
+    without = prompts_of(run, False)
     assert torch.equal(with_media[1], without[1])  # a text prompt does not depend on its neighbour
     plain = generate_from_ids(loaded, [("two", [5, 6, 7])], GenerateOptions(max_new_tokens=4))
     assert plain[0].token_ids == with_media[1].tolist()
 
 
 def test_damaged_or_foreign_files_are_refused_by_name(
-    made: Path, run: Path, tmp_path: Path
+    workspace: Path, run: Path, tmp_path: Path
 ) -> None:
     write_heads(tmp_path / "narrow.safetensors", WIDTH - 1)
     with pytest.raises(
         ConfigError, match="its image head takes features of width 5; the image encoder gives 6"
     ):
-        train(recipe_of(made, "bad", f"multimodal.aligner={tmp_path}/narrow.safetensors"))
+        train(recipe_of(workspace, "bad", f"multimodal.aligner={tmp_path}/narrow.safetensors"))
     chat = tmp_path / "chat.jsonl"
     chat.write_text(
         json.dumps(
@@ -221,7 +224,7 @@ def test_damaged_or_foreign_files_are_refused_by_name(
         + "\n"
     )
     with pytest.raises(ConfigError, match="no source holds pictures or sounds"):
-        train(recipe_of(made, "bad", f"data.train=[{{path: {chat}, kind: chat}}]"))
+        train(recipe_of(workspace, "bad", f"data.train=[{{path: {chat}, kind: chat}}]"))
     with pytest.raises(
         ConfigError, match="has kind multimodal, and the recipe has no `multimodal` section"
     ):
@@ -230,8 +233,8 @@ def test_damaged_or_foreign_files_are_refused_by_name(
                 Recipe,
                 None,
                 [
-                    f"tokenizer={made}/tok",
-                    f"data.train=[{{path: {made}/set/chat.jsonl, kind: multimodal}}]",
+                    f"tokenizer={workspace}/tok",
+                    f"data.train=[{{path: {workspace}/set/chat.jsonl, kind: multimodal}}]",
                     f"run.dir={tmp_path}",
                 ],
             )
@@ -250,13 +253,13 @@ def test_damaged_or_foreign_files_are_refused_by_name(
     with pytest.raises(ConfigError, match="trained on a table of image features"):
         answer_media(
             loaded,
-            [next(one for _, one in read_questions(made / "set/chat.jsonl"))],
+            [next(question for _, question in read_questions(workspace / "set/chat.jsonl"))],
             "chatml",
             GenerateOptions(),
         )
 
 
-def test_records_with_and_without_answers_become_questions(made: Path) -> None:
+def test_records_with_and_without_answers_become_questions(workspace: Path) -> None:
     for data, expected in (
         ({"messages": [{"role": "user", "content": "hi"}]}, None),
         (
@@ -266,19 +269,18 @@ def test_records_with_and_without_answers_become_questions(made: Path) -> None:
         ({"instruction": "hi"}, None),
         ({"prompt": "hi", "response": "ho"}, "ho"),
     ):
-        found = question_of(Record(data, "x.jsonl", 1))
-        assert [(turn.role, turn.content) for turn in found.turns] == [
-            ("user", "hi")
-        ] and found.expected == expected
+        question = question_of(Record(data, "x.jsonl", 1))
+        assert [(turn.role, turn.content) for turn in question.turns] == [("user", "hi")]
+        assert question.expected == expected
 
 
-def test_packed_rows_have_the_loss_of_unpacked_ones(made: Path) -> None:
+def test_packed_rows_have_the_loss_of_unpacked_ones(workspace: Path) -> None:
     """The loss of all conversations is the same whether rows hold many of them or one each."""
     losses: list[float] = []
     for packing in ("best_fit", "pad"):
-        sets = f"data.valid.sets={{all: {{path: {made}/set/chat.jsonl, kind: multimodal}}}}"
+        sets = f"data.valid.sets={{all: {{path: {workspace}/set/chat.jsonl, kind: multimodal}}}}"
         recipe = recipe_of(
-            made,
+            workspace,
             packing,
             f"data.packing={packing}",
             "steps=1",
@@ -317,7 +319,7 @@ def clip_folder(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_llava_folder_computes_the_same_logits_with_transformers(
-    made: Path, run: Path, tmp_path: Path
+    workspace: Path, run: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
     from transformers import LlavaForConditionalGeneration
@@ -333,17 +335,17 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
     )
     config = ModelConfig(**SMALL, media=shape)
     weights = [(spec.name, initial_value(spec, config, 3)) for spec in param_specs(config)]
-    export_huggingface(config, iter(weights), tmp_path / "ours", tokenizer=made / "tok")
+    export_huggingface(config, iter(weights), tmp_path / "ours", tokenizer=workspace / "tok")
     export_llava(tmp_path / "ours", tmp_path / "llava")
-    theirs = LlavaForConditionalGeneration.from_pretrained(
+    exported = LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "llava", attn_implementation="eager"
     ).eval()
     token = (
-        theirs.config.image_token_index
-        if hasattr(theirs.config, "image_token_index")
-        else theirs.config.image_token_id
+        exported.config.image_token_index
+        if hasattr(exported.config, "image_token_index")
+        else exported.config.image_token_id
     )
-    picture = next((made / "set/images").iterdir())
+    picture = next((workspace / "set/images").iterdir())
     pixels = encoder.input.read(MediaRef("image", picture))
     loaded = load_model(tmp_path / "ours")
     ids = torch.tensor([[5, 6, *[int(token)] * encoder.tokens, 7, 8, 9]])
@@ -362,20 +364,20 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(
             )
         )
         values = encoder.module.pixels(torch.from_numpy(pixels[None]))  # pyright: ignore[reportAttributeAccessIssue]
-        wanted = theirs(input_ids=ids, pixel_values=values).logits
+        wanted = exported(input_ids=ids, pixel_values=values).logits
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"a picture is pooled|it takes image, audio"):
         export_llava(run, tmp_path / "other")
 
 
 def test_batch_prediction_keeps_order_and_continues(
-    made: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encoders are replaced by the table's features, so that only the prediction is looked at."""
     from headway.infer import media as module
     from headway.store.media_table import open_table
 
-    tables = {name: open_table(made / name) for name in ("image", "audio")}
+    tables = {name: open_table(workspace / name) for name in ("image", "audio")}
 
     def encoded(loaded: Any, refs: Any) -> dict[str, np.ndarray]:
         return {
@@ -384,23 +386,26 @@ def test_batch_prediction_keeps_order_and_continues(
         }
 
     monkeypatch.setattr(module, "encode_media", encoded)
-    loaded, source, out = load_model(run), made / "set/chat.jsonl", tmp_path / "answers.jsonl"
-    schema, options = AnswerSchema({"type": "object"}), GenerateOptions(max_new_tokens=3, rows=5)
+    loaded = load_model(run)
+    source = workspace / "set/chat.jsonl"
+    out = tmp_path / "answers.jsonl"
+    schema = AnswerSchema({"type": "object"})
+    options = GenerateOptions(max_new_tokens=3, rows=5)
     report = answer_records(loaded, source, out, "chatml", options, schema)
     whole = out.read_text()
-    assert (
-        report.records == report.answered == len(source.read_text().splitlines())
-        and report.valid == 0
-        and report.exact is not None
-    )
+    assert report.records == report.answered == len(source.read_text().splitlines())
+    assert report.valid == 0
+    assert report.exact is not None
     assert [json.loads(line)["index"] for line in whole.splitlines()] == list(range(report.records))
+    # killed inside a line
     out.write_text(
         "".join(line + "\n" for line in whole.splitlines()[:7]) + whole.splitlines()[7][:20]
-    )  # killed inside a line
+    )
     again = answer_records(loaded, source, out, "chatml", options, schema)
-    assert out.read_text() == whole and again.answered == report.records - 7
+    assert out.read_text() == whole
+    assert again.answered == report.records - 7
     with pytest.raises(ConfigError, match="is of another input"):
-        answer_records(loaded, made / "set/chat_heldout.jsonl", out, "chatml", options)
+        answer_records(loaded, workspace / "set/chat_heldout.jsonl", out, "chatml", options)
     side = out.with_name(out.name + ".settings")
     settings = json.loads(side.read_text())
     side.write_text(json.dumps({**settings, "weights_digest": "0" * 64}))
@@ -422,26 +427,25 @@ def random_features(loaded: Any, refs: Any) -> dict[str, np.ndarray]:
 
 
 def test_a_video_is_asked_about_as_training_reads_it(
-    made: Path,
+    workspace: Path,
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("av")
-    clip, silent, records = (
-        tmp_path / "clip.mp4",
-        tmp_path / "silent.mp4",
-        tmp_path / "records.jsonl",
-    )
+    clip = tmp_path / "clip.mp4"
+    silent = tmp_path / "silent.mp4"
+    records = tmp_path / "records.jsonl"
     clip.write_bytes(film(8))
     silent.write_bytes(film(4, sound=False))
     prompts = ["What is it?", "First <video> then?"]
     asked = [question_about(prompt, [MediaRef("video", clip)]) for prompt in prompts]
-    for prompt, one in zip(prompts, asked, strict=True):
+    for prompt, question in zip(prompts, asked, strict=True):
         same = question_of(Record({"prompt": prompt, "video": "clip.mp4"}, str(records), 1))
-        assert same.turns == one.turns and [ref.content_hash() for ref in same.media] == [
-            ref.content_hash() for ref in one.media
+        assert same.turns == question.turns
+        assert [ref.content_hash() for ref in same.media] == [
+            ref.content_hash() for ref in question.media
         ]
     assert [turn.content for turn in asked[1].turns] == [
         "First <image><image><image><image><audio> then?"
@@ -467,14 +471,14 @@ def test_a_video_is_asked_about_as_training_reads_it(
         "--json",
     ]
     assert run_verb([*common, "--input", str(records), "--output", str(answers)]) == 0
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert "1 marks <image> and 0 files" in found[2]["error"] and found[2]["error"].startswith(
-        str(records)
-    )
+    predictions = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert "1 marks <image> and 0 files" in predictions[2]["error"]
+    assert predictions[2]["error"].startswith(str(records))
     capsys.readouterr()
     assert run_verb([*common, "--prompt", prompts[0], "--video", str(clip)]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["videos"] == [str(clip)] and said["text"] == found[0]["answer"]
+    assert said["videos"] == [str(clip)]
+    assert said["text"] == predictions[0]["answer"]
     assert run_verb([*common, "--prompt", "<video><video>", "--video", str(clip)]) == 2
     assert "2 <video> marks in the texts, but 1 video files" in capsys.readouterr().err
 

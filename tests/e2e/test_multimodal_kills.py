@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.drill import finish, kill_somewhere
+from support.killed_runs import finish, kill_somewhere
 from support.runs import assert_same_run
 
 from headway.config.load import load
@@ -37,7 +37,7 @@ PHASES = ("align", "tune")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated set, a tokenizer, a small language model, and undisturbed runs of both phases."""
     folder = tmp_path_factory.mktemp("kills")
     files = write_media(
@@ -66,10 +66,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(made: Path, phase: str, name: str) -> list[str]:
+def settings(workspace: Path, phase: str, name: str) -> list[str]:
     """The shipped recipe of a phase, made small. Each run encodes its media itself, so that kills hit that, too."""
     common = [
-        f"run={{dir: {made}/{phase}, name: {name}}}", f"data.cache_dir={made}/cache-{phase}-{name}", f"steps={STEPS}", "device=cpu",
+        f"run={{dir: {workspace}/{phase}, name: {name}}}", f"data.cache_dir={workspace}/cache-{phase}-{name}", f"steps={STEPS}", "device=cpu",
         "checkpoint.every=2", "eval.every=3", "eval.rows=4", "log.every=100",
     ]  # fmt: skip
     if phase == "align":
@@ -81,34 +81,39 @@ def settings(made: Path, phase: str, name: str) -> list[str]:
             "audio.stages=2",
         ]
         return [
-            *common, f"data.train=[{made}/media/captions.jsonl]", "data.valid={fraction: 0.2}", "batch={rows: 8, micro_rows: 4}",
-            *(f"model.aligner.encoders.{one}" for one in sizes),
+            *common, f"data.train=[{workspace}/media/captions.jsonl]", "data.valid={fraction: 0.2}", "batch={rows: 8, micro_rows: 4}",
+            *(f"model.aligner.encoders.{size}" for size in sizes),
         ]  # fmt: skip
     return [
-        *common, f"init.from={made}/model", f"multimodal.aligner={made}/align/whole", "data.seq_len=96", "data.valid={fraction: 0.2}",
-        f"data.train=[{{path: {made}/media/chat.jsonl, kind: multimodal, chat_template: chatml}}]", "batch.rows=2", "epochs=null",
+        *common, f"init.from={workspace}/model", f"multimodal.aligner={workspace}/align/whole", "data.seq_len=96", "data.valid={fraction: 0.2}",
+        f"data.train=[{{path: {workspace}/media/chat.jsonl, kind: multimodal, chat_template: chatml}}]", "batch.rows=2", "epochs=null",
     ]  # fmt: skip
 
 
-def recipe_of(made: Path, phase: str, name: str) -> Recipe:
-    return load(Recipe, find_recipe(f"multimodal/{phase}"), settings(made, phase, name))
+def recipe_of(workspace: Path, phase: str, name: str) -> Recipe:
+    return load(Recipe, find_recipe(f"multimodal/{phase}"), settings(workspace, phase, name))
 
 
-def assert_same_end(made: Path, phase: str, name: str) -> None:
+def assert_same_end(workspace: Path, phase: str, name: str) -> None:
     """Checkpoint, metrics and every file of final/."""
-    one, two = (made / phase / run for run in ("whole", name))
-    assert_same_run(one, two, STEPS)
+    whole = workspace / phase / "whole"
+    killed = workspace / phase / name
+    assert_same_run(whole, killed, STEPS)
     files = sorted(
-        path.relative_to(one / "final") for path in (one / "final").rglob("*") if path.is_file()
+        path.relative_to(whole / "final") for path in (whole / "final").rglob("*") if path.is_file()
     )
     weights = [path for path in files if path.suffix == ".safetensors"]
-    assert weights and files == sorted(
-        path.relative_to(two / "final") for path in (two / "final").rglob("*") if path.is_file()
+    assert weights
+    assert files == sorted(
+        path.relative_to(killed / "final")
+        for path in (killed / "final").rglob("*")
+        if path.is_file()
     )
     for (
         path
     ) in weights:  # tensors, not bytes: safetensors writes the two notes of a header in any order
-        left, right = load_file(one / "final" / path), load_file(two / "final" / path)
+        left = load_file(whole / "final" / path)
+        right = load_file(killed / "final" / path)
         assert left.keys() == right.keys() and all(
             torch.equal(left[key], right[key]) for key in left
         ), path
@@ -117,15 +122,16 @@ def assert_same_end(made: Path, phase: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_phase_ends_as_the_undisturbed_one(made: Path, phase: str) -> None:
-    draw, recipe = random.Random(f"{SEED} {phase}"), recipe_of(made, phase, "killed")
+def test_a_killed_phase_ends_as_the_undisturbed_one(workspace: Path, phase: str) -> None:
+    draw = random.Random(f"{SEED} {phase}")
+    recipe = recipe_of(workspace, phase, "killed")
     hit = kill_somewhere(recipe, 1, draw)
     told = f"HEADWAY_DRILL_SEED={SEED}, {phase}, killed in {hit}"
     assert finish(recipe, 1) == [0], told
-    assert_same_end(made, phase, "killed")
+    assert_same_end(workspace, phase, "killed")
 
 
-def start(made: Path, phase: str, name: str) -> subprocess.Popen[bytes]:
+def start(workspace: Path, phase: str, name: str) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-P",
@@ -133,10 +139,10 @@ def start(made: Path, phase: str, name: str) -> subprocess.Popen[bytes]:
         "headway",
         "train",
         f"multimodal/{phase}",
-        *settings(made, phase, name),
+        *settings(workspace, phase, name),
     ]
-    with (made / f"{phase}-{name}.log").open("ab") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=made)
+    with (workspace / f"{phase}-{name}.log").open("ab") as out:
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=workspace)
 
 
 @pytest.mark.drill
@@ -144,12 +150,14 @@ def start(made: Path, phase: str, name: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("number", range(KILLS))
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_real_command_killed_at_a_random_step_ends_as_the_undisturbed_one(
-    made: Path, phase: str, number: int
+    workspace: Path, phase: str, number: int
 ) -> None:
-    draw, name = random.Random(f"{SEED} {phase} {number}"), f"process{number}"
-    step, metrics = draw.randrange(STEPS), made / phase / name / "metrics.jsonl"
+    draw = random.Random(f"{SEED} {phase} {number}")
+    name = f"process{number}"
+    step = draw.randrange(STEPS)
+    metrics = workspace / phase / name / "metrics.jsonl"
     told = f"HEADWAY_DRILL_SEED={SEED}, {phase}, killed after step {step}"
-    process = start(made, phase, name)
+    process = start(workspace, phase, name)
     while (
         process.poll() is None
         and (metrics.read_bytes().count(b"\n") if metrics.exists() else -1) < step
@@ -157,7 +165,9 @@ def test_a_real_command_killed_at_a_random_step_ends_as_the_undisturbed_one(
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, f"{told}: it was done first"
-    assert not (made / phase / name / "final").exists()
-    assert start(made, phase, name).wait() == 0, (made / f"{phase}-{name}.log").read_text()
-    assert_same_end(made, phase, name)
+    assert not (workspace / phase / name / "final").exists()
+    assert start(workspace, phase, name).wait() == 0, (
+        workspace / f"{phase}-{name}.log"
+    ).read_text()
+    assert_same_end(workspace, phase, name)
     print(told)  # noqa: T201

@@ -58,20 +58,20 @@ SHAPE = {
 def smaller(value: Any) -> Any:
     """A recipe with the same settings and smaller sizes."""
     if isinstance(value, list):
-        return [smaller(one) for one in value]
+        return [smaller(item) for item in value]
     if not isinstance(value, dict):
         return "layers.3-5" if value == "layers.20-32" else value
-    found = {key: SMALL[key] if key in SMALL else smaller(one) for key, one in value.items()}
-    if "batch" in found:
-        found["batch"] = next(BATCH[key] for key in found["batch"] if key in BATCH)
-    if "epochs" in found:
-        del found["epochs"]
-        found["steps"] = SMALL["steps"]
-    if "eval" in found:
-        found["eval"]["rows"] = 4
-    if "valid" in found:
-        found["valid"] = {"fraction": 0.2}
-    return found
+    reduced = {key: SMALL[key] if key in SMALL else smaller(inner) for key, inner in value.items()}
+    if "batch" in reduced:
+        reduced["batch"] = next(BATCH[key] for key in reduced["batch"] if key in BATCH)
+    if "epochs" in reduced:
+        del reduced["epochs"]
+        reduced["steps"] = SMALL["steps"]
+    if "eval" in reduced:
+        reduced["eval"]["rows"] = 4
+    if "valid" in reduced:
+        reduced["valid"] = {"fraction": 0.2}
+    return reduced
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     texts = [{"text": f"document {n} says " + "over the hills " * 4} for n in range(60)]
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(40)]
     pairs = [
-        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat
+        {"prompt": record["instruction"], "chosen": record["output"], "rejected": "No."}
+        for record in chat
     ]
     sample = Path("togethercomputer/RedPajama-Data-1T-Sample/docs.jsonl")
     for name, records in (
@@ -128,7 +129,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name in ("thestackv1_concat_by_repo-65536", "book-65536", "fineweb-edu")
     ]
     for name in (*domains, "long-context-524288/book-524288", "prolong-ultrachat-64K"):
-        given = [
+        options = [
             "--input",
             str(folder / "redpajama.jsonl"),
             "--tokenizer",
@@ -136,7 +137,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "--to",
             "mds",
         ]
-        assert main(["data", "tokenize", *given, "--out", str(folder / "datasets" / name)]) == 0
+        assert main(["data", "tokenize", *options, "--out", str(folder / "datasets" / name)]) == 0
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         yield folder
@@ -152,21 +153,15 @@ def trained(there: Path) -> Callable[[str], dict[str, Any]]:
             run(BEFORE[name])
         if name == "prulong-masks-and-weights":
             # Of two layers with two heads each, half stream.
-            assert (
-                main(
-                    [
-                        "masks",
-                        "export",
-                        "--model",
-                        "runs/prulong-masks",
-                        "--sparsity",
-                        "0.5",
-                        "--out",
-                        "masks_sp0.7.tsv",
-                    ]
-                )
-                == 0
-            )
+            options = [
+                "--model",
+                "runs/prulong-masks",
+                "--sparsity",
+                "0.5",
+                "--out",
+                "masks_sp0.7.tsv",
+            ]
+            assert main(["masks", "export", *options]) == 0
         (there / f"{name}.yaml").write_text(json.dumps(smaller(read_yaml(NODE / f"{name}.yaml"))))
         return train(load(Recipe, there / f"{name}.yaml", ["device=cpu"]))
 
@@ -180,12 +175,13 @@ def test_a_node_recipe_trains_and_leaves_a_model(
     summary = trained(name)
     recipe = load(Recipe, NODE / f"{name}.yaml")
     assert summary["steps"] == max(1, len(recipe.stages))
-    found = find_model(there / recipe.run.folder)
-    assert found.path == there / recipe.run.folder / "final" and found.tokenizer_folder is not None
+    model = find_model(there / recipe.run.folder)
+    assert model.path == there / recipe.run.folder / "final"
+    assert model.tokenizer_folder is not None
     if recipe.model.no_rope_layers:
-        assert found.config.no_rope_layers == (3, 4, 5)
+        assert model.config.no_rope_layers == (3, 4, 5)
     if name.startswith("prulong"):
-        assert GATES in dict(found.weights())
+        assert GATES in dict(model.weights())
 
 
 def test_staged_surgery_is_exported_to_a_model_that_plain_transformers_computes_alike(

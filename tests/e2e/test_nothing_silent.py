@@ -23,7 +23,7 @@ def test_a_tokenizer_that_knows_no_character_is_refused(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     Tokenizer(backend, {"eos": "</s>", "unk": "<unk>"}).save(tmp_path / "tokenizer")
     raw = texts(tmp_path)
-    made = headway(
+    done = headway(
         "data",
         "tokenize",
         "--input",
@@ -51,7 +51,7 @@ def test_a_tokenizer_that_knows_no_character_is_refused(tmp_path: Path) -> None:
         f"tokenizer={tmp_path / 'tokenizer'}",
         "steps=2",
     )
-    for refused in (made, trained, chat):
+    for refused in (done, trained, chat):
         assert refused.returncode == 2, refused.stderr
         assert "knows no character of the text" in refused.stderr
     assert not (tmp_path / "store" / "store.json").exists()

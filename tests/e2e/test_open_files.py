@@ -27,7 +27,8 @@ def write_store(path: Path, documents: int, shard_tokens: int) -> None:
 def few_files(request: pytest.FixtureRequest) -> None:
     """Children start with this hard limit; the tests themselves keep theirs."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fork, limit = os.fork, request.param
+    fork = os.fork
+    limit = request.param
 
     def limited() -> int:
         pid = fork()
@@ -64,14 +65,15 @@ def test_hundreds_of_shards_and_sources_train_with_few_open_files(
 
 def test_maps_are_bounded_and_hold_no_open_file(tmp_path: Path) -> None:
     write_store(tmp_path / "s", 40, 12)
-    maps, before = MappedFiles(max_maps=5), len(os.listdir("/proc/self/fd"))
+    maps = MappedFiles(max_maps=5)
+    before = len(os.listdir("/proc/self/fd"))
     paths = sorted((tmp_path / "s").glob("tokens-*.bin"))
     contents = [maps.get(str(path), "<u2", path.stat().st_size) for path in paths]
     assert len(maps) == 5
     assert len(os.listdir("/proc/self/fd")) == before
     assert all(
-        np.array_equal(found, np.fromfile(path, "<u2"))
-        for found, path in zip(contents, paths, strict=True)
+        np.array_equal(content, np.fromfile(path, "<u2"))
+        for content, path in zip(contents, paths, strict=True)
     )
     with pytest.raises(ValueError, match="read-only"):
         contents[0][0] = 1

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.observe import BASE
 from support.runs import make_stores
+from support.setting_runs import BASE
 
 from headway.config.load import load
 from headway.track.metrics_file import read_metrics
@@ -36,8 +36,8 @@ def run(folder: Path, name: str, *settings: str, stores: Path) -> tuple[Path, li
     )
     train(recipe)
     records = [
-        {key: value for key, value in one.items() if key != "time"}
-        for one in read_metrics(recipe.run.folder / "metrics.jsonl")
+        {key: value for key, value in record.items() if key != "time"}
+        for record in read_metrics(recipe.run.folder / "metrics.jsonl")
     ]
     return recipe.run.folder, records
 
@@ -52,8 +52,8 @@ def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(
     _, straight = run(tmp_path, "straight", *chosen, "steps=4", stores=stores)
     run(tmp_path, "broken", *chosen, "steps=2", stores=stores)
     folder, broken = run(tmp_path, "broken", *chosen, "steps=4", stores=stores)
-    assert [one for one in broken if one["step"] > 2] == [
-        one for one in straight if one["step"] > 2
+    assert [record for record in broken if record["step"] > 2] == [
+        record for record in straight if record["step"] > 2
     ]
     _, again = run(
         tmp_path,
@@ -69,9 +69,9 @@ def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(
     )
 
 
-def flat(found: Any) -> list[float]:
+def flat(value: Any) -> list[float]:
     return (
-        [found]
-        if isinstance(found, (int, float))
-        else [number for name in sorted(found) for number in flat(found[name])]
+        [value]
+        if isinstance(value, (int, float))
+        else [number for name in sorted(value) for number in flat(value[name])]
     )

@@ -45,7 +45,8 @@ def store_data(folder: Path) -> list[str]:
 
 def change_store(folder: Path) -> None:
     """Another store in its place: sizes, times and names as before."""
-    old, new = folder / "store0", folder / "other"
+    old = folder / "store0"
+    new = folder / "other"
     lengths = np.diff(np.fromfile(old / "docs-00000.idx", "<i8"))
     with StoreWriter(new, dtype="uint16", tokenizer_fingerprint=None) as writer:
         for length in lengths:

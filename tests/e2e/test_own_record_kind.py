@@ -36,8 +36,13 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def settings(kind: str, *more: str) -> list[str]:
     source = json.dumps([{"path": "quiz.jsonl", "kind": kind}])
-    given = [f"data.train={source}", "tokenizer=tokenizer", "data.cache_dir=cache", "run.dir=runs"]
-    return [*given, "data.seq_len=128", "model.max_seq_len=128", "device=cpu", *MODEL, *more]
+    overrides = [
+        f"data.train={source}",
+        "tokenizer=tokenizer",
+        "data.cache_dir=cache",
+        "run.dir=runs",
+    ]
+    return [*overrides, "data.seq_len=128", "model.max_seq_len=128", "device=cpu", *MODEL, *more]
 
 
 @pytest.mark.parametrize("kind", ["my_lab.quiz", "./quiz_kind.py"])
@@ -47,22 +52,27 @@ def test_training_and_the_checks_read_a_users_kind(
     shutil.copy(LAB / "quiz.py", world / "quiz_kind.py")
     assert run_verb(["data", "validate", "quiz.jsonl", "--kind", kind, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["kind"] == kind and report["good"] == 40 and report["longest"] > 30
+    assert report["kind"] == kind
+    assert report["good"] == 40
+    assert report["longest"] > 30
 
     assert run_verb(["doctor", "data", *settings(kind)]) == 0
     shown = capsys.readouterr().out
-    assert "Which is number 0?" in shown and "[warn]" not in shown
+    assert "Which is number 0?" in shown
+    assert "[warn]" not in shown
 
     assert run_verb(["train", *settings(kind, "steps=2", "batch.rows=2", "run.name=quiz")]) == 0
     said = capsys.readouterr().err
     assert "40 questions of 40 records" in said
     code = json.loads((world / "runs/quiz/code.json").read_text())
-    assert [one["key"] for one in code] == ["data.train.0.kind"]
+    assert [entry["key"] for entry in code] == ["data.train.0.kind"]
     # Only the right choice is learned.
     (folder,) = (path for path in (world / "cache/stores").iterdir() if path.is_dir())
     store = open_store(folder)
     mask = store.mask(0, 0, int(store.lengths(0, 1)[0]))
-    assert store.num_documents == 40 and mask is not None and 0 < mask.sum() < 20
+    assert store.num_documents == 40
+    assert mask is not None
+    assert 0 < mask.sum() < 20
     assert store.manifest.sources[0].startswith("kind=chat ")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.byte_model import byte_tokenizer
-from support.pairs import make_pair_store
+from support.preference_pairs import make_pair_store
 from support.ranks import start_processes
 from support.runs import assert_same_run, deterministic
 
@@ -89,15 +89,14 @@ def run(folder: Path, name: str, *overrides: str, world: int = 1) -> list[dict[s
 
 def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 1e-4) -> None:
     assert len(got) == len(right)
-    for one, other in zip(got, right, strict=True):
-        keys = [
-            k for k in SAME if k != "rewards/accuracies" or one["step"] > 1
-        ]  # at first both answers of a pair have the same reward
-        assert {k: one[k] for k in keys} == pytest.approx(
+    for measured, other in zip(got, right, strict=True):
+        # at first both answers of a pair have the same reward
+        keys = [k for k in SAME if k != "rewards/accuracies" or measured["step"] > 1]
+        assert {k: measured[k] for k in keys} == pytest.approx(
             {k: other[k] for k in keys}, rel=rel, abs=1e-6
-        ), f"step {one['step']}"
+        ), f"step {measured['step']}"
         for name, values in other.get("valid", {}).items():
-            assert one["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
+            assert measured["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -150,15 +149,14 @@ REST = [
 
 @pytest.mark.parametrize(
     ("layout", "loss_type"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.drill) for one in REST)],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.drill) for case in REST)],
 )
 def test_dpo_on_two_ranks_leaves_what_one_process_leaves(
     folder: Path, plain: list[dict[str, Any]], layout: str, loss_type: str
 ) -> None:
     kind = f"objective.loss_type={loss_type}"
-    right = (
-        plain if loss_type == "sigmoid" else run(folder, "one-kto", kind, "batch.micro_rows=8")
-    )  # the whole step at once
+    # the whole step at once
+    right = plain if loss_type == "sigmoid" else run(folder, "one-kto", kind, "batch.micro_rows=8")
     assert_same(run(folder, f"two-{loss_type}-{layout}", kind, *LAYOUTS[layout], world=2), right)
 
 
@@ -224,7 +222,8 @@ def test_a_short_run_scores_the_pairs_it_reads_and_a_longer_one_the_rest(
     assert len(first) == 80
     loaded = recipe(folder, "short", *SHORT, f"data.cache_dir={tmp_path}/other", "steps=3")
     wanted = read_pairs(loaded, 3)
-    assert wanted < set(np.flatnonzero(is_scored)) and len(wanted) < 20
+    assert wanted < set(np.flatnonzero(is_scored))
+    assert len(wanted) < 20
     assert is_scored.sum() <= len(wanted) + 8, "and those of two rows of validation"
 
     run(folder, "short", *SHORT, cache, "steps=6")
@@ -239,12 +238,10 @@ def test_a_short_run_scores_the_pairs_it_reads_and_a_longer_one_the_rest(
 
     # what reads everything scores everything, as ever, and short runs then use that
     run(folder, "whole", *SHORT, cache, "steps=null", "epochs=1")
-    whole = {one: table for one, table in scored(tmp_path / "cache").items() if one != name}
-    assert (
-        len(whole) == 1
-        and "-" not in next(iter(whole))
-        and not np.isnan(next(iter(whole.values()))).any()
-    )
+    whole = {key: table for key, table in scored(tmp_path / "cache").items() if key != name}
+    assert len(whole) == 1
+    assert "-" not in next(iter(whole))
+    assert not np.isnan(next(iter(whole.values()))).any()
     assert np.allclose(next(iter(whole.values()))[is_scored], first[is_scored], rtol=1e-5)
     run(folder, "other-rows", *SHORT, cache, "data.window_tokens=128", "steps=1")
     assert len(scored(tmp_path / "cache")) == 2
@@ -277,7 +274,8 @@ def test_a_dry_run_scores_one_step(
     )
     outcome = dry_run(loaded)
     assert outcome["first_step"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert len(read) == 4 and sum(read) == outcome["first_step"]["num_samples_in_batch"] // 2 < 40
+    assert len(read) == 4
+    assert sum(read) == outcome["first_step"]["num_samples_in_batch"] // 2 < 40
     assert not (tmp_path / "cache").exists()
     train(loaded)
     read.clear()
@@ -471,7 +469,7 @@ def test_packed_conversations_are_conversations_on_their_own_and_the_result_stop
         tmp_path, "alone", *data, *shape, "batch.rows=40", "batch.micro_rows=40", "data.packing=pad"
     )
     for record in (packed, alone):
-        assert [one["num_samples_in_batch"] for one in record] == [40]
+        assert [entry["num_samples_in_batch"] for entry in record] == [40]
     for key in ("loss", "nll", "accuracy", "grad_norm"):
         assert packed[0][key] == pytest.approx(alone[0][key], rel=1e-5)
     ends = json.loads(

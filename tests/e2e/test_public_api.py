@@ -47,18 +47,19 @@ def test_the_sweep_trains_scores_answers_and_exports(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = importlib.util.spec_from_file_location("sweep", SWEEP)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     sweep = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sweep)
     sweep.main(str(model), str(tmp_path), steps=2)
     shown = capsys.readouterr().out
-    assert (tmp_path / "lr-0.001" / "final").is_dir() and (
-        tmp_path / "lr-0.0003" / "final"
-    ).is_dir()
-    assert (
-        tmp_path / "best" / "config.json"
-    ).is_file() and f"exported to {tmp_path / 'best'}" in shown
-    assert "step 2: valid loss" in shown and "perplexity" in shown and "letters" in shown
+    assert (tmp_path / "lr-0.001" / "final").is_dir()
+    assert (tmp_path / "lr-0.0003" / "final").is_dir()
+    assert (tmp_path / "best" / "config.json").is_file()
+    assert f"exported to {tmp_path / 'best'}" in shown
+    assert "step 2: valid loss" in shown
+    assert "perplexity" in shown
+    assert "letters" in shown
     assert len([line for line in SWEEP.read_text().splitlines() if line.strip()]) <= 30
     records = list((tmp_path / "cache" / "headway" / "records").iterdir())
     assert sorted(len(path.read_text().splitlines()) for path in records) == [1, 1, 40, 200], (
@@ -83,37 +84,39 @@ def test_the_sweep_passes_mypy_strict(tmp_path: Path) -> None:
 
 def test_training_on_records_equals_training_on_a_file(recipe: hw.Recipe, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    one = hw.train(recipe.with_({"run.name": "one"}), data=iter(ROWS), valid=ROWS[:5])
-    two = hw.train(
+    from_records = hw.train(recipe.with_({"run.name": "one"}), data=iter(ROWS), valid=ROWS[:5])
+    from_file = hw.train(
         recipe.with_(
             {"run.name": "two", "data.valid": {"sets": {"valid": f"{tmp_path}/rows.jsonl"}}}
         ),
         data=tmp_path / "rows.jsonl",
     )
-    assert [row[:2] for row in one.losses.rows] == [row[:2] for row in two.losses.rows] and len(
-        one.losses
-    ) >= 2
-    assert (
-        one.run == tmp_path / "one"
-        and one.steps == 4
-        and one.final == tmp_path / "one" / "final"
-        and one.final.is_dir()
-    )
-    assert (
-        one.last_loss == one.history()[-1]["loss"] and one.last_valid_loss == one.losses.rows[-1][2]
-    )
-    assert (
-        one.stopped_by is None and not one.stopped_early and one.summary["tokens"] == one.tokens > 0
-    )
-    assert f"run {one.run}" in str(one) and "<table>" in one._repr_html_()
+    assert [row[:2] for row in from_records.losses.rows] == [
+        row[:2] for row in from_file.losses.rows
+    ]
+    assert len(from_records.losses) >= 2
+    assert from_records.run == tmp_path / "one"
+    assert from_records.steps == 4
+    assert from_records.final == tmp_path / "one" / "final"
+    assert from_records.final.is_dir()
+    assert from_records.last_loss == from_records.history()[-1]["loss"]
+    assert from_records.last_valid_loss == from_records.losses.rows[-1][2]
+    assert from_records.stopped_by is None
+    assert not from_records.stopped_early
+    assert from_records.summary["tokens"] == from_records.tokens > 0
+    assert f"run {from_records.run}" in str(from_records)
+    assert "<table>" in from_records._repr_html_()
     store = hw.tokenize(
         ROWS,
         recipe.init.source + "/../tokenizer" if recipe.init.source else "",
         cache_dir=tmp_path / "cache",
     )
-    assert store.documents == 30 and store.path.is_dir() and "30" in str(store)
+    assert store.documents == 30
+    assert store.path.is_dir()
+    assert "30" in str(store)
     three = hw.train(recipe.with_({"run.name": "three"}), data=store.path, valid=0.2)
-    assert three.losses.rows[0][1] is not None and "valid" in three.losses.columns
+    assert three.losses.rows[0][1] is not None
+    assert "valid" in three.losses.columns
 
 
 def test_conversations_take_their_kind_from_the_call_the_recipe_or_the_records(
@@ -170,14 +173,14 @@ class Watch(hw.Callback):
 
 
 def test_callbacks_see_the_run_and_a_broken_one_is_an_event(recipe: hw.Recipe) -> None:
-    good, bad = Watch(), Watch(fail_at=2)
+    good = Watch()
+    bad = Watch(fail_at=2)
     result = hw.train(
         recipe.with_({"checkpoint.every": 2}), data=ROWS, valid=ROWS[:5], callbacks=[good, bad]
     )
     history = result.history()
-    assert (
-        good.steps == {record["step"]: record["loss"] for record in history} and result.steps == 4
-    )
+    assert good.steps == {record["step"]: record["loss"] for record in history}
+    assert result.steps == 4
     assert (
         good.valid
         == {
@@ -187,13 +190,13 @@ def test_callbacks_see_the_run_and_a_broken_one_is_an_event(recipe: hw.Recipe) -
         }
         != {}
     )
-    assert [path.name for path in good.saves] == ["step-00000002", "step-00000004"] and good.saves[
-        -1
-    ].is_dir()
+    assert [path.name for path in good.saves] == ["step-00000002", "step-00000004"]
+    assert good.saves[-1].is_dir()
     assert good.summary["last_loss"] == result.last_loss
     events = [json.loads(line) for line in (result.run / "events.jsonl").read_text().splitlines()]
-    (event,) = [one for one in events if one["event"] == "callback"]
-    assert "Watch failed in on_step: RuntimeError: mine" in event["text"] and bad.summary == {}
+    (event,) = [event for event in events if event["event"] == "callback"]
+    assert "Watch failed in on_step: RuntimeError: mine" in event["text"]
+    assert bad.summary == {}
     with pytest.raises(hw.ConfigError, match="callbacks has a int"):
         hw.train(recipe, callbacks=[3])  # type: ignore[list-item]
 
@@ -232,20 +235,20 @@ def test_a_loss_in_a_file_here_trains_resumes_and_is_recorded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_loss.py").write_text(LOSS)
     mine = recipe.with_(objective={"kind": "./my_loss.py"})
-    found = hw.train(mine, data=ROWS)
+    trained = hw.train(mine, data=ROWS)
     plain = hw.train(recipe.with_({"run.name": "plain"}), data=ROWS)
-    assert found.last_loss == pytest.approx(plain.last_loss)
-    (code,) = json.loads((found.run / "code.json").read_text())
+    assert trained.last_loss == pytest.approx(plain.last_loss)
+    (code,) = json.loads((trained.run / "code.json").read_text())
     assert (code["key"], code["name"], code["file"]) == (
         "objective.kind",
         "./my_loss.py",
         str(tmp_path / "my_loss.py"),
     )
     assert (
-        found.run / "logs" / "starts" / "0001" / "code" / "objective.kind-my_loss.py"
+        trained.run / "logs" / "starts" / "0001" / "code" / "objective.kind-my_loss.py"
     ).read_text() == LOSS
     (tmp_path / "my_loss.py").write_text(LOSS + "# edited\n")
     assert hw.train(mine.with_(steps=5), data=ROWS).steps == 5
     assert "the code of ./my_loss.py has changed" in caplog.text
-    assert json.loads((found.run / "code.json").read_text())[0]["sha256"] != code["sha256"]
+    assert json.loads((trained.run / "code.json").read_text())[0]["sha256"] != code["sha256"]
     assert not (plain.run / "code.json").exists()

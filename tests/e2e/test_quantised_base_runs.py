@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pairs import make_pair_store
+from support.preference_pairs import make_pair_store
 from support.runs import assert_same_run, make_stores
 
 from headway.checkpoint.load import open_checkpoint
@@ -68,14 +68,17 @@ def logits(path: Path) -> torch.Tensor:
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds of the model, as it is stored."""
-    with open_checkpoint(path / "checkpoints" / "latest") as found:
+    with open_checkpoint(path / "checkpoints" / "latest") as checkpoint:
         return {
-            name: found.weight(name) for role in ("param", "master") for name in found.names(role)
+            name: checkpoint.weight(name)
+            for role in ("param", "master")
+            for name in checkpoint.names(role)
         }
 
 
 def test_a_run_is_merged_into_final_and_its_base_is_saved_as_bytes(folder: Path) -> None:
-    run, base = folder / "nf4", dict(find_model(folder / "base").weights())
+    run = folder / "nf4"
+    base = dict(find_model(folder / "base").weights())
     held = stored(run)
     names = [name for name in held if form_of(name)]
     assert len(names) == 14
@@ -101,13 +104,13 @@ def test_a_run_is_merged_into_final_and_its_base_is_saved_as_bytes(folder: Path)
 def test_a_stopped_run_ends_like_the_undisturbed_one(folder: Path) -> None:
     more = (f"init.from={folder}/base", *QLORA)
     go(folder, "again", *more)
-    (folder / "again/checkpoints/step-00000006/manifest.json").write_text(
-        "{}"
-    )  # as if it had been killed after step 3
+    # as if it had been killed after step 3
+    (folder / "again/checkpoints/step-00000006/manifest.json").write_text("{}")
     go(folder, "again", *more)
     assert_same_run(folder / "nf4", folder / "again", 6)
-    ours, theirs = stored(folder / "nf4"), stored(folder / "again")
-    assert all(torch.equal(theirs[name], value) for name, value in ours.items())
+    ours = stored(folder / "nf4")
+    resumed = stored(folder / "again")
+    assert all(torch.equal(resumed[name], value) for name, value in ours.items())
     with pytest.raises(HeadwayError, match=r"adapter\.base"):
         go(folder, "again", *more, "adapter.base=int8", "steps=8")
 
@@ -186,7 +189,9 @@ def test_a_mixture_trains_updates_of_quantised_experts_and_is_merged(folder: Pat
     assert all(torch.equal(after[name], value) for name, value in held.items())
 
 
-def test_mistakes_are_said_before_work_starts(folder: Path) -> None:
+def test_settings_that_contradict_a_quantised_base_are_refused_before_a_run_folder_exists(
+    folder: Path,
+) -> None:
     base = f"init.from={folder}/base"
     for more, message in (
         ((base, *QLORA, "train=['*.mlp.*']"), "which adapter.base stores quantised"),
@@ -293,12 +298,14 @@ def test_loading_never_holds_the_model_in_16_bits(tmp_path: Path) -> None:
         tie_embeddings=True,
     )
     whole = 2 * num_parameters(shape)
-    drawn = ((one.name, torch.randn(one.shape).mul_(0.02).bfloat16()) for one in param_specs(shape))
+    drawn = (
+        (spec.name, torch.randn(spec.shape).mul_(0.02).bfloat16()) for spec in param_specs(shape)
+    )
     export_huggingface(shape, drawn, tmp_path / "model", tokenizer=None, dtype="bfloat16")
     seen = {}
     for base in ("nf4", "null"):
         command = [sys.executable, "-c", LOADING, str(tmp_path / "model"), f"adapter.base={base}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-        seen[base] = [int(one) for one in done.stdout.split("RESULT ")[1].split()]
+        seen[base] = [int(word) for word in done.stdout.split("RESULT ")[1].split()]
     assert seen["nf4"][0] < 0.42 * whole and seen["nf4"][1] < 0.36 * whole, (seen, whole)
     assert seen["null"][0] > 0.95 * whole

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support import crash
-from support.drill import STEPS as SMALL_STEPS
-from support.drill import finish, small
+from support import crash_at_write
+from support.killed_runs import STEPS as SMALL_STEPS
+from support.killed_runs import finish, small
 from support.runs import assert_same_run, headway, make_stores, write_recipe
 
 CASES = int(os.environ.get("HEADWAY_FAULTS", "2"))
@@ -37,18 +37,19 @@ SPLIT = ("parallel.tensor=2", "parallel.pipeline=2", "model.num_layers=2", "mode
 @contextmanager
 def faults(folder: Path, seed: int, rate: float) -> Iterator[None]:
     """Processes forked inside the block: every call on a file below `folder` fails with this probability."""
-    rng, here = random.Random(seed), str(folder)
+    rng = random.Random(seed)
+    here = str(folder)
 
     def on_event(event: str, arguments: tuple[object, ...]) -> None:
-        if event in crash.EVENTS and here in str(arguments[:2]) and rng.random() < rate:
+        if event in crash_at_write.EVENTS and here in str(arguments[:2]) and rng.random() < rate:
             code = rng.choice(ERRORS)
             raise OSError(code, os.strerror(code), str(arguments[0]))
 
-    crash.watch = on_event
+    crash_at_write.watch = on_event
     try:
         yield
     finally:
-        crash.watch = None
+        crash_at_write.watch = None
 
 
 def rank_faults(folder: Path, seed: int, rate: float, rank: int) -> AbstractContextManager[None]:
@@ -70,7 +71,8 @@ def test_faults_at_random_lose_nothing(
     whole: tuple[Path, list[Path]], tmp_path: Path, seed: int
 ) -> None:
     undisturbed, stores = whole
-    recipe, run = write_recipe(tmp_path, stores), tmp_path / "runs" / "run"
+    recipe = write_recipe(tmp_path, stores)
+    run = tmp_path / "runs" / "run"
     rng = random.Random(f"rates-{seed}")
     for start in range(2):
         with faults(tmp_path / "runs", 1000 * seed + start, rng.choice((0.002, 0.01, 0.03, 0.1))):
@@ -103,7 +105,8 @@ def test_faults_on_the_ranks_of_tensor_2_and_pipeline_2_lose_nothing(
     assert finish(undisturbed, 4) == [0] * 4
     failed = 0
     for seed in range(FIRST, FIRST + CASES):
-        plan, rng = small(recipe, f"disturbed-{seed}", *SPLIT), random.Random(f"rates-{seed}")
+        plan = small(recipe, f"disturbed-{seed}", *SPLIT)
+        rng = random.Random(f"rates-{seed}")
         for start in range(3):
             rate = rng.choice((0.002, 0.01, 0.03))
             around = partial(rank_faults, plan.run.folder, 1000 * seed + 10 * start, rate)

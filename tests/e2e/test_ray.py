@@ -41,7 +41,8 @@ def cluster() -> Iterator[str]:
         text=True,
         env=variables,
     ) as head:
-        assert head.stdin is not None and head.stdout is not None
+        assert head.stdin is not None
+        assert head.stdout is not None
         yield next(line.split()[1] for line in head.stdout if line.startswith("ADDRESS"))
         head.stdin.close()
 
@@ -51,12 +52,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tokenizers
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    made.train_from_iterator(
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.train_from_iterator(
         texts(50), tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<|end|>"])
     )
-    Tokenizer(made, {"eos": "<|end|>"}).save(folder)
+    Tokenizer(tokenizer, {"eos": "<|end|>"}).save(folder)
     return folder
 
 
@@ -87,23 +88,27 @@ def test_all_verbs_give_the_bytes_of_one_process(
         "store": ["data", "tokenize", *flags, "--tokenizer", str(tokenizer)],
     }
     for name, words in verbs.items():
-        one, many = tmp_path / f"one-{name}", tmp_path / f"many-{name}"
+        alone = tmp_path / f"one-{name}"
+        many = tmp_path / f"many-{name}"
         out = [] if words[1] in ("clean", "dedup") else ["--out"]
-        assert main([*words, *out, str(one)]) == 0
+        assert main([*words, *out, str(alone)]) == 0
         run_headway(
             *words[:2], "--on", f"ray:{cluster}", "--task-size", "12kB", *words[2:], *out, str(many)
         )
         files = (
-            [(one, many)]
-            if one.is_file()
-            else [(path, many / path.name) for path in sorted(one.iterdir())]
+            [(alone, many)]
+            if alone.is_file()
+            else [(path, many / path.name) for path in sorted(alone.iterdir())]
         )
         assert all(first.read_bytes() == second.read_bytes() for first, second in files), name
 
 
-def test_a_killed_worker_of_a_cluster_started_here(tmp_path: Path) -> None:
+def test_a_killed_ray_worker_is_replaced_and_the_output_is_that_of_one_process(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("ray")
-    source, out = tmp_path / "a.jsonl", tmp_path / "many.jsonl"
+    source = tmp_path / "a.jsonl"
+    out = tmp_path / "many.jsonl"
     source.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts(6000)), encoding="utf-8"
     )
@@ -128,7 +133,8 @@ def test_a_killed_worker_of_a_cluster_started_here(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    killed, end = None, time.monotonic() + 200
+    killed = None
+    end = time.monotonic() + 200
     while driver.poll() is None and killed is None and time.monotonic() < end:
         for entry in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -141,19 +147,21 @@ def test_a_killed_worker_of_a_cluster_started_here(tmp_path: Path) -> None:
                 break
     said = driver.communicate(timeout=200)[1]
     assert driver.returncode == 0, said
-    assert killed is not None and "is done again" in said and "127.0.0.1" not in said
+    assert killed is not None
+    assert "is done again" in said
+    assert "127.0.0.1" not in said
     assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
 def _ancestors(pid: int) -> set[str]:
-    found: set[str] = set()
+    ancestors: set[str] = set()
     while pid > 1:
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             break
-        found.add(str(pid))
-    return found
+        ancestors.add(str(pid))
+    return ancestors
 
 
 def test_an_address_that_does_not_answer_or_is_none_is_one_line(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ ROOT = FOLDER
 ALL = sorted(ROOT.rglob("*.yaml"))
 
 
-def test_there_are_recipes() -> None:
+def test_the_package_ships_recipes() -> None:
     assert ALL
 
 
@@ -63,11 +63,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(2, 40)
     ]
     pairs = [
-        {"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat
+        {"prompt": record["instruction"], "chosen": record["output"], "rejected": "No."}
+        for record in chat
     ]
     labelled = [
-        {"prompt": one["instruction"], "completion": one["output"], "label": n % 3 > 0}
-        for n, one in enumerate(chat)
+        {"prompt": record["instruction"], "completion": record["output"], "label": n % 3 > 0}
+        for n, record in enumerate(chat)
     ]
     for name, records in (("chat", chat), ("pairs", pairs), ("labelled", labelled)):
         (folder / f"{name}.jsonl").write_text(
@@ -140,18 +141,18 @@ def test_a_laptop_recipe_runs_and_every_setting_it_gives_is_read(
     ]
     recipe = load(Recipe, path, [*overrides(path, text), *small])
     raw = read_yaml(path)
-    given = set(fields_given(recipe, raw))
+    settings_given = set(fields_given(recipe, raw))
     for stage, says in zip(expand(recipe), raw.get("stages", ()), strict=True):
-        given |= set(
+        settings_given |= set(
             fields_given(stage.recipe, {key: value for key, value in says.items() if key != "name"})
         )
-    given -= {("ModelConfig", "preset"), ("Config", "kind")}  # read while loading
+    settings_given -= {("ModelConfig", "preset"), ("Config", "kind")}  # read while loading
     monkeypatch.setattr(Section, "__getattribute__", watched)
     summary = train(recipe)
     monkeypatch.undo()
     assert summary["steps"] == (4 if recipe.stages else 3)
     assert (tmp_path / recipe.run.name / "final" / "config.json").exists()
-    assert not given - read, f"nothing reads {sorted(given - read)}"
+    assert not settings_given - read, f"nothing reads {sorted(settings_given - read)}"
 
 
 def fields_given(config: BaseModel, data: Any) -> Iterator[tuple[str, str]]:

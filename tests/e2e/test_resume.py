@@ -43,9 +43,8 @@ def test_a_run_killed_at_a_random_step_ends_bit_for_bit_like_the_undisturbed_one
     whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(10**6)
-    kill_after = random.Random(seed).randrange(
-        7, STEPS - 10
-    )  # behind a checkpoint, and far from the end
+    # behind a checkpoint, and far from the end
+    kill_after = random.Random(seed).randrange(7, STEPS - 10)
     run, folder = whole
     recipe = write_recipe(
         tmp_path, [folder / "store0", folder / "store1"], name="killed", steps=STEPS

@@ -51,8 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     words = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 6)))) for _ in range(48)]
     lines = [
-        {"id": n, "prompt": one, "chosen": f"{one}!", "rejected": words[n - 5]}
-        for n, one in enumerate(words)
+        {"id": n, "prompt": word, "chosen": f"{word}!", "rejected": words[n - 5]}
+        for n, word in enumerate(words)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     chat = [
@@ -89,17 +89,15 @@ def test_a_run_starts_from_a_language_model_and_all_it_leaves_gives_the_same_sco
         "rewards/accuracies",
     } <= read_metrics(run / "metrics.jsonl")[0].keys()
     weights = dict(find_model(run).weights())
-    assert (
-        SCORE in weights
-        and HEAD not in weights
-        and HEAD in dict(find_model(folder / "runs" / "base").weights())
-    )
-    found = scores(run, folder / "pairs.jsonl", tmp_path / "out.jsonl")
-    assert [one["id"] for one in found] == list(range(48))
+    assert SCORE in weights
+    assert HEAD not in weights
+    assert HEAD in dict(find_model(folder / "runs" / "base").weights())
+    scored = scores(run, folder / "pairs.jsonl", tmp_path / "out.jsonl")
+    assert [record["id"] for record in scored] == list(range(48))
     again = scores(
         run / "checkpoints" / "step-00000004", folder / "pairs.jsonl", tmp_path / "again.jsonl"
     )
-    assert found == again
+    assert scored == again
 
 
 @pytest.mark.slow
@@ -110,34 +108,36 @@ def test_transformers_scores_a_padded_batch_of_texts_with_final_as_headway_does(
     import torch
 
     run = folder / "runs" / "full"
-    found = scores(run, folder / "pairs.jsonl", tmp_path / "out.jsonl")
+    scored = scores(run, folder / "pairs.jsonl", tmp_path / "out.jsonl")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "final")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     assert model.config.pad_token_id == tokenizer.pad_token_id is not None
     texts = [
-        f"<|im_start|>user\n{one['prompt']}<|im_end|>\n<|im_start|>assistant\n{one[side]}<|im_end|>"
-        for one in found[:6]
+        f"<|im_start|>user\n{record['prompt']}<|im_end|>\n<|im_start|>assistant\n{record[side]}<|im_end|>"
+        for record in scored[:6]
         for side in ("chosen", "rejected")
     ]
     with torch.no_grad():
-        theirs = model(
+        expected = model(
             **tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
         ).logits[:, 0]
     ours = torch.tensor(
-        [one[f"reward_{side}"] for one in found[:6] for side in ("chosen", "rejected")]
+        [record[f"reward_{side}"] for record in scored[:6] for side in ("chosen", "rejected")]
     )
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(expected, ours, rtol=1e-4, atol=1e-5)
 
 
 def test_a_resumed_reward_run_is_bit_for_bit_the_uninterrupted_one(folder: Path) -> None:
-    whole, again = folder / "runs" / "full", folder / "runs" / "again"
+    whole = folder / "runs" / "full"
+    again = folder / "runs" / "again"
     settings = load(Recipe, whole / "recipe.yaml", ["run.name=again"])
     train(settings, resume=str(whole / "checkpoints" / "step-00000002"))
     assert deterministic(again / "metrics.jsonl") == deterministic(whole / "metrics.jsonl")[2:]
     shutil.copyfile(whole / "metrics.jsonl", again / "metrics.jsonl")
     assert_same_run(whole, again, 4)
     report = check_checkpoint(whole)
-    assert not report.problems and report.score is not None
+    assert not report.problems
+    assert report.score is not None
 
 
 def test_a_stock_reward_model_goes_on_where_it_ended(folder: Path) -> None:
@@ -170,11 +170,10 @@ def test_the_head_of_an_adapter_run_trains_and_is_in_its_peft_folder(
     )
     run = folder / "runs" / name
     settings = json.loads((run / "final/adapter/adapter_config.json").read_text())
-    assert settings["task_type"] == "SEQ_CLS" and settings["modules_to_save"] == ["score"]
-    before, after = (
-        dict(find_model(run / "checkpoints" / step).weights())[SCORE]
-        for step in ("step-00000002", "step-00000004")
-    )
+    assert settings["task_type"] == "SEQ_CLS"
+    assert settings["modules_to_save"] == ["score"]
+    before = dict(find_model(run / "checkpoints" / "step-00000002").weights())[SCORE]
+    after = dict(find_model(run / "checkpoints" / "step-00000004").weights())[SCORE]
     assert (before - after).abs().max() > 1e-3
     data = folder / "pairs.jsonl"
     merged = scores(run, data, tmp_path / "a.jsonl")
@@ -191,8 +190,8 @@ def test_the_head_of_an_adapter_run_trains_and_is_in_its_peft_folder(
         assert_same_run(run, again, 4)
     if base is None:
         apart = scores(run / "final" / "adapter", data, tmp_path / "c.jsonl")
-        assert [one["reward_chosen"] for one in apart] == pytest.approx(
-            [one["reward_chosen"] for one in merged], abs=1e-5
+        assert [record["reward_chosen"] for record in apart] == pytest.approx(
+            [record["reward_chosen"] for record in merged], abs=1e-5
         )
         first = go(
             folder,
@@ -203,16 +202,17 @@ def test_the_head_of_an_adapter_run_trains_and_is_in_its_peft_folder(
             "batch.micro_rows=48",
             "steps=1",
         )[0]
-        both = np.array([[one["reward_chosen"], one["reward_rejected"]] for one in merged])
+        both = np.array([[record["reward_chosen"], record["reward_rejected"]] for record in merged])
         assert first["rewards/margins"] == pytest.approx(
             float((both[:, 0] - both[:, 1]).mean()), abs=1e-4
         )
-        _peft_scores(run, folder, [one["reward_chosen"] for one in merged])
+        _peft_scores(run, folder, [record["reward_chosen"] for record in merged])
 
 
 def _peft_scores(run: Path, folder: Path, right: list[float]) -> None:
     """PEFT, over the language model that the adapter names, scores the first pairs' chosen answers the same."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
     import torch
 
     named = peft.PeftConfig.from_pretrained(run / "final/adapter").base_model_name_or_path
@@ -279,13 +279,15 @@ def test_commands_that_need_the_other_kind_of_model_are_refused_in_one_line(fold
 def test_data_that_cannot_be_scored_is_refused_in_one_line(
     scoring: LoadedModel, tmp_path: Path, lines: str | None, more: dict[str, Any], said: str
 ) -> None:
-    path, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    path = tmp_path / "data.jsonl"
+    out = tmp_path / "out.jsonl"
     if lines is not None:
         path.write_text(lines + "\n" if lines else "")
     with pytest.raises(HeadwayError, match=said) as refused:
         evaluate_reward(scoring, RewardSource(str(path), **more), out=out)
     assert "\n" not in str(refused.value)
-    assert not out.exists() and [one.name for one in tmp_path.iterdir()] in ([], ["data.jsonl"])
+    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["data.jsonl"])
 
 
 def test_an_output_that_would_overwrite_the_data_is_refused(
@@ -319,17 +321,16 @@ def test_recipes_that_cannot_work_are_refused_in_one_line(
     folder: Path, overrides: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(HeadwayError, match=said) as refused:
-        go(folder, "refused", *(one.replace("$", str(folder)) for one in overrides))
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+        go(folder, "refused", *(override.replace("$", str(folder)) for override in overrides))
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == 2
 
 
 def test_answers_and_generations_get_scores_that_pairs_would_give(
     folder: Path, tmp_path: Path
 ) -> None:
-    run, pairs = (
-        folder / "runs" / "full",
-        scores(folder / "runs" / "full", folder / "pairs.jsonl", tmp_path / "pairs.jsonl"),
-    )
+    run = folder / "runs" / "full"
+    pairs = scores(folder / "runs" / "full", folder / "pairs.jsonl", tmp_path / "pairs.jsonl")
     answers = [
         {
             "messages": [
@@ -340,11 +341,11 @@ def test_answers_and_generations_get_scores_that_pairs_would_give(
         for p in pairs
     ]
     (tmp_path / "chat.jsonl").write_text(
-        "".join(json.dumps({**one, "label": False}) + "\n" for one in answers)
+        "".join(json.dumps({**answer, "label": False}) + "\n" for answer in answers)
     )
-    found = scores(run, tmp_path / "chat.jsonl", tmp_path / "scored.jsonl")
-    assert [one["reward"] for one in found] == pytest.approx(
-        [one["reward_chosen"] for one in pairs], abs=1e-5
+    scored = scores(run, tmp_path / "chat.jsonl", tmp_path / "scored.jsonl")
+    assert [record["reward"] for record in scored] == pytest.approx(
+        [pair["reward_chosen"] for pair in pairs], abs=1e-5
     )
     several = [
         {
@@ -354,18 +355,18 @@ def test_answers_and_generations_get_scores_that_pairs_would_give(
         }
         for n, p in enumerate(pairs)
     ]
-    (tmp_path / "several.jsonl").write_text("".join(json.dumps(one) + "\n" for one in several))
-    found = scores(run, tmp_path / "several.jsonl", tmp_path / "best.jsonl")
-    for one, right in zip(hw.score(run, several[:3], device="cpu"), found, strict=False):
-        assert (
-            one["rewards"] == pytest.approx(right["rewards"], abs=1e-5)
-            and one["prompt"] == right["prompt"]
-        )
-    for one, pair in zip(found, pairs, strict=True):
-        assert one["rewards"] == pytest.approx(
+    (tmp_path / "several.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in several)
+    )
+    scored = scores(run, tmp_path / "several.jsonl", tmp_path / "best.jsonl")
+    for score, right in zip(hw.score(run, several[:3], device="cpu"), scored, strict=False):
+        assert score["rewards"] == pytest.approx(right["rewards"], abs=1e-5)
+        assert score["prompt"] == right["prompt"]
+    for score, pair in zip(scored, pairs, strict=True):
+        assert score["rewards"] == pytest.approx(
             [pair["reward_rejected"], pair["reward_chosen"]], abs=1e-5
         )
-        assert one["best"] == int(pair["reward_chosen"] > pair["reward_rejected"])
+        assert score["best"] == int(pair["reward_chosen"] > pair["reward_rejected"])
 
 
 def test_a_report_has_the_numbers_of_its_scores(
@@ -380,23 +381,24 @@ def test_a_report_has_the_numbers_of_its_scores(
     lines = (tmp_path / "o.jsonl").read_text().splitlines()
     both = np.array(
         [
-            [one[f"reward_{side}"] for side in ("chosen", "rejected")]
-            for one in map(json.loads, lines)
+            [record[f"reward_{side}"] for side in ("chosen", "rejected")]
+            for record in map(json.loads, lines)
         ]
     )
     margins = both[:, 0] - both[:, 1]
-    assert (report.records, report.answers, sum(one.count for one in report.histogram)) == (
+    assert (report.records, report.answers, sum(bucket.count for bucket in report.histogram)) == (
         48,
         96,
         48,
     )
-    assert report.accuracy == pytest.approx(
-        (margins > 0).mean()
-    ) and report.margin == pytest.approx(margins.mean())
+    assert report.accuracy == pytest.approx((margins > 0).mean())
+    assert report.margin == pytest.approx(margins.mean())
     assert (report.mean, report.lowest, report.highest) == pytest.approx(
         (both.mean(), both.min(), both.max())
     )
-    assert sum(one.count for one in report.histogram if one.high <= 0) == int((margins < 0).sum())
+    assert sum(bucket.count for bucket in report.histogram if bucket.high <= 0) == int(
+        (margins < 0).sum()
+    )
     assert json.loads(json.dumps(report.to_json()))["kind"] == "pair"
     cut = evaluate_reward(
         scoring, RewardSource(str(folder / "pairs.jsonl"), max_length=12, limit=5)

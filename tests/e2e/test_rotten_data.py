@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.disk_bit_flip import flip_bit_on_disk
 from support.ranks import start_processes
-from support.rot import rot
 from support.runs import assert_same_run, headway, write_recipe
 
 from headway.config.load import load
@@ -74,25 +74,29 @@ def first_read(recipe: Path, store: Path, shard: int) -> list[int]:
     from headway.train.batches import make_loader, open_run_data
     from headway.train.resolve import resolve
 
-    found = load(Recipe, recipe)
-    data = open_run_data(resolve(found))
-    number = next(n for n, one in enumerate(data.train) if one.selection.source.name == str(store))
+    loaded = load(Recipe, recipe)
+    data = open_run_data(resolve(loaded))
+    number = next(
+        n for n, source in enumerate(data.train) if source.selection.source.name == str(store)
+    )
     opened: Any = data.train[number].selection.source
     first = sum(part.documents for part in opened.manifest.shards[:shard])
     texts = [
         opened.document(n) for n in range(first, first + opened.manifest.shards[shard].documents)
     ]
-    ranks = form_groups(found.parallel.mesh(0, 1), RankGroup())
+    ranks = form_groups(loaded.parallel.mesh(0, 1), RankGroup())
     steps = []
     with make_loader(
-        found, data, found.batch.resolve(found.data.seq_len, 1), None, ranks
+        loaded, data, loaded.batch.resolve(loaded.data.seq_len, 1), None, ranks
     ) as loader:
         for step in range(1, FOUND_AT + 1):
             batch, _ = next(loader)
             rows = [
                 row
-                for one in batch.microbatches
-                for row, source in zip(one.tokens.numpy(), one.source.tolist(), strict=True)
+                for microbatch in batch.microbatches
+                for row, source in zip(
+                    microbatch.tokens.numpy(), microbatch.source.tolist(), strict=True
+                )
                 if source == number
             ]
             if any(_is_inside(text, row) for row in rows for text in texts):
@@ -103,7 +107,7 @@ def first_read(recipe: Path, store: Path, shard: int) -> list[int]:
 def _is_inside(text: Any, row: Any) -> bool:
     """Whether a document's tokens stand in a row; documents are random, so no other one has them."""
     places = np.flatnonzero(row[: len(row) - len(text) + 1] == text[0])
-    return any(np.array_equal(row[place : place + len(text)], text) for place in places)
+    return any(np.array_equal(row[start : start + len(text)], text) for start in places)
 
 
 def test_a_small_store_is_hashed_at_every_start(tmp_path: Path, stores: list[Path]) -> None:
@@ -111,12 +115,12 @@ def test_a_small_store_is_hashed_at_every_start(tmp_path: Path, stores: list[Pat
     cache = tmp_path / "runs" / "cache"
     assert headway("train", str(recipe)).returncode == 0
     assert list((cache / "checksums").iterdir())
-    rot(stores[0] / "tokens-00001.bin", 77, cache)
+    flip_bit_on_disk(stores[0] / "tokens-00001.bin", 77, cache)
     refused = headway("train", str(recipe), "run.name=again")
     assert refused.returncode == 2
     assert f"{stores[0]}/tokens-00001.bin: damaged: its checksum differs" in refused.stderr
     assert not (tmp_path / "runs" / "again").exists()
-    rot(stores[0] / "tokens-00001.bin", 77, cache)
+    flip_bit_on_disk(stores[0] / "tokens-00001.bin", 77, cache)
     assert headway("train", str(recipe), "run.name=again").returncode == 0
 
 
@@ -129,16 +133,17 @@ def test_damage_found_late_names_the_steps_and_going_back_gives_the_undisturbed_
     assert done.returncode == 0, done.stderr
     # A shard whose first reader comes after the first checkpoints.
     readers = {shard: first_read(recipe, stores[1], shard) for shard in range(3)}
-    shard = max(readers, key=lambda one: readers[one][0])
+    shard = max(readers, key=lambda path: readers[path][0])
     steps = readers[shard]
     assert 2 < steps[0] <= FOUND_AT
     damaged = stores[1] / f"tokens-{shard:05}.bin"
-    rot(damaged, 40, tmp_path / "runs" / "cache")
+    flip_bit_on_disk(damaged, 40, tmp_path / "runs" / "cache")
     stopped = headway("train", str(recipe), "checkpoint.keep_last=10", "checkpoint.every=2")
-    rot(damaged, 40)
+    flip_bit_on_disk(damaged, 40)
     assert stopped.returncode == 3, stopped.stderr
     said = stopped.stderr
-    assert f"{damaged}: damaged" in said and f"The run stops after step {FOUND_AT}" in said
+    assert f"{damaged}: damaged" in said
+    assert f"The run stops after step {FOUND_AT}" in said
     assert (
         f"{len(steps)} steps have read from it, the first is {steps[0]}, the last {steps[-1]}"
         in said
@@ -146,9 +151,8 @@ def test_damage_found_late_names_the_steps_and_going_back_gives_the_undisturbed_
     run = tmp_path / "runs" / "run"
     before = max(step for step in range(2, FOUND_AT, 2) if step < steps[0])
     command = re.search(r"`headway (train [^`]+)`", said)
-    assert command is not None and command.group(1).endswith(
-        f"--resume {run}/checkpoints/step-{before:08}"
-    )
+    assert command is not None
+    assert command.group(1).endswith(f"--resume {run}/checkpoints/step-{before:08}")
     again = headway(*shlex.split(command.group(1)))
     assert again.returncode == 0, again.stderr
     assert_same_run(run, tmp_path / "runs" / "whole", STEPS)
@@ -170,10 +174,11 @@ def test_what_cannot_be_known_counts_as_read_and_validation_does_not(
     settings = [str(recipe), f"data.train=[{stores[0]}]", sets, "eval.every=20"]
     assert headway("train", *settings, "run.name=before").returncode == 0
     damaged = stores[1] / "tokens-00000.bin" if file == "valid" else stores[0] / file
-    rot(damaged, 5 * 64, tmp_path / "runs" / "cache")
+    flip_bit_on_disk(damaged, 5 * 64, tmp_path / "runs" / "cache")
     stopped = headway("train", *settings)
     assert stopped.returncode == 3, stopped.stderr
-    assert f"{damaged}: damaged" in stopped.stderr and said in stopped.stderr
+    assert f"{damaged}: damaged" in stopped.stderr
+    assert said in stopped.stderr
 
 
 @pytest.mark.slow
@@ -182,7 +187,7 @@ def test_all_ranks_stop_together(tmp_path: Path, stores: list[Path], late: None)
     session.run_recipe(
         recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": "before"})})
     )
-    rot(stores[0] / "tokens-00000.bin", 5, tmp_path / "runs" / "cache")
+    flip_bit_on_disk(stores[0] / "tokens-00000.bin", 5, tmp_path / "runs" / "cache")
 
     def train() -> str:
         with pytest.raises(GaveUpError) as stopped:
@@ -190,4 +195,5 @@ def test_all_ranks_stop_together(tmp_path: Path, stores: list[Path], late: None)
         return str(stopped.value)
 
     lines = start_processes(train, 2)
-    assert lines[0] == lines[1] and f"The run stops after step {FOUND_AT}" in lines[0]
+    assert lines[0] == lines[1]
+    assert f"The run stops after step {FOUND_AT}" in lines[0]

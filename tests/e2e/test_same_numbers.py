@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from e2e.test_tracker_packages import WANDB_READER
-from support.observe import BASE
+from support.setting_runs import BASE
 
 from headway.config.load import load
 from headway.runtime.optional import is_installed
@@ -30,15 +30,15 @@ STEPS = 4
 
 def recorded(run: Path) -> Numbers:
     """The numbers of metrics.jsonl by step and name; what is not a finite number has no point in a curve."""
-    found: Numbers = {}
+    numbers: Numbers = {}
     for record in read_metrics(run / "metrics.jsonl"):
         flat = flatten(record)
-        found[record["step"]] = {
+        numbers[record["step"]] = {
             name: float(v)
             for name, v in flat.items()
             if isinstance(v, (int, float)) and math.isfinite(v)
         }
-    return found
+    return numbers
 
 
 def rounded(value: float) -> float:
@@ -50,11 +50,11 @@ def in_tensorboard(run: Path, _: Path) -> Numbers:
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    found: Numbers = {}
+    numbers: Numbers = {}
     for name in events.Tags()["scalars"]:
         for point in events.Scalars(name):
-            found.setdefault(point.step, {})[name] = point.value
-    return found
+            numbers.setdefault(point.step, {})[name] = point.value
+    return numbers
 
 
 def in_wandb(run: Path, _: Path) -> Numbers:
@@ -88,11 +88,11 @@ for name in run.data.metrics:
 
 def in_mlflow(_: Path, store: Path) -> Numbers:
     command = [sys.executable, "-P", "-c", MLFLOW_READER, f"sqlite:///{store}"]
-    found: Numbers = {}
+    numbers: Numbers = {}
     for line in subprocess.check_output(command, text=True).splitlines():
         step, name, value = json.loads(line)
-        found.setdefault(step, {})[name] = value
-    return found
+        numbers.setdefault(step, {})[name] = value
+    return numbers
 
 
 CASES: dict[str, tuple[str, Callable[[Path, Path], Numbers], Callable[[float], float]]] = {
@@ -121,13 +121,11 @@ def test_a_tracker_shows_every_number_of_metrics_jsonl(kind: str, tmp_path: Path
     )
     train(recipe)
     expected = recorded(recipe.run.folder)
-    assert (
-        list(expected) == list(range(1, STEPS + 1))
-        and len(expected[2]) > 25
-        and any("valid" in name for name in expected[2])
-    )
-    found = read(recipe.run.folder, store)
-    assert found == {
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert len(expected[2]) > 25
+    assert any("valid" in name for name in expected[2])
+    shown = read(recipe.run.folder, store)
+    assert shown == {
         step: {name: stored(value) for name, value in numbers.items()}
         for step, numbers in expected.items()
     }

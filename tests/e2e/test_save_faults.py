@@ -68,19 +68,19 @@ def test_a_full_disk_fails_the_saves_and_training_goes_on_with_the_old_checkpoin
         ]
         done = headway("train", str(recipe), *wide)
         assert done.returncode == 1, done.stderr
-        assert (
-            "Traceback" not in done.stderr
-            and "the last save failed" in done.stderr.splitlines()[-1]
-        )
+        assert "Traceback" not in done.stderr
+        assert "the last save failed" in done.stderr.splitlines()[-1]
         assert len(deterministic(disk / "full" / "metrics.jsonl")) == 60, (
             "training went on to its end"
         )
         kept = sorted((disk / "full" / "checkpoints").glob("step-*"))
-        assert kept and newest_good(disk / "full" / "checkpoints").path == kept[-1]
+        assert kept
+        assert newest_good(disk / "full" / "checkpoints").path == kept[-1]
         told = said()
         assert len(told) == 12 - len(kept), "every failed save is told"
         assert all(
-            one["event"] == "save_failure" and "the disk is full" in one["text"] for one in told
+            alert["event"] == "save_failure" and "the disk is full" in alert["text"]
+            for alert in told
         )
         assert "saves in a row" in told[-1]["text"]
 
@@ -115,11 +115,9 @@ def test_a_store_that_turns_read_only_for_a_while_loses_nothing(
             "step-00000020",
         ]
     (told,) = said()
-    assert (
-        told["step"] == 10
-        and "step 10 was not saved" in told["text"]
-        and "read-only" in told["text"]
-    )
+    assert told["step"] == 10
+    assert "step 10 was not saved" in told["text"]
+    assert "read-only" in told["text"]
 
 
 def test_a_last_save_that_fails_ends_the_run_with_an_error_and_the_next_start_goes_on(

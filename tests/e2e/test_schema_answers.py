@@ -53,13 +53,11 @@ def test_answers_follow_the_schema(model: Path, schema: Path) -> None:
         "--json",
     )
     assert done.returncode == 0, done.stderr
-    for one in json.loads(done.stdout)["generations"]:
-        answer = json.loads(one["text"])
-        assert (
-            set(answer) == {"mood", "risk"}
-            and one["valid"]
-            and one["stopped_by"] in ("grammar", "eos")
-        )
+    for generation in json.loads(done.stdout)["generations"]:
+        answer = json.loads(generation["text"])
+        assert set(answer) == {"mood", "risk"}
+        assert generation["valid"]
+        assert generation["stopped_by"] in ("grammar", "eos")
         assert answer["risk"] >= (4 if answer["mood"] == "angry" else 1)
 
 
@@ -79,7 +77,8 @@ def test_a_shipped_schema_with_a_condition_is_followed(model: Path) -> None:
     done = headway("generate", "--model", str(model), *asked)
     text = json.loads(done.stdout)["text"]
     # A random model may talk without end inside a string, but what it has said so far follows the schema.
-    assert text.startswith('{"diagnostic":{"physical_markers":{"ears":') and '"risk_rating"' in text
+    assert text.startswith('{"diagnostic":{"physical_markers":{"ears":')
+    assert '"risk_rating"' in text
 
 
 def test_an_answer_that_was_cut_is_an_error(model: Path, schema: Path) -> None:
@@ -117,9 +116,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_the_model_is_read(
         "--schema",
         str(tmp_path / "bad.json"),
     )
-    assert (
-        done.returncode == 2
-        and done.stderr.count("\n") == 1
-        and named in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

@@ -43,18 +43,8 @@ def test_a_run_shows_a_header_a_bar_and_commands_that_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with on_terminal(monkeypatch, columns) as terminal:
-        assert (
-            main(
-                [
-                    "train",
-                    "tokenizer=tokenizer",
-                    f"data.train=my {kind}.jsonl",
-                    f"run.name={kind}",
-                    *TINY,
-                ]
-            )
-            == 0
-        )
+        options = [f"data.train=my {kind}.jsonl", f"run.name={kind}", *TINY]
+        assert main(["train", "tokenizer=tokenizer", *options]) == 0
     rows = terminal.screen()
     assert (
         f"my {kind}.jsonl: {kind} ({'text' if kind == 'text' else 'messages'}), 40 records"
@@ -81,13 +71,11 @@ def test_a_run_shows_a_header_a_bar_and_commands_that_work(
     samples = [row for row in ending[: ending.index("next:")] if row.startswith(("held-out", "  "))]
     assert samples and all(len(row) < columns for row in samples), "answers fit the screen"
     (bar,) = [row for row in rows if "6/6" in row]
-    assert (
-        "loss " in bar
-        and "valid " in bar
-        and "tok/s" in bar
-        and len(bar) < columns
-        and "mfu" not in bar
-    )
+    assert "loss " in bar
+    assert "valid " in bar
+    assert "tok/s" in bar
+    assert len(bar) < columns
+    assert "mfu" not in bar
     assert not any(row.startswith("1/6") for row in rows), "steps are in the bar, not in lines"
     assert [row[:14] for row in rows if row.startswith("step ")] == [
         "step 3  valid:",
@@ -122,17 +110,23 @@ def test_a_dumb_terminal_and_a_pipe_get_plain_lines(
     train = ["train", "tokenizer=tokenizer", "data.train=my text.jsonl", *TINY, "steps=2"]
     with on_terminal(monkeypatch, term="dumb") as terminal:
         assert main([*train, "run.name=dumb"]) == 0
-    assert "\x1b" not in terminal.text and "1/2  loss" in terminal.text and "next:" in terminal.text
+    assert "\x1b" not in terminal.text
+    assert "1/2  loss" in terminal.text
+    assert "next:" in terminal.text
     assert main([*train, "run.name=pipe"]) == 0
     said = capsys.readouterr().err
-    assert "\x1b" not in said and "\r" not in said and "1/2  loss" in said
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert "1/2  loss" in said
 
 
 def test_without_colour_there_is_still_a_bar(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     with on_terminal(monkeypatch) as terminal:
         assert main(["train", *TINY, "data.valid=null", "run.name=plain"]) == 0
-    assert "━" in terminal.text and "\x1b[3" not in terminal.text and "\x1b[2m" not in terminal.text
+    assert "━" in terminal.text
+    assert "\x1b[3" not in terminal.text
+    assert "\x1b[2m" not in terminal.text
     assert "headway generate" not in terminal.text, (
         "generated data has no tokenizer, so there is nothing to say"
     )

@@ -36,7 +36,7 @@ def test_every_run_of_the_archive_is_resumed(expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_interrupted_run_ends_as_it_would_have(
+def test_a_run_that_the_second_release_left_unfinished_ends_as_it_would_have(
     release: Path, expected: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(release)
@@ -66,7 +66,7 @@ def test_a_reward_model_scores_as_it_did(
         "--json",
     )
     assert scored.returncode == 0, scored.stderr
-    found = json.loads(scored.stdout)
+    scores = json.loads(scored.stdout)
     for key, value in expected["reward"].items():
         if isinstance(value, float):
-            assert found[key] == pytest.approx(value, rel=1e-4), key
+            assert scores[key] == pytest.approx(value, rel=1e-4), key

@@ -51,7 +51,7 @@ def loaded(folder: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A LoRA adapter of the model, as PEFT writes it."""
-    found = tmp_path_factory.mktemp("adapter")
+    folder_of_adapter = tmp_path_factory.mktemp("adapter")
     settings = {
         "peft_type": "LORA",
         "r": 2,
@@ -59,7 +59,7 @@ def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "target_modules": ["q_proj"],
         "base_model_name_or_path": str(folder),
     }
-    (found / "adapter_config.json").write_text(json.dumps(settings))
+    (folder_of_adapter / "adapter_config.json").write_text(json.dumps(settings))
     torch.manual_seed(1)
     names = [
         f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight"
@@ -68,9 +68,9 @@ def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     save_file(
         {name: torch.randn(2, 32) if "_A" in name else torch.randn(32, 2) for name in names},
-        found / "adapter_model.safetensors",
+        folder_of_adapter / "adapter_model.safetensors",
     )
-    return found
+    return folder_of_adapter
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +85,25 @@ def server(folder: Path, adapter: Path) -> Iterator[RunningServer]:
         "--adapter",
         f"law={adapter}",
     )
-    with serving("--model", f"tiny={folder}", *options, stand_in=False) as found:
-        yield found
+    with serving("--model", f"tiny={folder}", *options, stand_in=False) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[Any]:
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as found:
-        yield found
+    ) as openai_client:
+        yield openai_client
 
 
 def test_greedy_text_is_that_of_generate_alone_and_together(
     client: Any, loaded: LoadedModel
 ) -> None:
-    expected = [one.text for one in generate(loaded, PROMPTS, GenerateOptions(max_new_tokens=24))]
+    expected = [
+        generation.text
+        for generation in generate(loaded, PROMPTS, GenerateOptions(max_new_tokens=24))
+    ]
 
     def ask(prompt: str) -> str:
         return (
@@ -113,8 +116,8 @@ def test_greedy_text_is_that_of_generate_alone_and_together(
     with ThreadPoolExecutor(10) as pool:
         assert list(pool.map(ask, PROMPTS * 4)) == expected * 4
     assert [
-        one.text
-        for one in client.completions.create(
+        choice.text
+        for choice in client.completions.create(
             model="tiny", prompt=PROMPTS, max_tokens=24, temperature=0
         ).choices
     ] == expected
@@ -132,7 +135,10 @@ def test_chat_streams_what_it_answers(client: Any, loaded: LoadedModel) -> None:
     chunks = list(
         client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == expected
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == expected
+    )
     assert (
         chunks[-1].usage.completion_tokens
         == client.chat.completions.create(**asked).usage.completion_tokens
@@ -141,15 +147,16 @@ def test_chat_streams_what_it_answers(client: Any, loaded: LoadedModel) -> None:
 
 def test_a_seed_gives_the_same_samples_whatever_else_runs(client: Any) -> None:
     def ask(seed: int) -> list[str]:
-        found = client.completions.create(
+        completion = client.completions.create(
             model="tiny", prompt="Once", max_tokens=12, temperature=1.3, seed=seed, n=2
         )
-        return [one.text for one in found.choices]
+        return [choice.text for choice in completion.choices]
 
     alone = [ask(seed) for seed in range(4)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, [0, 1, 2, 3] * 2)) == alone * 2
-    assert alone[0][0] != alone[0][1] and alone[0] != alone[1]
+    assert alone[0][0] != alone[0][1]
+    assert alone[0] != alone[1]
 
 
 def test_an_adapter_is_a_model_of_its_own_in_the_same_batch(
@@ -184,12 +191,13 @@ def test_a_schema_is_followed(client: Any) -> None:
         "additionalProperties": False,
     }
     for seed in range(2):
-        found = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Who?"}], seed=seed, max_tokens=120,
             response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}},
         )  # fmt: skip
-        person = json.loads(found.choices[0].message.content)
-        assert set(person) == {"name", "age"} and 1 <= person["age"] <= 99
+        person = json.loads(completion.choices[0].message.content)
+        assert set(person) == {"name", "age"}
+        assert 1 <= person["age"] <= 99
 
 
 def test_a_tool_that_must_be_called_is_called(client: Any) -> None:
@@ -199,17 +207,18 @@ def test_a_tool_that_must_be_called_is_called(client: Any) -> None:
         "required": ["a"],
         "additionalProperties": False,
     }
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Add."}], tool_choice="required", max_tokens=120, seed=1,
         tools=[{"type": "function", "function": {"name": "add", "parameters": parameters}}],
     )  # fmt: skip
-    call = found.choices[0].message.tool_calls[0]
-    assert found.choices[0].finish_reason == "tool_calls" and call.function.name == "add"
+    call = completion.choices[0].message.tool_calls[0]
+    assert completion.choices[0].finish_reason == "tool_calls"
+    assert call.function.name == "add"
     assert json.loads(call.function.arguments)["a"] in (1, 2)
 
 
 def test_log_probabilities_are_those_of_the_model(client: Any, loaded: LoadedModel) -> None:
-    found = client.completions.create(
+    completion = client.completions.create(
         model="tiny", prompt="Once", max_tokens=3, temperature=0, logprobs=2, echo=True
     ).choices[0]
     assert loaded.tokenizer is not None
@@ -225,26 +234,24 @@ def test_log_probabilities_are_those_of_the_model(client: Any, loaded: LoadedMod
             .log_softmax(-1)
         )
     expected = scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
-    assert (
-        found.logprobs.token_logprobs[0] is None and len(found.logprobs.tokens) == len(ids) == 4 + 3
-    )
-    assert found.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
-    assert [max(top.values()) for top in found.logprobs.top_logprobs[4:]] == pytest.approx(
+    assert completion.logprobs.token_logprobs[0] is None
+    assert len(completion.logprobs.tokens) == len(ids) == 4 + 3
+    assert completion.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+    assert [max(top.values()) for top in completion.logprobs.top_logprobs[4:]] == pytest.approx(
         scores[3:].amax(-1).tolist(), abs=1e-3
     )
 
 
 def test_embeddings_are_vectors_of_the_models_width(client: Any) -> None:
-    found = client.embeddings.create(model="tiny", input=["one text", "another text"])
+    answer = client.embeddings.create(model="tiny", input=["one text", "another text"])
     plain = (
         client.embeddings.create(model="tiny", input=["one text"], encoding_format="float")
         .data[0]
         .embedding
     )
-    assert [len(one.embedding) for one in found.data] == [32, 32] and found.data[
-        0
-    ].embedding != found.data[1].embedding
-    assert plain == pytest.approx(found.data[0].embedding, rel=1e-3, abs=1e-4)
+    assert [len(item.embedding) for item in answer.data] == [32, 32]
+    assert answer.data[0].embedding != answer.data[1].embedding
+    assert plain == pytest.approx(answer.data[0].embedding, rel=1e-3, abs=1e-4)
 
 
 def test_mistakes_arrive_as_openais_errors(client: Any) -> None:
@@ -254,7 +261,7 @@ def test_mistakes_arrive_as_openais_errors(client: Any) -> None:
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError, match="leaves no room"):
         client.completions.create(model="tiny", prompt="x" * 1100)
-    assert [one.id for one in client.models.list()] == ["tiny", "law"]
+    assert [model.id for model in client.models.list()] == ["tiny", "law"]
 
 
 def engines_of(server: RunningServer) -> list[int]:
@@ -299,7 +306,8 @@ def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(
         until(lambda: health()["status"] != "ok")
         (down,) = health()["down"]
         steady = "moving" if down == "steady" else "steady"
-        assert "SIGKILL" in ask(down).json()["error"]["message"] and ask(steady).status_code == 200
+        assert "SIGKILL" in ask(down).json()["error"]["message"]
+        assert ask(steady).status_code == 200
         until(lambda: health()["status"] == "ok")
         assert ask(down).json()["choices"][0]["text"] == expected
         # Again, and this time the folder is gone when it is started.
@@ -314,16 +322,13 @@ def test_killed_engines_come_back_and_a_folder_that_is_gone_is_a_visible_reason(
         until(lambda: health()["models"]["steady"] == "ok")
         assert ask("steady").json()["choices"][0]["text"] == expected
         refused = ask("moving")
-        assert (
-            refused.status_code == 503
-            and "moving" in refused.json()["error"]["message"]
-            and refused.headers["Retry-After"]
-        )
+        assert refused.status_code == 503
+        assert "moving" in refused.json()["error"]["message"]
+        assert refused.headers["Retry-After"]
         (tmp_path / "away").rename(moving)
         until(lambda: health()["status"] == "ok")
-        assert ask("moving").json()["choices"][0]["text"] == expected and first not in engines_of(
-            server
-        )
+        assert ask("moving").json()["choices"][0]["text"] == expected
+        assert first not in engines_of(server)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +384,9 @@ def test_what_one_request_breaks_is_its_own_answer(
     with ThreadPoolExecutor(4) as pool:
         neighbours = [pool.submit(client.chat.completions.create, **asked) for _ in range(3)]
         refused = server.client().post("/v1/chat/completions", json={**asked, **fields})
-        assert [one.result().choices[0].message.content for one in neighbours] == [expected] * 3
+        assert [neighbour.result().choices[0].message.content for neighbour in neighbours] == [
+            expected
+        ] * 3
     assert refused.status_code == status, refused.text
     assert refused.json()["error"]["message"]
     assert client.chat.completions.create(**asked).choices[0].message.content == expected
@@ -388,7 +395,7 @@ def test_what_one_request_breaks_is_its_own_answer(
 def test_every_token_of_a_text_that_its_grammar_completes_has_a_log_probability(
     client: Any,
 ) -> None:
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Hi"}],
         max_tokens=40,
@@ -398,6 +405,6 @@ def test_every_token_of_a_text_that_its_grammar_completes_has_a_log_probability(
             "json_schema": {"name": "s", "schema": {"const": "yes"}},
         },
     ).choices[0]
-    assert found.message.content == '"yes"'
-    assert [score.token for score in found.logprobs.content] == list('"yes"')
-    assert found.finish_reason == "stop"
+    assert completion.message.content == '"yes"'
+    assert [score.token for score in completion.logprobs.content] == list('"yes"')
+    assert completion.finish_reason == "stop"

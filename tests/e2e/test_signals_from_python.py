@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.foreground_signals import heeded_signals
 from support.runs import make_stores, start_headway, tiny_settings, wait_for_step
-from support.signals import heeded_signals
 
 from headway.config.load import load
 from headway.errors import Interrupted
@@ -56,7 +56,8 @@ def test_ctrl_c_saves_and_then_raises(tmp_path: Path) -> None:
         train(recipe(tmp_path))
     assert saved(tmp_path / "run")
     assert isinstance(caught.value, KeyboardInterrupt)
-    assert caught.value.run == str(tmp_path / "run") and caught.value.summary["steps"] >= 2
+    assert caught.value.run == str(tmp_path / "run")
+    assert caught.value.summary["steps"] >= 2
 
 
 def test_ctrl_c_that_comes_after_the_last_step_ends_a_sweep_too(
@@ -72,7 +73,8 @@ def test_ctrl_c_that_comes_after_the_last_step_ends_a_sweep_too(
     monkeypatch.setattr(loop, "finish", finish)
     with pytest.raises(Interrupted, match="complete") as caught:
         train(recipe(tmp_path).model_copy(update={"steps": 2}))
-    assert "stopped_by" not in caught.value.summary and (tmp_path / "run" / "final").is_dir()
+    assert "stopped_by" not in caught.value.summary
+    assert (tmp_path / "run" / "final").is_dir()
 
 
 SWEEP = """
@@ -99,8 +101,10 @@ def test_a_signal_ends_a_whole_sweep(tmp_path: Path, number: signal.Signals, cod
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
-    assert saved(tmp_path / "a") and not (tmp_path / "b").exists()
-    assert "Traceback" not in errors and f"stopped by {number.name} after step" in errors
+    assert saved(tmp_path / "a")
+    assert not (tmp_path / "b").exists()
+    assert "Traceback" not in errors
+    assert f"stopped by {number.name} after step" in errors
 
 
 def test_sigterm_reaches_the_handler_that_was_there(tmp_path: Path) -> None:
@@ -111,9 +115,9 @@ def test_sigterm_reaches_the_handler_that_was_there(tmp_path: Path) -> None:
         summary = train(recipe(tmp_path))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (
-        got == [signal.SIGTERM] and summary["stopped_by"] == "SIGTERM" and saved(tmp_path / "run")
-    )
+    assert got == [signal.SIGTERM]
+    assert summary["stopped_by"] == "SIGTERM"
+    assert saved(tmp_path / "run")
 
 
 def test_ctrl_c_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +152,8 @@ def test_a_terminal_that_closes_saves_the_run(tmp_path: Path) -> None:
 
 def test_nohup_keeps_a_run_from_stopping(tmp_path: Path) -> None:
     make_stores(tmp_path)
-    before = signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # what a process forked now inherits, as from nohup
+    # what a process forked now inherits, as from nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = start_headway("train", *tiny_settings(tmp_path, "run"), "steps=40")
     finally:
@@ -168,7 +171,8 @@ def test_every_start_keeps_its_command_and_a_healthy_run_has_no_crash(tmp_path: 
         assert headway("train", *tiny_settings(tmp_path, "run"), f"steps={steps}").returncode == 0
     logs = tmp_path / "run" / "logs"
     commands = [(logs / "starts" / name / "command.txt").read_text() for name in ("0001", "0002")]
-    assert "steps=2" in commands[0] and "steps=3" in commands[1]
+    assert "steps=2" in commands[0]
+    assert "steps=3" in commands[1]
     assert (tmp_path / "run" / "command.txt").read_text() == commands[1]
     assert json.loads((logs / "starts" / "0001" / "environment.json").read_text())["packages"][
         "torch"

@@ -39,8 +39,8 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> N
         encoding="utf-8"
     )
     assert not list((tmp_path / "site").rglob("*.py")), "a program of the repository was published"
-    found = search_from_disk(tmp_path / "site" / "index.html", "resume")
-    assert found is None or found > 10
+    results = search_from_disk(tmp_path / "site" / "index.html", "resume")
+    assert results is None or results > 10
 
 
 def search_from_disk(page: Path, word: str) -> int | None:

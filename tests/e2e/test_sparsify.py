@@ -58,10 +58,10 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
         "--json",
     ]
     assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     run = tmp_path / "runs" / "sparse"
     folder = run / "sparsify"
-    assert [one["name"] for one in found["variants"]] == [
+    assert [variant["name"] for variant in printed["variants"]] == [
         "full",
         "s=0.25",
         "random s=0.25",
@@ -71,15 +71,13 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     for sparsity, full in ((0.25, 3), (0.5, 2)):
         masks = read_masks(folder / f"masks_sp{sparsity}.tsv")
         assert (masks.num_full, masks.window, masks.sinks) == (full, 16, 4)
-    sizes = [one["cache_bytes"] for one in found["variants"]]
+    sizes = [variant["cache_bytes"] for variant in printed["variants"]]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3] == sizes[4]
     report = (folder / "report.md").read_text()
-    assert (
-        "Training: steps 4" in report
-        and "![gates of all heads](heads.png)" in report
-        and "## Keys and values" in report
-    )
-    assert json.loads((folder / "results.json").read_text())["variants"] == found["variants"]
+    assert "Training: steps 4" in report
+    assert "![gates of all heads](heads.png)" in report
+    assert "## Keys and values" in report
+    assert json.loads((folder / "results.json").read_text())["variants"] == printed["variants"]
     assert {path.name for path in folder.iterdir()} >= {
         "heads.png",
         "heat-map.png",
@@ -94,20 +92,19 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     )
     assert main([*command, "--masks", "own", "--chat-template", str(template)]) == 0
     asked = json.loads(capsys.readouterr().out)
-    assert [(one["name"], one["masks_from"]) for one in asked["variants"][5:]] == [
+    assert [(variant["name"], variant["masks_from"]) for variant in asked["variants"][5:]] == [
         ("own", "own"),
         ("random own", "random"),
     ]
-    assert asked["prompts"] == f"questions in chat template {template}" and asked["chunks"] == {
-        "128": 16
-    }
+    assert asked["prompts"] == f"questions in chat template {template}"
+    assert asked["chunks"] == {"128": 16}
     assert main(command) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
 
     monkeypatch.setattr("headway.eval.long_context._measure", lambda *_: pytest.fail("asked again"))
     steps = (run / "metrics.jsonl").read_text()
     assert main(command) == 0
-    assert json.loads(capsys.readouterr().out)["variants"] == found["variants"]
+    assert json.loads(capsys.readouterr().out)["variants"] == printed["variants"]
     assert (run / "metrics.jsonl").read_text() == steps
 
 
@@ -131,4 +128,5 @@ def test_what_cannot_work_is_refused_before_training(
 ) -> None:
     assert main(["sparsify", str(recipe), *wrong]) == 2
     told = capsys.readouterr().err
-    assert said in told and not (tmp_path / "runs").exists()
+    assert said in told
+    assert not (tmp_path / "runs").exists()

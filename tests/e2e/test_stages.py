@@ -68,11 +68,11 @@ def whole(stores: Path) -> Path:
     return stores / "whole"
 
 
-def assert_same_stages(one: Path, two: Path) -> None:
+def assert_same_stages(first: Path, two: Path) -> None:
     for label in STAGES:
-        steps = json.loads((one / "stages" / label / "summary.json").read_text())["steps"]
-        assert_same_run(one / "stages" / label, two / "stages" / label, steps)
-    assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
+        steps = json.loads((first / "stages" / label / "summary.json").read_text())["steps"]
+        assert_same_run(first / "stages" / label, two / "stages" / label, steps)
+    assert deterministic(first / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
 
 
 def test_each_stage_is_the_run_it_would_be_alone(whole: Path, stores: Path) -> None:
@@ -114,9 +114,9 @@ def test_the_run_folder_reads_as_one_run(whole: Path) -> None:
     log = (whole / "train.log").read_text()
     assert "train layers.1: 9 tensors, 7,744 parameters" in log
     assert "freeze embeddings: 1 tensors, 2,048 parameters" in log
-    found = find_model(whole)
-    assert found.config.no_rope_layers == (1,)
-    assert found.config.rope_theta == 500.0
+    model = find_model(whole)
+    assert model.config.no_rope_layers == (1,)
+    assert model.config.rope_theta == 500.0
 
 
 def test_steps_are_counted_over_all_stages_by_whoever_looks_from_outside(
@@ -126,7 +126,8 @@ def test_steps_are_counted_over_all_stages_by_whoever_looks_from_outside(
     assert steps_saved(whole / "stages" / STAGES[1]) == 6
     shutil.copytree(whole, tmp_path / "half", symlinks=True)
     ledger = json.loads((whole / "stages.json").read_text())["stages"]
-    ledger[1]["state"], ledger[2]["state"] = "running", "waiting"
+    ledger[1]["state"] = "running"
+    ledger[2]["state"] = "waiting"
     (tmp_path / "half" / "stages.json").write_text(json.dumps({"stages": ledger}))
     shutil.rmtree(tmp_path / "half" / "stages" / STAGES[1] / "checkpoints" / "step-00000006")
     assert steps_saved(tmp_path / "half") == 4 + 4
@@ -164,11 +165,13 @@ def test_a_stage_trains_only_what_it_says_and_begins_where_the_last_one_ended(wh
                 if set(reader.roles(name)) & {"param", "master"}
             }
 
-    first, last = weights("01-changed", 2), weights("01-changed", 4)
+    first = weights("01-changed", 2)
+    last = weights("01-changed", 4)
     assert {name for name in first if not torch.equal(first[name], last[name])} == {
         name for name in first if ".layers.1." in name
     }
-    before, after = weights("02-everything", 6), weights("03-other", 4)
+    before = weights("02-everything", 6)
+    after = weights("03-other", 4)
     assert {name for name in before if torch.equal(before[name], after[name])} == {
         "model.embed_tokens.weight"
     }
@@ -191,11 +194,7 @@ def test_a_run_stopped_in_stage_two_goes_on_there_and_ends_like_the_undisturbed_
     assert [
         entry["state"]
         for entry in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]
-    ] == [
-        "done",
-        "running",
-        "waiting",
-    ]
+    ] == ["done", "running", "waiting"]
     assert find_model(tmp_path / "run").path.is_relative_to(folder)
     untouched = (tmp_path / "run" / "stages" / STAGES[0] / "train.log").read_bytes()
     train(recipe)
@@ -250,9 +249,8 @@ def test_changes_of_finished_stages_are_refused_with_what_differs(
     assert "other: data.seq_len: 64 -> 32" in changed.stderr
     with pytest.raises(ConfigError, match="stage 1: changed -> another"):
         train(load(Recipe, path, ["stages.0.name=another"]))
-    train(
-        load(Recipe, path, ["data.workers=0", "log.every=3", "parallel.bucket_bytes=5000"])
-    )  # how, not what
+    # how, not what
+    train(load(Recipe, path, ["data.workers=0", "log.every=3", "parallel.bucket_bytes=5000"]))
     plain = {key: value for key, value in read_yaml(path).items() if key != "stages"}
     (stores / "plain.yaml").write_text(json.dumps(plain))
     with pytest.raises(ConfigError, match="stages"):
@@ -297,9 +295,9 @@ def test_mistakes_in_the_last_stage_are_said_before_the_first_one_trains(
 
 
 def test_a_dry_run_tries_every_stage_and_writes_nothing(stores: Path, tmp_path: Path) -> None:
-    found = dry_run(load(Recipe, recipe_of(tmp_path, stores)))
-    assert [stage["name"] for stage in found["stages"]] == ["changed", "everything", "other"]
-    assert found["total_steps"] == 14
+    tried = dry_run(load(Recipe, recipe_of(tmp_path, stores)))
+    assert [stage["name"] for stage in tried["stages"]] == ["changed", "everything", "other"]
+    assert tried["total_steps"] == 14
     assert not (tmp_path / "run").exists()
 
 
@@ -320,7 +318,7 @@ def test_show_prints_what_each_stage_comes_to_and_it_reads_back_the_same(
     (tmp_path / "shown.yaml").write_text(shown.stdout)
     assert compare_recipes(path, tmp_path / "shown.yaml") == []
     (tmp_path / "changed.yaml").write_text(path.read_text().replace("lr: 5e-3", "lr: 6e-3"))
-    assert [one.key for one in compare_recipes(path, tmp_path / "changed.yaml")] == [
+    assert [difference.key for difference in compare_recipes(path, tmp_path / "changed.yaml")] == [
         "stages.everything.optim.lr"
     ]
 
@@ -337,13 +335,12 @@ def test_adapters_of_one_form_go_on_from_stage_to_stage_and_others_are_merged(
     )
     train(load(Recipe, path))
     stages = tmp_path / "run" / "stages"
-    one, two = (dict(open_of(stages / label)) for label in ("02-one", "03-two"))
-    assert any(".lora_B" in name and float(value.abs().max()) > 0 for name, value in one.items())
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    merged, plain = (
-        dict(find_model(stages / "03-two" / "final").weights()),
-        dict(find_model(stages / "04-three" / "final").weights()),
-    )
+    first = dict(open_of(stages / "02-one"))
+    second = dict(open_of(stages / "03-two"))
+    assert any(".lora_B" in name and float(value.abs().max()) > 0 for name, value in first.items())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    merged = dict(find_model(stages / "03-two" / "final").weights())
+    plain = dict(find_model(stages / "04-three" / "final").weights())
     assert all(torch.allclose(merged[name], plain[name], atol=1e-6) for name in plain)
     assert not (stages / "04-three" / "final" / "adapter").exists()
 

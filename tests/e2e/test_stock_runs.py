@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.byte_model import byte_tokenizer
-from support.pairs import make_pair_store
+from support.preference_pairs import make_pair_store
 from support.runs import assert_same_run, headway, make_stores, start_headway, wait_for_step
 from support.stock_cases import CASES, build_stock, save_stock
 
@@ -73,18 +73,16 @@ def test_a_run_resumes_bit_for_bit_and_leaves_a_folder_of_transformers(folder: P
     )
     for name in ("whole", "cut"):
         go(folder, name, *more)
-    (folder / "cut/checkpoints/step-00000004/manifest.json").write_text(
-        "{}"
-    )  # as if it had been killed after step 2
+    # as if it had been killed after step 2
+    (folder / "cut/checkpoints/step-00000004/manifest.json").write_text("{}")
     go(folder, "cut", *more)
     assert_same_run(folder / "whole", folder / "cut", 4)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole/final")
-    assert (
-        type(theirs).__name__ == "Starcoder2ForCausalLM" and theirs.config.residual_dropout == 0.1
-    )
+    exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole/final")
+    assert type(exported).__name__ == "Starcoder2ForCausalLM"
+    assert exported.config.residual_dropout == 0.1
     tokens = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = theirs.eval()(tokens).logits
+        wanted = exported.eval()(tokens).logits
     for path in ("whole", "whole/checkpoints/latest"):
         assert (logits(folder / path, tokens) - wanted).abs().max() < 1e-5
 
@@ -94,11 +92,12 @@ def test_an_adapter_has_the_names_of_the_class_and_trains_on(folder: Path, tmp_p
     go(folder, "lora", *targets)
     export_adapter(folder / "lora", tmp_path / "adapter")
     names = load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
-    assert len(names) == 8 and "base_model.model.model.layers.1.mlp.c_fc.lora_B.weight" in names
+    assert len(names) == 8
+    assert "base_model.model.model.layers.1.mlp.c_fc.lora_B.weight" in names
     tokens = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
-    whole, apart, plain = (
-        logits(folder / path, tokens) for path in ("lora", "lora/final/adapter", "star")
-    )
+    whole = logits(folder / "lora", tokens)
+    apart = logits(folder / "lora/final/adapter", tokens)
+    plain = logits(folder / "star", tokens)
     assert (whole - apart).abs().max() < 1e-5 < 1e-3 < (whole - plain).abs().max()
     go(folder, "more", f"init.from={folder}/lora/checkpoints/latest", *targets, "steps=2")
     assert losses(folder / "more")[-1] < losses(folder / "lora")[0]
@@ -112,18 +111,17 @@ def test_peft_loads_an_exported_adapter(folder: Path, tmp_path: Path) -> None:
     go(folder, "peft", "adapter.rank=4", "adapter.targets=[q_proj, c_fc]")
     export_adapter(folder / "peft", tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "star")
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    exported = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     tokens = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (logits(folder / "peft", tokens) - theirs(tokens).logits).abs().max() < 1e-5
+        assert (logits(folder / "peft", tokens) - exported(tokens).logits).abs().max() < 1e-5
 
 
 @pytest.mark.slow
 def test_pairs_and_random_weights_train(folder: Path) -> None:
     go(folder, "dpo", f"data.train=[{folder}/pairs]", "objective.kind=dpo", "steps=3")
-    assert losses(folder / "dpo")[0] == pytest.approx(
-        0.6931, abs=1e-3
-    )  # the policy is the reference
+    # the policy is the reference
+    assert losses(folder / "dpo")[0] == pytest.approx(0.6931, abs=1e-3)
     shape = "{model_type: gpt_neox, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4, intermediate_size: 48, vocab_size: 64}"
     go(
         folder,
@@ -140,12 +138,12 @@ def test_pairs_and_random_weights_train(folder: Path) -> None:
 def test_text_comes_out_of_the_engine_as_out_of_transformers(folder: Path, tmp_path: Path) -> None:
     import transformers
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "stable").eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder / "stable").eval()
     tokenizer = byte_tokenizer()
     wanted = []
     for prompt in (TEXT, "a"):
         ids = torch.tensor([tokenizer.encode(prompt)])
-        out = theirs.generate(
+        out = reference.generate(
             ids, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_id, pad_token_id=0
         )
         wanted.append(out[0, ids.shape[1] :].tolist())
@@ -162,7 +160,9 @@ def test_text_comes_out_of_the_engine_as_out_of_transformers(folder: Path, tmp_p
         "--json",
     )
     assert both.returncode == 0, both.stderr
-    assert [one["token_ids"] for one in json.loads(both.stdout)["generations"]] == wanted
+    assert [
+        generation["token_ids"] for generation in json.loads(both.stdout)["generations"]
+    ] == wanted
     (tmp_path / "text.txt").write_text(TEXT * 2)
     scored = headway(
         "eval",
@@ -176,7 +176,7 @@ def test_text_comes_out_of_the_engine_as_out_of_transformers(folder: Path, tmp_p
     assert scored.returncode == 0, scored.stderr
     ids = torch.tensor([tokenizer.encode(TEXT * 2)])
     with torch.no_grad():
-        wanted_loss = float(F.cross_entropy(theirs(ids[:, :-1]).logits[0], ids[0, 1:]))
+        wanted_loss = float(F.cross_entropy(reference(ids[:, :-1]).logits[0], ids[0, 1:]))
     assert json.loads(scored.stdout)["loss"] == pytest.approx(wanted_loss, abs=1e-4)
 
 
@@ -212,7 +212,8 @@ def test_what_a_wrapped_class_cannot_do_is_one_line(
 ) -> None:
     with pytest.raises(HeadwayError) as caught:
         resolve(load(Recipe, None, settings(folder, "bad", *more)))
-    assert named in str(caught.value) and "\n" not in str(caught.value)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
 

@@ -49,7 +49,8 @@ def test_a_signal_at_the_end_of_a_stage_begins_no_next_one(tmp_path: Path) -> No
         "the second stage is not even prepared"
     )
     summary = train(recipe)
-    assert summary["steps"] == 4 and (tmp_path / "run" / "stages" / "02-two").is_dir()
+    assert summary["steps"] == 4
+    assert (tmp_path / "run" / "stages" / "02-two").is_dir()
 
 
 def test_headway_stop_ends_the_demo_and_not_only_its_run(
@@ -77,7 +78,7 @@ def test_headway_stop_ends_the_demo_and_not_only_its_run(
 def test_a_signal_at_the_very_end_of_training_ends_the_verb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [stop_code(one) for one in ({}, {"exit_code": 130}, {"signal_after_end": "SIGINT"}, {"signal_after_end": "SIGTERM"})] == [
+    assert [stop_code(summary) for summary in ({}, {"exit_code": 130}, {"signal_after_end": "SIGINT"}, {"signal_after_end": "SIGTERM"})] == [
         None, 130, 130, 143,
     ]  # fmt: skip
     recipe = load(Recipe, None, [*TINY, f"run.dir={tmp_path}"])
@@ -104,7 +105,8 @@ def test_the_demo_stops_at_ctrl_c_and_at_sigterm_and_continues(tmp_path: Path) -
             process.send_signal(number)
             _, said = process.communicate(timeout=120)
         assert process.returncode == code, said
-        assert "[6/10]" not in said and "Traceback" not in said
+        assert "[6/10]" not in said
+        assert "Traceback" not in said
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
         assert steps == list(range(1, len(steps) + 1)) and len(steps) > seen, (
             "it continued, and each step is there once"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drill import small, started
+from support.killed_runs import small, started
 from support.runs import make_stores, write_recipe
 
 from headway.checkpoint.load import newest_good, step_folders
@@ -43,15 +43,15 @@ def test_a_request_saves_goes_on_and_then_leaves_at_the_step_that_was_named(
         wait(lambda: (run / "metrics.jsonl").exists() and attempt.has_begun())
         request_stop(run, StopRequest(save_only=True))
         wait(lambda: len(step_folders(run / "checkpoints")) == 1)
-        assert attempt.is_alive() and not (run / "stop.json").exists()
+        assert attempt.is_alive()
+        assert not (run / "stop.json").exists()
         target = len(read_metrics(run / "metrics.jsonl")) + 20
         assert request_stop(run, StopRequest(at_step=target))["ranks"] == world
         wait(lambda: not attempt.is_alive())
     assert attempt.codes == [143] * world
-    found = newest_good(run / "checkpoints")
-    assert found.reader is not None and found.reader.step == target == len(
-        read_metrics(run / "metrics.jsonl")
-    )
+    newest = newest_good(run / "checkpoints")
+    assert newest.reader is not None
+    assert newest.reader.step == target == len(read_metrics(run / "metrics.jsonl"))
     assert not list((run / "logs" / "heartbeat").glob("*.json"))
     with pytest.raises(LaunchError, match="none of its ranks is running"):
         request_stop(run, StopRequest())
@@ -66,7 +66,9 @@ def test_the_verb_says_what_it_asked_for_or_what_is_wrong(
         assert main(["stop", str(plan.run.folder), "--json"]) == 0
         wait(lambda: not attempt.is_alive())
     said = json.loads(capsys.readouterr().out)
-    assert said["ranks"] == 1 and said["at_step"] is None and not said["save_only"]
+    assert said["ranks"] == 1
+    assert said["at_step"] is None
+    assert not said["save_only"]
     assert attempt.codes == [143]
     assert main(["stop", str(tmp_path)]) == 2
     with pytest.raises(ConfigError, match="--at-step is -1"):

@@ -47,7 +47,7 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_unrotated_layers_and_another_theta_on_a_published_model(
+def test_unrotated_layers_and_another_theta_are_exported_and_read_by_transformers(
     model_type: str, tied: bool, transformers: Any, tmp_path: Path
 ) -> None:
     config = transformers.AutoConfig.for_model(
@@ -81,11 +81,11 @@ def test_unrotated_layers_and_another_theta_on_a_published_model(
         777.0,
     )
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
         run / "final", dtype=torch.float32
     ).eval()
     with torch.no_grad():
-        expected = theirs(tokens()).logits
+        expected = exported(tokens()).logits
     assert (logits(run / "final") - expected).abs().max() <= 1e-5
     assert (logits(locate(run)) - expected).abs().max() <= 1e-5
     # At this rate the weights stay: what differs is the rotation.

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.observe import BASE
 from support.ranks import free_port
+from support.setting_runs import BASE
 
 from headway.config.load import load
 from headway.runtime.optional import is_installed
@@ -61,7 +61,8 @@ def run_twice(folder: Path, tracker: str) -> tuple[Path, dict[int, float], str]:
         recipe = load(Recipe, None, settings)
         train(recipe)
         ids.append(json.loads((recipe.run.folder / "trackers.json").read_text()))
-    assert ids[0] == ids[1] and len(ids[0]) == 1
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == 1
     events = (recipe.run.folder / "events.jsonl").read_text()
     assert "tracker_failure" not in events, events
     losses = {
@@ -83,10 +84,12 @@ def test_wandb_offline_files_hold_the_same_numbers(tmp_path: Path) -> None:
         WANDB_READER,
         *sorted(map(str, run.glob("wandb/offline-run-*/run-*.wandb"))),
     ]
-    found = [json.loads(line) for line in subprocess.check_output(command, text=True).splitlines()]
-    assert {row["step"]: row["loss"] for row in found if "loss" in row} == losses
-    assert {row["id"] for row in found if "id" in row} == {identity}
-    assert any(row.get("tags") == ["a", "b"] for row in found)
+    history = [
+        json.loads(line) for line in subprocess.check_output(command, text=True).splitlines()
+    ]
+    assert {row["step"]: row["loss"] for row in history if "loss" in row} == losses
+    assert {row["id"] for row in history if "id" in row} == {identity}
+    assert any(row.get("tags") == ["a", "b"] for row in history)
 
 
 def test_trackio_has_the_same_numbers(tmp_path: Path) -> None:
@@ -110,7 +113,8 @@ def test_swanlab_writes_files_of_one_run(tmp_path: Path) -> None:
         pytest.skip("swanlab is not installed")
     run, losses, identity = run_twice(tmp_path, "swanlab")
     files = sorted(run.glob(f"swanlab/*/run-{identity}.swanlab"))
-    assert len(files) == 2 and losses
+    assert len(files) == 2
+    assert losses
     assert all(b"loss" in file.read_bytes() for file in files)
 
 
@@ -122,7 +126,8 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
     if not is_installed("mlflow") or command is None:
         pytest.skip("mlflow with its server is not installed")
     port = free_port()
-    store, artifacts = f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "artifacts")
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    artifacts = str(tmp_path / "artifacts")
     server = subprocess.Popen(
         [
             command,
@@ -172,13 +177,15 @@ def test_mlflow_server_has_the_same_numbers(mlflow_server: str, tmp_path: Path) 
     assert {int(point.get("step", 0)): point["value"] for point in history} == losses
     run = ask(f"{api}/runs/get?run_id={identity}")["run"]
     assert run["info"]["status"] == "FINISHED"
-    assert {one["key"]: one["value"] for one in run["data"]["params"]}["model.hidden_size"] == "16"
+    assert {param["key"]: param["value"] for param in run["data"]["params"]}[
+        "model.hidden_size"
+    ] == "16"
     assert any(tag["key"] == "headway.event.finish" for tag in run["data"]["tags"])
     places = [
-        ask(f"{api}/artifacts/list?run_id={identity}&path={place}")["files"]
-        for place in ("plots", "config", "metrics")
+        ask(f"{api}/artifacts/list?run_id={identity}&path={folder}")["files"]
+        for folder in ("plots", "config", "metrics")
     ]
-    kept = [one["path"] for files in places for one in files]
+    kept = [file["path"] for files in places for file in files]
     assert kept == [
         "plots/training_curve.svg",
         "config/environment.json",

@@ -33,16 +33,18 @@ SMALL = [
 
 def shortened(words: list[str]) -> list[str]:
     """The same command with fewer steps and a smaller model."""
-    found = [SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    found = [
-        SHORT[word.split("=")[0]] if word.split("=")[0] in SHORT and "=" in word else word
-        for word in found
+    shortened_words = [
+        SHORT.get(before, word) for before, word in zip(["", *words], words, strict=False)
     ]
-    is_first = found[:2] == ["train", "pretrain"]
+    shortened_words = [
+        SHORT[word.split("=")[0]] if word.split("=")[0] in SHORT and "=" in word else word
+        for word in shortened_words
+    ]
+    is_first = shortened_words[:2] == ["train", "pretrain"]
     return [
-        *found,
+        *shortened_words,
         *(SMALL if is_first else []),
-        *(["eval.rows=2", "eval.at_start=false"] if found[0] == "train" else []),
+        *(["eval.rows=2", "eval.at_start=false"] if shortened_words[0] == "train" else []),
     ]
 
 
@@ -62,9 +64,8 @@ def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_short: bool) -
             assert words[0] == "headway"
             arguments = shortened(words[1:]) if is_short else words[1:]
             if words[1] == "chat":
-                monkeypatch.setattr(
-                    sys, "stdin", io.StringIO("What does os.getcwd do?\n")
-                )  # what a person would type
+                # what a person would type
+                monkeypatch.setattr(sys, "stdin", io.StringIO("What does os.getcwd do?\n"))
             assert main(arguments) == 0, arguments
         done.append(words)
     return done
@@ -79,9 +80,8 @@ def test_every_command_of_the_tutorial_works(
         == len([line for line in COMMANDS if line.startswith(("headway", "python"))])
         >= 10
     )
-    assert (tmp_path / "my-model" / "model.safetensors").exists() and (
-        tmp_path / "report" / "report.md"
-    ).exists()
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+    assert (tmp_path / "report" / "report.md").exists()
 
 
 @pytest.mark.drill
@@ -91,4 +91,5 @@ def test_the_tutorial_as_it_stands_gives_a_model_that_answers(
 ) -> None:
     run_page(tmp_path, monkeypatch, is_short=False)
     losses = [float(loss) for loss in re.findall(r"valid/loss ([\d.]+)", capfd.readouterr().err)]
-    assert len(losses) > 4 and min(losses) < 0.8 * losses[0]
+    assert len(losses) > 4
+    assert min(losses) < 0.8 * losses[0]

@@ -26,12 +26,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_good_checkpoint_is_called_good_and_generates(run: Path) -> None:
     report = check_checkpoint(run)
-    assert (
-        report.problems == []
-        and report.step == 10
-        and len(report.token_ids) == 8
-        and report.tensors > 50
-    )
+    assert report.problems == []
+    assert report.step == 10
+    assert len(report.token_ids) == 8
+    assert report.tensors > 50
     assert report.token_ids == check_checkpoint(run / "checkpoints" / "latest").token_ids
 
 
@@ -43,24 +41,26 @@ def test_the_command_ends_with_1_and_lists_what_is_wrong(run: Path, tmp_path: Pa
     path.write_bytes(bytes(content))
     done = headway("verify", "checkpoint", str(tmp_path / "c" / "step-00000010"), "--json")
     assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    assert (
-        not found["good"]
-        and len(found["problems"]) == 1
-        and "rank-00000.safetensors: damaged" in found["problems"][0]
-    )
+    report = json.loads(done.stdout)
+    assert not report["good"]
+    assert len(report["problems"]) == 1
+    assert "rank-00000.safetensors: damaged" in report["problems"][0]
 
 
 def changed(run: Path, folder: Path, name: str, value: torch.Tensor | None) -> Path:
     """The same checkpoint with one tensor changed, or left out."""
     reader = open_checkpoint(run / "checkpoints" / "latest")
     records = []
-    for one in reader.names():
-        for role in reader.roles(one):
-            tensor = reader.read(one, role) if one != name or role != "master" else value
+    for tensor_name in reader.names():
+        for role in reader.roles(tensor_name):
+            tensor = (
+                reader.read(tensor_name, role) if tensor_name != name or role != "master" else value
+            )
             if tensor is not None:
                 records.append(
-                    StateTensor(one, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
+                    StateTensor(
+                        tensor_name, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)]
+                    )
                 )
     return save_checkpoint(folder, 10, records, reader.scalars)
 
@@ -83,8 +83,8 @@ def test_numbers_that_are_not_finite_and_shapes_that_do_not_fit_are_named(
     ).problems
     assert "model.norm.weight has shape" in problem
     assert any(
-        "model.norm.weight" in one
-        for one in check_checkpoint(
+        "model.norm.weight" in problem
+        for problem in check_checkpoint(
             changed(run, tmp_path / "gone", "model.norm.weight", None)
         ).problems
     )
@@ -107,5 +107,6 @@ def test_each_file_damaged_in_turn_is_named_and_the_one_before_is_used(
                 path.write_bytes(content[:-7] if how == "truncated" else flipped)
             problems = check_checkpoint(folder / "step-00000010").problems
             assert problems and all(name in problem for problem in problems), (name, how, problems)
-            found = newest_good(folder)
-            assert found.path == folder / "step-00000005" and name in found.rejected[0][1]
+            newest = newest_good(folder)
+            assert newest.path == folder / "step-00000005"
+            assert name in newest.rejected[0][1]

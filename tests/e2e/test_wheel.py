@@ -67,7 +67,8 @@ def test_the_wheel_holds_what_a_user_needs(built: dict[str, Path]) -> None:
     assert not [name for name in names if name.startswith(("tests", "recipes", "benchmarks"))]
     info = next(name for name in names if name.endswith("/METADATA"))
     about = HeaderParser().parsestr(wheel.read(info).decode())
-    assert about["Requires-Python"] == ">=3.11" and about["License-Expression"] == "Apache-2.0"
+    assert about["Requires-Python"] == ">=3.11"
+    assert about["License-Expression"] == "Apache-2.0"
     assert {*EXTRAS.values(), "all", "demo"} <= set(about.get_all("Provides-Extra") or ())
     core = [line.lower() for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
     assert not [
@@ -76,7 +77,8 @@ def test_the_wheel_holds_what_a_user_needs(built: dict[str, Path]) -> None:
         if line.startswith(tuple(name.lower() for name in (*EXTRAS, "protobuf")))
     ]
     licence = wheel.read(info.replace("METADATA", "licenses/LICENSE")).decode()
-    assert "Apache License" in licence and "END OF TERMS AND CONDITIONS" in licence
+    assert "Apache License" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
     notice = wheel.read(info.replace("METADATA", "licenses/NOTICE")).decode()
     libraries = json.loads(wheel.read("headway/vendor/libraries.json"))
     for library in libraries:
@@ -103,12 +105,12 @@ def use(headway: Path, folder: Path) -> dict[str, object]:
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }
 
-    def run(*arguments: str, given: str = "") -> str:
+    def run(*arguments: str, standard_input: str = "") -> str:
         done = subprocess.run(
             [str(headway), *arguments],
             cwd=folder,
             env=environment,
-            input=given,
+            input=standard_input,
             capture_output=True,
             text=True,
             check=False,
@@ -122,7 +124,7 @@ def use(headway: Path, folder: Path) -> dict[str, object]:
             json.dumps({"text": f"{n} and {n * n} are numbers. " * 9}) + "\n" for n in range(300)
         )
     )
-    (folder / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in QUESTIONS))
     small = [
         "steps=4",
         "data.seq_len=64",
@@ -231,5 +233,5 @@ def test_in_a_clean_environment_the_core_alone_trains_answers_and_exports(
     )
     assert there.returncode != 0, "the core should not bring transformers"
     (tmp_path / "work").mkdir()
-    found = use(tmp_path / "venv/bin/headway", tmp_path / "work")
-    assert "model.safetensors" in str(found["exported"])
+    results = use(tmp_path / "venv/bin/headway", tmp_path / "work")
+    assert "model.safetensors" in str(results["exported"])

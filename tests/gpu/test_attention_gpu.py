@@ -181,8 +181,8 @@ def test_compiled_halves_are_two_graphs_and_give_the_eager_result() -> None:
     eager, compiled = build(torch.bfloat16), build(torch.bfloat16)
     for block in compiled.model.layers.values():
         assert isinstance(block, Block)
-        block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
-        block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+        block.pre_attention = torch.compile(block.pre_attention, fullgraph=True, dynamic=False)
+        block.post_attention = torch.compile(block.post_attention, fullgraph=True, dynamic=False)
     ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
     position = (
         torch.cat([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).view(3, T).cuda()
@@ -227,8 +227,10 @@ def test_changing_a_document_leaves_its_neighbours_bit_equal(backend: str, compi
         assert isinstance(block, Block)
         block.core = partial(attend, backend=backend)
         if compiled:
-            block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
-            block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+            block.pre_attention = torch.compile(block.pre_attention, fullgraph=True, dynamic=False)
+            block.post_attention = torch.compile(
+                block.post_attention, fullgraph=True, dynamic=False
+            )
     tokens = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(0)).cuda()
     changed = tokens.clone()
     changed[0, 101:281] = (changed[0, 101:281] + 1) % 512

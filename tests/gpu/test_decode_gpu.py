@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.chunk_case import SEQUENCES, SHAPES, gap
+from support.cached_chunk_case import SEQUENCES, SHAPES, chunk_gap
 from support.engine_steps import engine_logits
 
 from headway.kernels.attention import attend_chunk, causal_mask
@@ -37,7 +37,7 @@ def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(
     name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     for shape in [*SHAPES, (128, 2, None)]:
-        far, same = gap(SEQUENCES[name], shape, "cuda", dtype)
+        far, same = chunk_gap(SEQUENCES[name], shape, "cuda", dtype)
         assert far < tolerance and same, (shape, far)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.adamw_case import bf16_moments
+from support.adamw_tensors import bf16_moments
 
 from headway.kernels import flash4
 from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step, adamw_step_reference

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pairs import make_pair_store
+from support.preference_pairs import make_pair_store
 
 from headway.config.load import load
 from headway.track.metrics_file import read_metrics

@@ -8,7 +8,7 @@ import torch
 from gpu.test_attention_gpu import ALONE, PACKED, T, inputs, mask
 from gpu.test_engine_gpu import requests, run
 from support.byte_model import write_model
-from support.chunk_case import SEQUENCES, SHAPES, gap
+from support.cached_chunk_case import SEQUENCES, SHAPES, chunk_gap
 from support.paged_case import HEADS, paged_gaps
 
 from headway.infer.engine.engine import InferenceEngine
@@ -80,7 +80,7 @@ def test_kernels_of_caches_have_sinks_as_their_references_do(
             assert far < tolerance and same, ("paged", name, far)
     for name, sequences in SEQUENCES.items():
         for shape in SHAPES:
-            far, same = gap(sequences, shape, "cuda", dtype, sinks=True)
+            far, same = chunk_gap(sequences, shape, "cuda", dtype, sinks=True)
             assert far < tolerance and same, ("chunk", name, shape, far)
 
 

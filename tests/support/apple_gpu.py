@@ -16,11 +16,11 @@ MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
     """The device that a call asks for."""
-    for given in (kwargs.get("device"), *args):
-        if isinstance(given, torch.device):
-            return given
-        if isinstance(given, str) and given.split(":")[0] in ("cpu", "mps", "meta", "cuda"):
-            return torch.device(given)
+    for argument in (kwargs.get("device"), *args):
+        if isinstance(argument, torch.device):
+            return argument
+        if isinstance(argument, str) and argument.split(":")[0] in ("cpu", "mps", "meta", "cuda"):
+            return torch.device(argument)
     return None
 
 
@@ -29,11 +29,11 @@ def _on_cpu(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same call for the CPU."""
 
-    def swap(given: Any) -> Any:
-        is_mps = (isinstance(given, torch.device) and given.type == "mps") or (
-            isinstance(given, str) and given.split(":")[0] == "mps"
+    def swap(device: Any) -> Any:
+        is_mps = (isinstance(device, torch.device) and device.type == "mps") or (
+            isinstance(device, str) and device.split(":")[0] == "mps"
         )
-        return torch.device("cpu") if is_mps else given
+        return torch.device("cpu") if is_mps else device
 
     return tuple(map(swap, args)), {key: swap(value) for key, value in kwargs.items()}
 
@@ -52,13 +52,13 @@ class OnMps(torch.Tensor):
         if target is not None:
             args, kwargs = _on_cpu(args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **kwargs)
-            return placed(found) if target.type == "mps" else found.as_subclass(torch.Tensor)
-        found = super().__torch_function__(func, types, args, kwargs)
-        for one in found if isinstance(found, (list, tuple)) else [found]:
-            if isinstance(one, OnMps) and func != torch.Tensor.dtype.__get__:  # pyright: ignore[reportAttributeAccessIssue]
-                _check(one)
-        return found
+                result = func(*args, **kwargs)
+            return placed(result) if target.type == "mps" else result.as_subclass(torch.Tensor)
+        result = super().__torch_function__(func, types, args, kwargs)
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, OnMps) and func != torch.Tensor.dtype.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+                _check(tensor)
+        return result
 
 
 def _check(tensor: torch.Tensor) -> None:
@@ -89,8 +89,8 @@ class _Factories(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             raise NotImplementedError("pinned memory for mps")
         args, kwargs = _on_cpu(args, kwargs)
-        found = func(*args, **kwargs)
-        return placed(found) if isinstance(found, torch.Tensor) else found
+        result = func(*args, **kwargs)
+        return placed(result) if isinstance(result, torch.Tensor) else result
 
 
 @contextmanager

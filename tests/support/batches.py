@@ -19,11 +19,9 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, vocab, (len(rows), seq_len + 1), generator=generator)
     shape = (len(rows), seq_len)
-    weight, position, document = (
-        torch.zeros(shape),
-        torch.zeros(shape, dtype=torch.int32),
-        torch.zeros(shape, dtype=torch.int32),
-    )
+    weight = torch.zeros(shape)
+    position = torch.zeros(shape, dtype=torch.int32)
+    document = torch.zeros(shape, dtype=torch.int32)
     bounds = torch.full((len(rows), max(9, 2 + max(map(len, rows)))), seq_len, dtype=torch.int32)
     for row, lengths in enumerate(rows):
         start = 0

@@ -40,7 +40,7 @@ from headway.store.media_table import MediaTableWriter, open_table
 from headway.store.reader import StoreWriter, open_store
 from headway.train.frozen_model import read_table
 from support.byte_model import CONFIG, byte_tokenizer, write_model, write_small_adapter
-from support.rot import random_bit, rot
+from support.disk_bit_flip import flip_bit_on_disk, random_bit
 
 DOCUMENTS = 40
 
@@ -58,25 +58,27 @@ class Kind:
 
 def flip_all(kind: str, folder: Path, count: int, seed: int) -> Counter[str]:
     """Flip `count` bits one after another; the original bytes come back after each. Failures name the seed and the bit."""
-    one = KINDS[kind]
-    one.make(folder)
-    before, draw, outcomes = one.read(folder), random.Random(f"{seed} {kind}"), Counter[str]()
+    sealed_kind = KINDS[kind]
+    sealed_kind.make(folder)
+    before = sealed_kind.read(folder)
+    draw = random.Random(f"{seed} {kind}")
+    outcomes = Counter[str]()
     for _ in range(count):
-        path = draw.choice(one.files(folder))
+        path = draw.choice(sealed_kind.files(folder))
         content = path.read_bytes()
         bit = random_bit(path, draw)
-        rot(path, bit, folder / "cache")
+        flip_bit_on_disk(path, bit, folder / "cache")
         damaged = path.read_bytes()
-        outcome = _outcome(one, folder, before)
+        outcome = _outcome(sealed_kind, folder, before)
         outcomes[outcome] += 1
         if outcome == "silent":
             print(f"silent: seed {seed}, {kind}, {path.name}, bit {bit}")  # noqa: T201
         if path.exists() and path.read_bytes() == damaged:
-            rot(path, bit, folder / "cache")
+            flip_bit_on_disk(path, bit, folder / "cache")
         else:  # it was made again
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-            one.read(folder)  # its checksum is remembered again
+            sealed_kind.read(folder)  # its checksum is remembered again
     return outcomes
 
 
@@ -102,10 +104,10 @@ def warnings_of(name: str) -> Iterator[list[str]]:
         logging.getLogger(name).removeHandler(handler)
 
 
-def _same(one: Any, two: Any) -> bool:
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_same, one, two))
-    return np.array_equal(one, two) if isinstance(one, np.ndarray) else one == two
+def _same(first: Any, two: Any) -> bool:
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(two) and all(map(_same, first, two))
+    return np.array_equal(first, two) if isinstance(first, np.ndarray) else first == two
 
 
 def _make_store(folder: Path) -> None:
@@ -121,14 +123,14 @@ def _make_store(folder: Path) -> None:
 
 def _read_store(folder: Path) -> Any:
     """All that a run sees of a store: it opens the data, hashes it, and reads every row of an epoch."""
-    given = {
+    settings = {
         "train": [str(folder / "store")],
         "seq_len": 64,
         "workers": 0,
         "cache_dir": folder / "cache",
         "tokenizer_unchecked": True,
     }
-    config = DataConfig.model_validate(given)
+    config = DataConfig.model_validate(settings)
     data = open_data(config, tokenizer=None, vocab_size=64, seed=0)
     left = data.checksums.verify_now(stored_files(data))
     assert not left
@@ -284,10 +286,9 @@ def _make_numbers(folder: Path) -> None:
 
 
 def _read_numbers(folder: Path) -> Any:
-    found = read_table(folder / "numbers.sealed", len(NUMBERS))
-    return (
-        NUMBERS if found is None else found
-    ).numpy()  # None: the reference scores the pairs again
+    table = read_table(folder / "numbers.sealed", len(NUMBERS))
+    # None: the reference scores the pairs again
+    return (NUMBERS if table is None else table).numpy()
 
 
 KINDS = {

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headway.board.access import Access
 from headway.board.server import BoardServer
 from headway.board.watch import Board, LocalSource
+from headway.runtime.web_access import Access
 from headway.track.metrics_file import MetricsFile
 
 
 def record(step: int, seed: float = 0.0) -> dict[str, Any]:
     """A step's record with the fields of a real one."""
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         "step": step, "loss": 2.0 + 5.0 / (1 + step / 50) + 0.1 * math.sin(step * 1.7 + seed),
         "grad_norm": 1.0 + 0.1 * math.cos(step + seed),
         "lr": 1e-3 / (1 + step / 1000), "loss/web": 3.0 + seed, "loss/code": 2.0, "num_consumed_tokens": 4096 * step, "epoch": 0,
@@ -27,8 +27,8 @@ def record(step: int, seed: float = 0.0) -> dict[str, Any]:
                  "eta_seconds": 60.0},
     }  # fmt: skip
     if step % 10 == 0:
-        found["valid"] = {"valid": {"loss": 3.0 - step / 1e6, "tokens": 100}}
-    return found
+        numbers["valid"] = {"valid": {"loss": 3.0 - step / 1e6, "tokens": 100}}
+    return numbers
 
 
 def make_run(
@@ -47,7 +47,7 @@ def make_run(
         (folder / "summary.json").write_text(
             json.dumps({"steps": steps, "seconds": 60.0, "checkpoint": None, "best_loss": 2.0})
         )
-    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "train.log").write_text("2026-01-01 INFO begins\n2026-01-01 INFO done\n")
     return folder
 
@@ -60,20 +60,21 @@ def append_record(folder: Path, step: int, **more: Any) -> None:
 def unpack(content: bytes) -> list[dict[str, Any]]:
     """The curves of an answer, read as the page reads them."""
     (length,) = struct.unpack_from("<I", content)
-    head, at = json.loads(content[4 : 4 + length]), 4 + length
-    assert at % 8 == 0
+    head = json.loads(content[4 : 4 + length])
+    offset = 4 + length
+    assert offset % 8 == 0
 
     def take(count: int) -> tuple[float, ...]:
-        nonlocal at
-        found = struct.unpack_from(f"<{count}d", content, at)
-        at += 8 * count
-        return found
+        nonlocal offset
+        values = struct.unpack_from(f"<{count}d", content, offset)
+        offset += 8 * count
+        return values
 
-    for one in head["series"]:
-        one["x"], one["y"], one["mean_x"], one["mean_y"], one["bad_x"] = (
-            take(one[key]) for key in ("n", "n", "means", "means", "bad")
+    for series in head["series"]:
+        series["x"], series["y"], series["mean_x"], series["mean_y"], series["bad_x"] = (
+            take(series[key]) for key in ("n", "n", "means", "means", "bad")
         )
-    assert at == len(content)
+    assert offset == len(content)
     return head["series"]
 
 
@@ -104,12 +105,12 @@ class Client:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *given: Any) -> None:
+    def redirect_request(self, *arguments: Any) -> None:
         return None
 
 
 @contextmanager
-def serving(
+def serving_board(
     root: Path, *, host: str = "127.0.0.1", token: str | None = None
 ) -> Iterator[tuple[Client, Board]]:
     """A board of a folder on a free port. With another `host` it still listens on loopback, under that host's rules."""

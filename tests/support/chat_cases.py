@@ -162,20 +162,20 @@ def encoded(turns: list[Turn], template: str, tokenizer: Tokenizer, tools: Tools
 
 def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Turns as transformers takes them."""
-    found: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     for turn in turns:
-        found.append(
+        converted.append(
             {
                 "role": turn.role,
                 "content": f"{turn.content}\n{turn.context}" if turn.context else turn.content,
             }
         )
         if turn.calls:
-            found[-1]["tool_calls"] = [
-                {"type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-                for one in turn.calls
+            converted[-1]["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.calls
             ]
-    return found
+    return converted
 
 
 def in_transformers(turns: list[Turn], source: str, tokenizer: Tokenizer, tools: Tools) -> str:
@@ -184,13 +184,13 @@ def in_transformers(turns: list[Turn], source: str, tokenizer: Tokenizer, tools:
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer.from_str(tokenizer.fast.to_str())
-    theirs = PreTrainedTokenizerFast(
+    reference = PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=source, bos_token="<s>", eos_token="</s>"
     )
 
     def written(prompt: bool) -> str:
         try:
-            text = theirs.apply_chat_template(
+            text = reference.apply_chat_template(
                 messages(turns),
                 tools=[*tools] or None,
                 tokenize=False,

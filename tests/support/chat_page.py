@@ -63,4 +63,4 @@ def choose_files(page: Page, selector: str, *files: Path) -> None:
     page.call("DOM.enable")
     root = page.call("DOM.getDocument")["root"]["nodeId"]
     node = page.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
-    page.call("DOM.setFileInputFiles", files=[str(one) for one in files], nodeId=node)
+    page.call("DOM.setFileInputFiles", files=[str(file) for file in files], nodeId=node)

@@ -25,7 +25,8 @@ class Page:
     """One tab."""
 
     def __init__(self, send: int, receive: int) -> None:
-        self.send_end, self.receive_end = send, receive
+        self.send_end = send
+        self.receive_end = receive
         self.number = 0
         self.buffer = b""
         self.session = ""
@@ -48,11 +49,11 @@ class Page:
             message["sessionId"] = self.session
         os.write(self.send_end, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._receive()
-            if found.get("id") == number:
-                assert "error" not in found, found["error"]
-                return found["result"]
-            self._note(found)
+            reply = self._receive()
+            if reply.get("id") == number:
+                assert "error" not in reply, reply["error"]
+                return reply["result"]
+            self._note(reply)
 
     call = _call
 
@@ -64,41 +65,42 @@ class Page:
         line, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(line)
 
-    def _note(self, found: dict[str, Any]) -> None:
-        method, given = found.get("method", ""), found.get("params", {})
+    def _note(self, message: dict[str, Any]) -> None:
+        method = message.get("method", "")
+        parameters = message.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(given["exceptionDetails"])[:500])
-        elif method == "Runtime.consoleAPICalled" and given["type"] in (
+            self.problems.append(json.dumps(parameters["exceptionDetails"])[:500])
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in (
             "error",
             "warning",
             "assert",
         ):
-            self.problems.append(json.dumps(given["args"])[:500])
-        elif method == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
-            self.problems.append(json.dumps(given["entry"])[:500])
+            self.problems.append(json.dumps(parameters["args"])[:500])
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.problems.append(json.dumps(parameters["entry"])[:500])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(given["request"]["url"])
+            self.requests.append(parameters["request"]["url"])
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url=address)
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page."""
-        found = self.call(
+        answer = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 15.0) -> Any:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while not (found := self.evaluate(script)):
+        while not (value := self.evaluate(script)):
             assert time.monotonic() < end, (
                 f"never true within {seconds} s: {script}; {self.problems}"
             )
             time.sleep(0.05)
-        return found
+        return value
 
     def move(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -148,7 +150,8 @@ def browser() -> Iterator[Page]:
     flags = [*FLAGS, f"--user-data-dir={profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
 
     def connect() -> None:  # the browser reads from 3 and writes to 4
-        read, write = os.dup(to_read), os.dup(from_write)
+        read = os.dup(to_read)
+        write = os.dup(from_write)
         os.dup2(read, 3)
         os.dup2(write, 4)
 

@@ -38,8 +38,8 @@ def why_not(packages: Mapping[str, str]) -> str | None:
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     lock = ["-o", "DPkg::Lock::Timeout=120"]
     refused = Path("/usr/sbin/policy-rc.d")
-    made = not refused.exists()
-    if made:  # installed only: the packages' own daemons must not be started
+    is_new = not refused.exists()
+    if is_new:  # installed only: the packages' own daemons must not be started
         refused.write_text("#!/bin/sh\nexit 101\n")
         refused.chmod(0o755)
     try:
@@ -56,7 +56,7 @@ def why_not(packages: Mapping[str, str]) -> str | None:
     except subprocess.TimeoutExpired:
         return f"{', '.join(missing)} cannot be installed: apt-get took longer than {APT_SECONDS} s"
     finally:
-        if made:
+        if is_new:
             refused.unlink()
     still = [program for program in packages if find_program(program) is None]
     return f"{', '.join(still)} not found after installing {', '.join(missing)}" if still else None
@@ -66,12 +66,12 @@ def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(socket.getsockname()[1]) for socket in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()
 
 
 def short_folder() -> Path:
@@ -81,12 +81,12 @@ def short_folder() -> Path:
     return folder
 
 
-def wait_until(ready: Callable[[], bool], what: str, seconds: float = START_SECONDS) -> float:
+def wait_until(ready: Callable[[], bool], condition: str, seconds: float = START_SECONDS) -> float:
     """Wait until `ready` is true; returns the seconds it took."""
     begun = time.monotonic()
     while not ready():
         if time.monotonic() - begun > seconds:
-            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+            raise TimeoutError(f"{condition}: not within {seconds:.0f} s")
         time.sleep(0.1)
     return time.monotonic() - begun
 

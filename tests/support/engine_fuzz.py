@@ -34,7 +34,7 @@ from headway.model.media_shape import MediaInput, MediaShape
 from headway.model.projector import MediaTensors
 from headway.store.media_items import MediaItem
 from support.byte_model import CONFIG, byte_tokenizer, write_model
-from support.head_masks import masked_forward
+from support.dense_head_masks import masked_forward
 from support.peft_folder import merged_updates, write_adapter
 
 MEDIA = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 4, 2)), hidden=8)
@@ -209,7 +209,9 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
         return answer
     if request.prompt_logprobs:
         known = scores_of(hidden[:-1]).log_softmax(-1)
-        answer.prompt_logprobs = [float(known[at, token]) for at, token in enumerate(prompt[1:])]
+        answer.prompt_logprobs = [
+            float(known[index, token]) for index, token in enumerate(prompt[1:])
+        ]
     if request.max_new_tokens == 0:
         answer.finished = "length"
         return answer
@@ -490,58 +492,94 @@ def compare(
     """What differs from the plain loop; empty where nothing does."""
     tokens = [token for event in events for token in event.tokens]
     for step, token in enumerate(tokens):
-        expected = answer.tokens[step] if step < len(answer.tokens) else None
-        if token != expected:
-            if token in answer.near.get(step, ()):
-                report.ties += 1
-                return ""
-            return f"token {step} is {token}, not {expected}"
-    first = events[0] if events else None
-    if (
-        request.prompt_logprobs
-        and first is not None
-        and first.finished not in ("cancelled", "error")
-    ):
-        given = first.prompt_logprobs
-        if given is None or len(given) != len(request.prompt):
-            return f"{None if given is None else len(given)} log-probabilities of {len(request.prompt)} prompt tokens"
-        values = [one.logprob for one in given if one is not None]
-        if [one.token for one in given if one is not None] != list(request.prompt[1:]):
-            return "log-probabilities of other prompt tokens"
-        if (
-            max(
-                (abs(a - b) for a, b in zip(values, answer.prompt_logprobs, strict=True)),
-                default=0.0,
-            )
-            > TIE
-        ):
-            return "log-probabilities of the prompt"
-    if request.logprobs is not None:
-        scored = [one for event in events for one in event.logprobs or ()]
-        if [one.token for one in scored] != tokens:
-            return "log-probabilities of other tokens"
-        for one, value, top in zip(scored, answer.logprobs, answer.tops, strict=False):
-            if abs(one.logprob - value) > TIE or len(one.top) != len(top):
-                return f"a log-probability is {one.logprob}, not {value}"
-            if max((abs(a[1] - b) for a, b in zip(one.top, top, strict=True)), default=0.0) > TIE:
-                return "log-probabilities of the likeliest tokens"
+        expected = None
+        if step < len(answer.tokens):
+            expected = answer.tokens[step]
+        if token == expected:
+            continue
+        if token in answer.near.get(step, ()):
+            # From here on another text follows.
+            report.ties += 1
+            return ""
+        return f"token {step} is {token}, not {expected}"
+    difference = prompt_logprobs_difference(request, answer, events)
+    if not difference:
+        difference = logprobs_difference(request, answer, events, tokens)
+    if difference:
+        return difference
     if was_cancelled and (not events or events[-1].finished == "cancelled"):
         report.cancelled += 1
         return ""
     report.compared += 1
-    if not events or events[-1].finished != answer.finished:
-        return f"ended with {events[-1].finished if events else None} ({events[-1].error if events else None}), not {answer.finished}"
+    return end_difference(request, answer, events, tokens)
+
+
+def largest_gap(values: Sequence[float], expected: Sequence[float]) -> float:
+    gaps = [abs(value - other) for value, other in zip(values, expected, strict=True)]
+    return max(gaps, default=0.0)
+
+
+def prompt_logprobs_difference(
+    request: EngineRequest, answer: PlainAnswer, events: Sequence[EngineEvent]
+) -> str:
+    if not request.prompt_logprobs or not events or events[0].finished in ("cancelled", "error"):
+        return ""
+    reported = events[0].prompt_logprobs
+    if reported is None:
+        return f"no log-probabilities of {len(request.prompt)} prompt tokens"
+    if len(reported) != len(request.prompt):
+        return f"{len(reported)} log-probabilities of {len(request.prompt)} prompt tokens"
+    # The first token of a prompt has none.
+    known = [logprob for logprob in reported if logprob is not None]
+    if [logprob.token for logprob in known] != list(request.prompt[1:]):
+        return "log-probabilities of other prompt tokens"
+    if largest_gap([logprob.logprob for logprob in known], answer.prompt_logprobs) > TIE:
+        return "log-probabilities of the prompt"
+    return ""
+
+
+def logprobs_difference(
+    request: EngineRequest,
+    answer: PlainAnswer,
+    events: Sequence[EngineEvent],
+    tokens: list[int],
+) -> str:
+    if request.logprobs is None:
+        return ""
+    scored = [logprob for event in events for logprob in event.logprobs or ()]
+    if [logprob.token for logprob in scored] != tokens:
+        return "log-probabilities of other tokens"
+    for logprob, value, top in zip(scored, answer.logprobs, answer.tops, strict=False):
+        if abs(logprob.logprob - value) > TIE or len(logprob.top) != len(top):
+            return f"a log-probability is {logprob.logprob}, not {value}"
+        if largest_gap([candidate[1] for candidate in logprob.top], top) > TIE:
+            return "log-probabilities of the likeliest tokens"
+    return ""
+
+
+def end_difference(
+    request: EngineRequest,
+    answer: PlainAnswer,
+    events: Sequence[EngineEvent],
+    tokens: list[int],
+) -> str:
+    if not events:
+        return f"no event, not {answer.finished}"
+    last = events[-1]
+    if last.finished != answer.finished:
+        return f"ended with {last.finished} ({last.error}), not {answer.finished}"
     if tokens != answer.tokens:
         return f"{len(tokens)} tokens, not {len(answer.tokens)}"
-    if (events[-1].error is None) != (answer.finished != "error"):
-        return f"the error is {events[-1].error}"
+    if (last.error is None) != (answer.finished != "error"):
+        return f"the error is {last.error}"
     if request.embed:
-        given = events[-1].embedding
         assert answer.embedding is not None
-        if given is None or (torch.tensor(given) - answer.embedding).abs().max() > 1e-3:
+        if last.embedding is None:
+            return "no embedding"
+        if (torch.tensor(last.embedding) - answer.embedding).abs().max() > 1e-3:
             return "the embedding"
-    if first is not None and first.cached_tokens >= len(request.prompt):
-        return f"{first.cached_tokens} of {len(request.prompt)} prompt tokens were cached"
+    if events[0].cached_tokens >= len(request.prompt):
+        return f"{events[0].cached_tokens} of {len(request.prompt)} prompt tokens were cached"
     return ""
 
 

@@ -31,7 +31,7 @@ def engine_logits(
     settings = EngineOptions(max_running=rows, page_tokens=16, prefix_reuse=False, **options)
     cache = build_cache(loaded, settings, tokens.shape[1])
     device = EngineDevice(loaded, cache, settings, model.config.vocab)
-    found: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+    logits_of_rows: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     for row, length in enumerate(lengths):
         pages = [cache.pool.allocate() for _ in range(cache.shape.pages_per_slot)]
         cache.table.append(row, pages)
@@ -40,7 +40,7 @@ def engine_logits(
             end = min(begin + chunk, length)
             piece = PrefillPiece(row, begin, end - begin)
             hidden = device.prefill([piece], [tokens[row, begin:end].tolist()])
-            found[row].append(device.logits(hidden))
+            logits_of_rows[row].append(device.logits(hidden))
     slots = list(range(rows))
     cache.set_length(slots, lengths)
     for step in range(steps):
@@ -49,5 +49,5 @@ def engine_logits(
         # The next step overwrites these logits.
         logits = device.decode(slots, max(lengths) + step + 1).clone()
         for row in range(rows):
-            found[row].append(logits[row : row + 1])
-    return [torch.cat(parts) for parts in found]
+            logits_of_rows[row].append(logits[row : row + 1])
+    return [torch.cat(parts) for parts in logits_of_rows]

@@ -81,10 +81,10 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
         fp8=setup.fp8,
     )
     engine = assemble(spec)
-    specs = [one for one in engine.specs.values() if one.start != "given"]
+    specs = [spec for spec in engine.specs.values() if spec.start != "given"]
     if setup.adapter is not None:
         specs = param_specs(setup.config)  # without what is stored quantised
-    values: Any = ((one.name, initial_value(one, setup.config, 1)) for one in specs)
+    values: Any = ((spec.name, initial_value(spec, setup.config, 1)) for spec in specs)
     if setup.adapter is not None:
         layouts = setup.adapter.layouts(setup.config)
         values = packed_values(values, layouts, spec.device)
@@ -105,7 +105,8 @@ def share_of_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
         seed=index,
         targets=[11, 4, 6, 1, 9, 8, 0, 0, 15, 2, 3, 7, 1, 1, 5, 0],
     )
-    size, each = ROWS // micro, micro // world
+    size = ROWS // micro
+    each = micro // world
     mine = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
     micros = tuple(
         replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS})

@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name of a case, which begins with the family -> class of transformers, and its settings."""
 
 
-def build_theirs(case: str) -> Any:
+def build_reference(case: str) -> Any:
     """A model of transformers in evaluation mode, every parameter random: an untrained norm or bias would hide mistakes."""
     import transformers
 
@@ -134,9 +134,8 @@ def build_theirs(case: str) -> Any:
     )
     seed = sum(map(ord, case))
     with torch.random.fork_rng():
-        torch.manual_seed(
-            seed
-        )  # whatever ran before: where two experts are nearly equal, rounding would choose
+        # whatever ran before: where two experts are nearly equal, rounding would choose
+        torch.manual_seed(seed)
         model = getattr(
             transformers,
             f"{name.removesuffix('Text')}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}",

@@ -22,7 +22,9 @@ class Forked:
         """`out` and `err` are descriptors to write to instead of files of its own, for instance a pipe nobody reads."""
         self.returncode: int | None = None
         self.stdout = self.stderr = ""
-        self._files = [_nameless_file() if given is None else os.dup(given) for given in (out, err)]
+        self._files = [
+            _nameless_file() if stream is None else os.dup(stream) for stream in (out, err)
+        ]
         self._is_own = [out is None, err is None]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -36,8 +38,8 @@ class Forked:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
                 self.stdout, self.stderr = (
-                    _content(file) if own else _closed(file)
-                    for file, own in zip(self._files, self._is_own, strict=True)
+                    _content(file) if is_own else _closed(file)
+                    for file, is_own in zip(self._files, self._is_own, strict=True)
                 )
         return self.returncode
 
@@ -76,8 +78,8 @@ def _become(arguments: list[str], files: list[int]) -> None:
     """Run the command line in this process, the forked one, and end it."""
     code = 1
     try:
-        for place, descriptor in enumerate(files, start=1):
-            os.dup2(descriptor, place)
+        for number, descriptor in enumerate(files, start=1):
+            os.dup2(descriptor, number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8")
         sys.stdout = io.TextIOWrapper(

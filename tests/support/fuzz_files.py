@@ -351,12 +351,19 @@ def _model_folder(rng: random.Random, folder: Path) -> tuple[str, Callable[[], A
         (work / "x.txt").write_text(WORDS[0], encoding="utf-8")
         copy, _ = _damaged(folder / "good" / "run" / "final", work, inner)
         if inner.random() < 0.8:
-            (copy / DIGESTS).unlink(
-                missing_ok=True
-            )  # else they would find every damage before a reader does
+            # else they would find every damage before a reader does
+            _remove(copy / DIGESTS)
         return run_verb(verb)
 
     return f"{verb[:2]} on a damaged model folder", call
+
+
+def _remove(path: Path) -> None:
+    """Damage may have made a folder or a link of a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _tokenizer(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:

@@ -79,7 +79,7 @@ def _make(folder: Path) -> None:
         + base64.b64encode((good / "a.png").read_bytes()).decode(),
     }
     (good / "a.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in (*RECORDS, record)), encoding="utf-8"
+        "".join(json.dumps(line) + "\n" for line in (*RECORDS, record)), encoding="utf-8"
     )
 
 
@@ -88,7 +88,9 @@ def _make_film(path: Path, pixels: Any) -> None:
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=5)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.width = 32
+        stream.height = 32
+        stream.pix_fmt = "yuv420p"
         for _ in range(4):
             container.mux(
                 stream.encode(
@@ -108,7 +110,8 @@ def _case(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
     record = inner.choice(RECORDS)
     name = source.name
     if how < 0.4:
-        name, record = "x.jsonl", mutate_value(record, inner)
+        name = "x.jsonl"
+        record = mutate_value(record, inner)
         if inner.random() < 0.3:
             record = {
                 "text": "a",
@@ -118,7 +121,8 @@ def _case(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
         key = {"png": "image", "jpg": "image", "webp": "image", "avi": "video"}.get(
             source.suffix[1:], "audio"
         )
-        name, record = "x.jsonl", {"text": "a", key: source.name}
+        name = "x.jsonl"
+        record = {"text": "a", key: source.name}
 
     def call() -> int:
         work = folder / "work"

@@ -93,21 +93,26 @@ def _override(rng: random.Random) -> list[str]:
         kind, _, key = rest.partition("]")
         if holder == "track":
             return [f"track=[{{kind: {kind}, {key.removeprefix('.')}: {hostile_text(rng)}}}]"]
-        before, path = [f"{holder}.kind={kind}"], holder + key
+        before = [f"{holder}.kind={kind}"]
+        path = holder + key
     for holder in ("data.train.", "data.valid.sets.", "stages.", "optim.groups."):
         if path.startswith(holder):
             key = path.removeprefix(holder)
-            one = (
+            source = (
                 f"{{path: store0, {key}: {hostile_text(rng)}}}"
                 if holder.startswith("data")
                 else f"{{{key}: {hostile_text(rng)}}}"
             )
-            return [f"{holder[:-1]}={{a: {one}}}" if "sets" in holder else f"{holder[:-1]}=[{one}]"]
+            return [
+                f"{holder[:-1]}={{a: {source}}}"
+                if "sets" in holder
+                else f"{holder[:-1]}=[{source}]"
+            ]
     return [*before, f"{path}={hostile_text(rng)}"]
 
 
 def _setting_read(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
-    overrides = [one for _ in range(rng.choice((1, 1, 2))) for one in _override(rng)]
+    overrides = [override for _ in range(rng.choice((1, 1, 2))) for override in _override(rng)]
     if rng.random() < 0.1:
         overrides.append(
             rng.choice(
@@ -145,23 +150,23 @@ def _verbs() -> list[tuple[str, Any]]:
 
     from headway.cli import build_app
 
-    found: list[tuple[str, Any]] = []
+    verbs: list[tuple[str, Any]] = []
 
     def walk(command: Any, name: str) -> None:
         for key, below in getattr(command, "commands", {}).items():
             walk(below, f"{name} {key}".strip())
         if not getattr(command, "commands", {}):
-            found.append((name, command))
+            verbs.append((name, command))
 
     walk(typer.main.get_command(build_app()), "")
-    return found
+    return verbs
 
 
 VERBS = _verbs()
 
 
 def _option(rng: random.Random, folder: Path) -> tuple[str, Callable[[], Any]]:
-    name, command = rng.choice([one for one in VERBS if one[0] not in STARTS_WORK])
+    name, command = rng.choice([verb for verb in VERBS if verb[0] not in STARTS_WORK])
     line = name.split()
     for parameter in command.params:
         is_flag = getattr(parameter, "is_flag", False)

@@ -63,7 +63,9 @@ def fuzz(
     """Run a target's cases until the seconds are over. Case N of a seed is always the same: `only` runs that one."""
     folder.mkdir(parents=True, exist_ok=True)
     target.prepare(folder)
-    tally, end, number = Tally(), time.monotonic() + seconds, 0 if only is None else only
+    tally = Tally()
+    end = time.monotonic() + seconds
+    number = 0 if only is None else only
     while time.monotonic() < end and (only is None or number == only):
         number = _child(target, folder, seed, number, end if only is None else 0.0, tally)
     return tally
@@ -80,7 +82,8 @@ def _child(target: Target, folder: Path, seed: int, number: int, end: float, tal
     started = None
     for said in _events(reading, pid):
         if said["event"] == "begin":
-            started, number = said["case"], number + 1
+            started = said["case"]
+            number = number + 1
             tally.cases += 1
             continue
         started = None
@@ -116,9 +119,8 @@ def _events(reading: int, pid: int) -> Iterator[dict[str, str]]:
 def _run_cases(
     target: Target, folder: Path, seed: int, number: int, end: float, writing: int
 ) -> None:
-    mapped = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    )  # what the parent had mapped already
+    # what the parent had mapped already
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = os.fdopen(writing, "w", encoding="utf-8", errors="replace")
@@ -162,8 +164,8 @@ def _ring(number: int, frame: FrameType | None) -> None:
     raise Hang(f"after {CASE_SECONDS} s")
 
 
-def _say(out: io.TextIOBase, **what: str) -> None:
-    out.write(json.dumps(what) + "\n")
+def _say(out: io.TextIOBase, **fields: str) -> None:
+    out.write(json.dumps(fields) + "\n")
     out.flush()
 
 
@@ -220,11 +222,12 @@ def mutate_value(value: Any, rng: random.Random) -> Any:
         else:
             changed[key] = mutate_value(value[key], rng)
         return changed
-    place, items = rng.randrange(len(value)), list(value)
+    index = rng.randrange(len(value))
+    items = list(value)
     if rng.random() < 0.3:
-        del items[place]
+        del items[index]
     else:
-        items[place] = mutate_value(items[place], rng)
+        items[index] = mutate_value(items[index], rng)
     return items
 
 
@@ -246,18 +249,18 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
         return data[: rng.randrange(len(data))]
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randrange(len(changed) + 1)
+        index = rng.randrange(len(changed) + 1)
         kind = rng.random()
-        if kind < 0.5 and place < len(changed):
-            changed[place] ^= 1 << rng.randrange(8)
+        if kind < 0.5 and index < len(changed):
+            changed[index] ^= 1 << rng.randrange(8)
         elif kind < 0.7:
-            changed[place:place] = rng.choice(
+            changed[index:index] = rng.choice(
                 (b"\x00", b"\xff\xff\xff\xff", b"{", b"[" * 2000, b"\n", b'"', rng.randbytes(8))
             )
         elif kind < 0.85:
-            changed[place : place + rng.randrange(1, 64)] = b"\x00" * rng.randrange(0, 64)
+            changed[index : index + rng.randrange(1, 64)] = b"\x00" * rng.randrange(0, 64)
         else:
-            changed[place:place] = changed[: rng.randrange(0, 256)]
+            changed[index:index] = changed[: rng.randrange(0, 256)]
     return bytes(changed)
 
 
@@ -279,10 +282,10 @@ def mutate_file(path: Path, rng: random.Random) -> str:
     if path.suffix in (".json", ".jsonl") and how < 0.65:
         try:
             lines = data.decode().splitlines() if path.suffix == ".jsonl" else [data.decode()]
-            place = rng.randrange(len(lines))
-            lines[place] = json.dumps(mutate_value(json.loads(lines[place]), rng))
+            index = rng.randrange(len(lines))
+            lines[index] = json.dumps(mutate_value(json.loads(lines[index]), rng))
             path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
-            return f"{path.name} with another value: {lines[place][:200]}"
+            return f"{path.name} with another value: {lines[index][:200]}"
         except (ValueError, IndexError, RecursionError):
             pass
     path.write_bytes(mutate_bytes(data, rng))

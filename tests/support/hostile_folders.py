@@ -60,17 +60,17 @@ def healthy_folders(root: Path) -> dict[str, Path]:
         "mistral": {"sliding_window": 8},
         "smollm3": {"no_rope_layers": (1,)},
     }
-    found = {
+    folders = {
         kind: _model(root / kind, ModelConfig.model_validate({"family": kind, **SHAPE, **more}))
         for kind, more in kinds.items()
     }
-    found["bin"] = _pickled(root / "bin", found["llama"])
-    found["sharded"] = _sharded(root / "sharded", found["llama"])
-    found["z2all"] = _zero2all(root / "z2all")
-    found["internlm"] = root / "internlm"
-    write_weights(_values(_internlm()), found["internlm"], 2, 1)
-    found["adapter"] = _adapter(root / "adapter", found["llama"])
-    return found
+    folders["bin"] = _pickled(root / "bin", folders["llama"])
+    folders["sharded"] = _sharded(root / "sharded", folders["llama"])
+    folders["z2all"] = _zero2all(root / "z2all")
+    folders["internlm"] = root / "internlm"
+    write_weights(_values(_internlm()), folders["internlm"], 2, 1)
+    folders["adapter"] = _adapter(root / "adapter", folders["llama"])
+    return folders
 
 
 def _internlm() -> ModelConfig:
@@ -186,18 +186,18 @@ def _json_mutations(path: Path) -> Iterator[Mutation]:
 
     def put(change: Callable[[dict[str, Any]], None]) -> Write:
         def apply(target: Path) -> None:
-            found = json.loads(target.read_text())
-            change(found)
-            target.write_text(json.dumps(found))
+            content = json.loads(target.read_text())
+            change(content)
+            target.write_text(json.dumps(content))
 
         return apply
 
     for key, below in content.items():
-        yield f"without {key}", put(lambda found, key=key: found.pop(key))
+        yield f"without {key}", put(lambda content, key=key: content.pop(key))
         for number, value in enumerate(VALUES):
             yield (
                 f"{key}={str(value)[:20]!r} ({number})",
-                put(lambda found, key=key, value=value: found.__setitem__(key, value)),
+                put(lambda content, key=key, value=value: content.__setitem__(key, value)),
             )
         if isinstance(below, dict):
             for inner in list(below)[:12]:
@@ -205,7 +205,7 @@ def _json_mutations(path: Path) -> Iterator[Mutation]:
                     yield (
                         f"{key}.{inner} {number}",
                         put(
-                            lambda found, k=key, i=inner, value=value: found[k].__setitem__(
+                            lambda content, k=key, i=inner, value=value: content[k].__setitem__(
                                 i, value
                             )
                         ),
@@ -213,7 +213,7 @@ def _json_mutations(path: Path) -> Iterator[Mutation]:
     for number, value in enumerate(VALUES):
         yield (
             f"unknown key {number}",
-            put(lambda found, value=value: found.__setitem__("rope_scaling", value)),
+            put(lambda content, value=value: content.__setitem__("rope_scaling", value)),
         )
 
 
@@ -245,12 +245,12 @@ def _tensor_mutations(path: Path) -> Iterator[Mutation]:
     for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn, torch.float64, torch.int64):
         yield (
             f"of type {dtype}",
-            again(lambda values, dtype=dtype: first(values, lambda one: one.to(dtype))),
+            again(lambda values, dtype=dtype: first(values, lambda tensor: tensor.to(dtype))),
         )
-    yield "nan", again(lambda values: first(values, lambda one: one * float("nan")))
-    yield "infinite", again(lambda values: first(values, lambda one: one / 0))
-    yield "flat", again(lambda values: first(values, lambda one: one.flatten()))
-    yield "none of it", again(lambda values: first(values, lambda one: one[:0]))
+    yield "nan", again(lambda values: first(values, lambda tensor: tensor * float("nan")))
+    yield "infinite", again(lambda values: first(values, lambda tensor: tensor / 0))
+    yield "flat", again(lambda values: first(values, lambda tensor: tensor.flatten()))
+    yield "none of it", again(lambda values: first(values, lambda tensor: tensor[:0]))
     yield "one more", again(lambda values: {**values, "extra": torch.ones(1)})
     yield "one less", again(lambda values: dict(sorted(values.items())[1:]))
 
@@ -280,20 +280,20 @@ def _pickle_mutations(path: Path) -> Iterator[Mutation]:
         return apply
 
     for name, change in {
-        "sparse": lambda one: one.to_sparse(), "flat": torch.flatten, "nan": lambda one: one * float("nan"), "text": str,
-        "int8": lambda one: one.to(torch.int8), "meta": lambda one: one.to("meta"), "scalar": lambda one: one.sum(),
+        "sparse": lambda tensor: tensor.to_sparse(), "flat": torch.flatten, "nan": lambda tensor: tensor * float("nan"), "text": str,
+        "int8": lambda tensor: tensor.to(torch.int8), "meta": lambda tensor: tensor.to("meta"), "scalar": lambda tensor: tensor.sum(),
     }.items():  # fmt: skip
         if path.name != "model_config.pt":
             yield name, first(change)
     size = path.stat().st_size
     for number in range(24):
-        at = random.Random(number).randrange(size)
-        yield f"flip at {at}", lambda target, at=at: _flip(target, at)
+        position = random.Random(number).randrange(size)
+        yield f"flip at {position}", lambda target, offset=position: _flip(target, offset)
 
 
-def _flip(path: Path, at: int) -> None:
+def _flip(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
-    content[at % max(1, len(content))] ^= 0xFF
+    content[offset % max(1, len(content))] ^= 0xFF
     path.write_bytes(content)
 
 

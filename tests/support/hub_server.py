@@ -62,20 +62,21 @@ class Hub:
         )
 
     def etag(self, name: str, data: bytes) -> str:
-        return hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else git_sha1(data)
+        if name.endswith(".safetensors"):
+            return hashlib.sha256(data).hexdigest()
+        return git_sha1(data)
 
     def info(self, revision: str) -> dict[str, Any]:
         siblings = [
             {"rfilename": name, "size": len(data)}
             for name, data in (self.content(revision) or {}).items()
         ]
-        sha = (
-            commit_of(revision)
-            if revision in self.revisions
-            else revision
-            if len(revision) == 40
-            else COMMIT
-        )
+        if revision in self.revisions:
+            sha = commit_of(revision)
+        elif len(revision) == 40:
+            sha = revision
+        else:
+            sha = COMMIT
         return {
             "id": "org/name",
             "sha": sha,
@@ -101,19 +102,21 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             for key, value in {"Content-Length": str(len(data)), **headers}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if self.command != "HEAD":
-                if not hub.slow_seconds:
-                    self.wfile.write(data[:cut])
-                for at in range(0, len(data), 1 << 16) if hub.slow_seconds else ():
+            if self.command == "HEAD":
+                return
+            if hub.slow_seconds:
+                for start in range(0, len(data), 1 << 16):
                     try:
-                        self.wfile.write(data[at : at + (1 << 16)])
+                        self.wfile.write(data[start : start + (1 << 16)])
                     except OSError:
                         return  # who asked is gone
                     time.sleep(hub.slow_seconds)
-                if cut is not None and cut < len(data):
-                    self.wfile.flush()
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    self.close_connection = True
+            else:
+                self.wfile.write(data[:cut])
+            if cut is not None and cut < len(data):
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
 
         def do_HEAD(self) -> None:
             self.do_GET()
@@ -124,11 +127,11 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             )
             path = self.path.partition("?")[0]
             if hub.refusal is not None and "org/name" in path:
-                self.answer(
-                    hub.refusal[0],
-                    b"{}",
-                    {"X-Error-Code": hub.refusal[1]} if hub.refusal[1] else {},
-                )
+                status, error_code = hub.refusal
+                headers = {}
+                if error_code:
+                    headers["X-Error-Code"] = error_code
+                self.answer(status, b"{}", headers)
                 return
             described = re.fullmatch(
                 r"/api/(?:models|datasets)/org/name(?:/revision/([\w.%-]+))?", path
@@ -153,13 +156,18 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 ]
                 self.answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
                 return
-            found = re.fullmatch(r"(?:/datasets)?/org/name/resolve/([\w.-]+)/(.+)", path)
-            files = (hub.content(found[1]) if found else None) or {}
-            if found is None or found[2] not in files:
-                code = "EntryNotFound" if found else "RepoNotFound"
-                self.answer(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": COMMIT})
+            match = re.fullmatch(r"(?:/datasets)?/org/name/resolve/([\w.-]+)/(.+)", path)
+            if match is None:
+                headers = {"X-Error-Code": "RepoNotFound", "X-Repo-Commit": COMMIT}
+                self.answer(404, b"{}", headers)
                 return
-            self.send_file(found[2], files[found[2]], found[1])
+            revision, name = match.groups()
+            files = hub.content(revision) or {}
+            if name not in files:
+                headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+                self.answer(404, b"{}", headers)
+                return
+            self.send_file(name, files[name], revision)
 
         def send_file(self, name: str, data: bytes, commit: str) -> None:
             if (
@@ -174,17 +182,23 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             }
             if name in hub.wrong:
                 data = bytes([data[0] ^ 1]) + data[1:]
-            begin = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-            start = int(begin[1]) if begin else 0
-            part = data[start : int(begin[2]) + 1 if begin and begin[2] else None]
-            if begin:
+            status = 200
+            part = data
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            if wanted:
+                status = 206
+                start = int(wanted[1])
+                stop = len(data)
+                if wanted[2]:
+                    stop = int(wanted[2]) + 1
+                part = data[start:stop]
                 headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
-            cut, hub.cut_after = (
-                (hub.cut_after, None)
-                if self.command == "GET" and len(part) > 1000
-                else (None, hub.cut_after)
-            )
-            self.answer(206 if begin else 200, part, headers, cut)
+            # Only one answer is cut, and none of the small ones.
+            cut = None
+            if self.command == "GET" and len(part) > 1000:
+                cut = hub.cut_after
+                hub.cut_after = None
+            self.answer(status, part, headers, cut)
 
     return Handler
 

@@ -26,7 +26,7 @@ def shard(
 ) -> dict[tuple[int, int], Values]:
     """(tensor rank, stage) -> state dict in the order of InternLM's modules."""
     cut = lambda value, dim: value.chunk(tp, dim)  # noqa: E731
-    found: dict[tuple[int, int], Values] = {}
+    shards: dict[tuple[int, int], Values] = {}
     stages = stage_layers(layers, pp)
     for stage, numbers in enumerate(stages):
         for rank in range(tp):
@@ -52,10 +52,8 @@ def shard(
                     f"norm{n}.weight": mine[f"{name}_layernorm.weight"]
                     for n, name in ((1, "input"), (2, "post_attention"))
                 }
-                up, down = (
-                    cut(mine["mlp.up_proj.weight"], 0)[rank],
-                    cut(mine["mlp.down_proj.weight"], 1)[rank],
-                )
+                up = cut(mine["mlp.up_proj.weight"], 0)[rank]
+                down = cut(mine["mlp.down_proj.weight"], 1)[rank]
                 parts |= {"mlp.w1.weight": cut(mine["mlp.gate_proj.weight"], 0)[rank]}
                 parts |= (
                     {"mlp.w2.weight": down, "mlp.w3.weight": up}
@@ -68,8 +66,8 @@ def shard(
                     "norm.weight": ours["model.norm.weight"],
                     "head.weight": cut(ours["lm_head.weight"], 0)[rank],
                 }
-            found[rank, stage] = {f"model.{key}": value.clone() for key, value in state.items()}
-    return found
+            shards[rank, stage] = {f"model.{key}": value.clone() for key, value in state.items()}
+    return shards
 
 
 @contextmanager
@@ -90,7 +88,8 @@ def upstream_classes() -> Iterator[types.SimpleNamespace]:
     parents = ["internlm", "internlm.core", "internlm.core.context"]
     sys.modules |= {name: types.ModuleType(name) for name in parents}
     for name, kind in places.items():
-        kind.__module__, kind.__qualname__ = name, kind.__name__
+        kind.__module__ = name
+        kind.__qualname__ = kind.__name__
         module = sys.modules[name] = types.ModuleType(name)
         setattr(module, kind.__name__, kind)
     try:
@@ -148,7 +147,7 @@ def write_optimizer(
         plan: list[list[str]] = [[] for _ in range(zero)]
         sizes = [0] * zero
         for number, key in enumerate(
-            sorted(local, key=lambda one: local[one].numel(), reverse=True)
+            sorted(local, key=lambda name: local[name].numel(), reverse=True)
         ):
             lightest = sizes.index(min(sizes))
             owners[lightest].append(key)

@@ -25,10 +25,11 @@ from headway.tasks.dpo import Config as DPO
 from headway.tasks.head_sparsity import Config as HeadSparsity
 from headway.tasks.next_token import Config as NextToken
 from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step
-from support.pairs import pair_batch
+from support.preference_pairs import pair_batch
 from support.ranks import run_ranks
 
-STEPS, DRILL_STEPS = 5, 10
+STEPS = 5
+DRILL_STEPS = 10
 TRIAL_OPTIM = OPTIM.model_copy(update={"eps": 1e-6, "lr": 3e-3})
 """Adam turns the rounding of a gradient near zero into a whole step; these keep it small."""
 PLAIN = CONFIG.with_(dropout=0.0, num_heads=8, num_kv_heads=4, init_std=0.3)
@@ -85,12 +86,12 @@ def trial(
     return LayoutTrial(name, world, Setup(parallel, config=config, **setup), pairs)
 
 
-def step_of(one: LayoutTrial, index: int, rank: int, world: int) -> StepBatch:
+def step_of(trial: LayoutTrial, index: int, rank: int, world: int) -> StepBatch:
     """This rank's rows of a step, the same rows however many ranks read them."""
     return (
-        pair_step(index, one.setup.micro, rank, world)
-        if one.pairs
-        else share_of_step(index, one.setup.micro, rank, world)
+        pair_step(index, trial.setup.micro, rank, world)
+        if trial.pairs
+        else share_of_step(index, trial.setup.micro, rank, world)
     )
 
 
@@ -106,7 +107,8 @@ def pair_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
         for row in range(16)
     ]
     batch = pair_batch(rows, seq_len=16)
-    size, each = 16 // micro, micro // world
+    size = 16 // micro
+    each = micro // world
     mine = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
     micros = tuple(
         replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS})
@@ -122,13 +124,14 @@ def pair_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
     )
 
 
-def train_some(one: LayoutTrial, engine: Any, steps: range) -> tuple[list[float], list[float]]:
+def train_some(trial: LayoutTrial, engine: Any, steps: range) -> tuple[list[float], list[float]]:
     """Losses and norms of some steps."""
     data = engine.ranks.data
-    losses, norms = [], []
+    losses = []
+    norms = []
     for index in steps:
         result = engine.forward_backward(
-            step_of(one, index, data.rank, data.size), StepInfo(index, 20)
+            step_of(trial, index, data.rank, data.size), StepInfo(index, 20)
         )
         update = engine.update(hypers(TRIAL_OPTIM, engine.groups, index, 20))
         assert not update.skipped
@@ -137,12 +140,12 @@ def train_some(one: LayoutTrial, engine: Any, steps: range) -> tuple[list[float]
     return losses, norms
 
 
-def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outcome:
+def train_trial(trial: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outcome:
     """Train one trial on this rank."""
-    engine = make_engine(group, one.setup)
+    engine = make_engine(group, trial.setup)
     data = engine.ranks.data
-    losses, norms = train_some(one, engine, range(steps))
-    batches = step_of(one, steps, data.rank, data.size).microbatches
+    losses, norms = train_some(trial, engine, range(steps))
+    batches = step_of(trial, steps, data.rank, data.size).microbatches
     sums = engine.evaluate(batches, StepInfo(steps, 20, training=False))
     valid = {
         name: float(total / weight) for name, (total, weight) in sums.items() if total.dim() == 0
@@ -150,15 +153,18 @@ def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outco
     return Outcome(losses, norms, valid, {name: value.clone() for name, value in engine.weights()})
 
 
-def on_one_process(one: LayoutTrial) -> LayoutTrial:
+def on_one_process(trial: LayoutTrial) -> LayoutTrial:
     """A trial without its layout."""
     kept = {
         key: value
-        for key, value in one.setup.parallel.items()
+        for key, value in trial.setup.parallel.items()
         if key in ("accumulate_dtype", "reduce_dtype")
     }
     return replace(
-        one, name="alone", world=1, setup=replace(one.setup, parallel=kept, compile_blocks=False)
+        trial,
+        name="alone",
+        world=1,
+        setup=replace(trial.setup, parallel=kept, compile_blocks=False),
     )
 
 
@@ -174,7 +180,7 @@ def compare(
     ]
     wrong: list[str] = []
     for world, several in groupby(
-        sorted(trials, key=lambda one: one.world), key=lambda one: one.world
+        sorted(trials, key=lambda trial: trial.world), key=lambda trial: trial.world
     ):
         listed = list(several)
         results = run_ranks(
@@ -182,34 +188,34 @@ def compare(
             world,
             timeout=60 + seconds_each * len(listed),
         )
-        for index, one in enumerate(listed):
+        for index, trial in enumerate(listed):
             try:
                 differences = [
-                    _differences(one, outcomes[index], tolerance, steps) for outcomes in results
+                    _differences(trial, outcomes[index], tolerance, steps) for outcomes in results
                 ]
             except AssertionError as problem:
                 wrong.append(str(problem)[:600])
                 continue
             worst = [max(column) for column in zip(*differences, strict=True)]
             table.append(
-                f"{one.name:<44}{world:>6}  " + "".join(f"{value:>10.1e}" for value in worst)
+                f"{trial.name:<44}{world:>6}  " + "".join(f"{value:>10.1e}" for value in worst)
             )
     assert not wrong, "\n\n".join(["\n".join(table), *wrong])
     return table
 
 
 def _train_all(trials: Sequence[LayoutTrial], steps: int, group: RankGroup) -> list[Outcome]:
-    return [train_trial(one, group, steps) for one in trials]
+    return [train_trial(trial, group, steps) for trial in trials]
 
 
 def _differences(
-    one: LayoutTrial, got: Outcome, tolerance: float, steps: int
+    trial: LayoutTrial, got: Outcome, tolerance: float, steps: int
 ) -> tuple[float, float, float]:
-    right = _right(one, steps)
-    assert got.losses == pytest.approx(right.losses, rel=tolerance, abs=1e-7), one.name
-    assert got.norms == pytest.approx(right.norms, rel=10 * tolerance), one.name
-    assert got.valid == pytest.approx(right.valid, rel=10 * tolerance, abs=1e-6), one.name
-    assert got.weights.keys() == right.weights.keys(), one.name
+    right = _right(trial, steps)
+    assert got.losses == pytest.approx(right.losses, rel=tolerance, abs=1e-7), trial.name
+    assert got.norms == pytest.approx(right.norms, rel=10 * tolerance), trial.name
+    assert got.valid == pytest.approx(right.valid, rel=10 * tolerance, abs=1e-6), trial.name
+    assert got.weights.keys() == right.weights.keys(), trial.name
     # what starts at zero, such as a bias, is compared with a norm of at least 1
     far = {
         name: float(
@@ -218,7 +224,7 @@ def _differences(
         for name, value in right.weights.items()
     }
     assert max(far.values()) <= tolerance, (
-        f"{one.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
+        f"{trial.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
     )
     return _far(got.losses, right.losses), _far(got.norms, right.norms), max(far.values())
 
@@ -230,21 +236,20 @@ def _far(got: list[float], right: list[float]) -> float:
 _ALONE: dict[tuple[str, int], Outcome] = {}
 
 
-def _right(one: LayoutTrial, steps: int) -> Outcome:
-    key = (repr(on_one_process(one)), steps)
+def _right(trial: LayoutTrial, steps: int) -> Outcome:
+    key = (repr(on_one_process(trial)), steps)
     if key not in _ALONE:
-        _ALONE[key] = train_trial(on_one_process(one), RankGroup(), steps)
+        _ALONE[key] = train_trial(on_one_process(trial), RankGroup(), steps)
     return _ALONE[key]
 
 
 def tensor_trials() -> list[LayoutTrial]:
     """The tensor axis, alone and with others."""
-    tensor, whole, zero1 = (
-        {"tensor": 2},
-        {"tensor": 2, "sequence": False},
-        {"tensor": 2, "zero1": {"size": "auto"}},
-    )
-    both, fsdp = {**tensor, "context": 2}, {**tensor, "strategy": "fsdp"}
+    tensor = {"tensor": 2}
+    whole = {"tensor": 2, "sequence": False}
+    zero1 = {"tensor": 2, "zero1": {"size": "auto"}}
+    both = {**tensor, "context": 2}
+    fsdp = {**tensor, "strategy": "fsdp"}
     untied = PLAIN.with_(tie_embeddings=False)
     biased = untied.with_(norm="layernorm", qk_norm=True, **BIASES)
     gates = {"config": GATED, "objective": SPARSITY}
@@ -287,7 +292,8 @@ def tensor_trials() -> list[LayoutTrial]:
 
 def more_tensor_trials() -> list[LayoutTrial]:
     """The rest of the tensor axis, for drills."""
-    tensor, whole = {"tensor": 2}, {"tensor": 2, "sequence": False}
+    tensor = {"tensor": 2}
+    whole = {"tensor": 2, "sequence": False}
     off = {"overlap": {"reduce": False, "gather": False, "step": False}}
     fsdp = {**tensor, "strategy": "fsdp"}
     biased = PLAIN.with_(tie_embeddings=False, norm="layernorm", qk_norm=True, **BIASES)
@@ -501,7 +507,8 @@ def more_expert_axis_trials() -> list[LayoutTrial]:
         "aux_scope": "step",
         "bias_rate": 0.01,
     }
-    mixture, two = PLAIN.with_(experts={**experts, "first_dense": 1}), {"expert": 2}
+    mixture = PLAIN.with_(experts={**experts, "first_dense": 1})
+    two = {"expert": 2}
     off = {"overlap": {"reduce": False, "gather": False, "step": False}}
     gates = {"config": GATED.with_(experts=experts), "objective": SPARSITY}
     offload = {"recompute": 1.0, "offload": ["activations", "optimizer"]}

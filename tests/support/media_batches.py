@@ -43,32 +43,37 @@ def with_media(
     rows, length = batch.tokens.shape
     slot = torch.full((rows, length), -1, dtype=torch.int32)
     extra: dict[str, torch.Tensor] = {}
-    begin = at = 0
-    for one in shape.inputs:
-        features = torch.randn(rows, ITEMS, one.vectors, one.width, generator=generator)
+    begin = column = 0
+    for modality in shape.inputs:
+        features = torch.randn(rows, ITEMS, modality.vectors, modality.width, generator=generator)
         here = (
             torch.rand(rows, ITEMS, generator=generator) > 0.3
             if present is None
             else torch.full((rows, ITEMS), present)
         )
-        extra |= {f"media.{one.modality}": features, f"media.{one.modality}.present": here}
+        extra |= {
+            f"media.{modality.modality}": features,
+            f"media.{modality.modality}.present": here,
+        }
         for item in range(ITEMS):
             for row in range(0, rows, 1 + item):  # not every row has all items
-                place = at + row % 2
-                slot[row, place : place + one.tokens] = (
-                    begin + item * one.tokens + torch.arange(one.tokens, dtype=torch.int32)
+                position = column + row % 2
+                slot[row, position : position + modality.tokens] = (
+                    begin
+                    + item * modality.tokens
+                    + torch.arange(modality.tokens, dtype=torch.int32)
                 )
-            at += one.tokens + 1
-        begin += ITEMS * one.tokens
+            column += modality.tokens + 1
+        begin += ITEMS * modality.tokens
     weight = batch.loss_weight.clone()
     weight[:, :-1][slot[:, 1:] >= 0] = 0.0
     return replace(batch, loss_weight=weight, extra={"media.slot": slot, **extra})
 
 
-def media_batch(index: int, shape: MediaShape = SHAPE, **given: Any) -> Batch:
+def media_batch(index: int, shape: MediaShape = SHAPE, **columns: Any) -> Batch:
     """The rows of step `index`."""
     rows = [[16], [7, 5], [3, 3, 3], [12], [2, 9], [4, 4, 4, 4], [9], [5]] * 2
-    return with_media(make_batch(rows, seq_len=16, vocab=64, seed=index), shape, index, **given)
+    return with_media(make_batch(rows, seq_len=16, vocab=64, seed=index), shape, index, **columns)
 
 
 def media_share(
@@ -76,7 +81,8 @@ def media_share(
 ) -> StepBatch:
     """This rank's microbatches of step `index`."""
     batch = media_batch(index, shape)
-    size, each = ROWS // micro, micro // world
+    size = ROWS // micro
+    each = micro // world
     parts = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
     micros = tuple(
         replace(

@@ -29,14 +29,17 @@ class ArrayTable:
             .astype(np.float32)
         )
         self.known = {content_hash(modality, number): number for number in range(count)}
-        self.shape, self.dtype = self.array.shape[1:], self.array.dtype
+        self.shape = self.array.shape[1:]
+        self.dtype = self.array.dtype
         self.content_key = f"array-{modality}-{count}"
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         return self.array[indices]
 
     def indices_of(self, content_hashes: Sequence[str]) -> np.ndarray:
-        return np.array([self.known.get(one, -1) for one in content_hashes], np.int64)
+        return np.array(
+            [self.known.get(content_hash, -1) for content_hash in content_hashes], np.int64
+        )
 
 
 def make_features(count: int = 40) -> MediaFeatures:

@@ -42,8 +42,7 @@ def run_inside(monkeypatch: pytest.MonkeyPatch) -> OneProcessExecutor:
     """Let every `--on` run its tasks in this process."""
     executor = OneProcessExecutor()
     monkeypatch.setattr("headway.runtime.executor.work.executor_for", lambda on, workers: executor)
-    monkeypatch.setattr(
-        "headway.runtime.executor.task.fsync_file", lambda descriptor: None
-    )  # which takes most of the time of small tasks
+    # which takes most of the time of small tasks
+    monkeypatch.setattr("headway.runtime.executor.task.fsync_file", lambda descriptor: None)
     monkeypatch.setattr("headway.runtime.executor.task.fsync_folder", lambda path: None)
     return executor

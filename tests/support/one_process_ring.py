@@ -15,7 +15,8 @@ class EmulatedRing(RankGroup):
 
     def __init__(self, rank: int, kv: list[Tensor]) -> None:
         super().__init__(rank, len(kv))
-        self.kv, self.gradients = kv, [torch.zeros_like(one, dtype=torch.float32) for one in kv]
+        self.kv = kv
+        self.gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in kv]
         self.restart()
 
     def restart(self) -> None:
@@ -52,7 +53,9 @@ def run_ring(
     """(o, [gradients of q, k, v]) of whole rows, computed by the ranks of a ring."""
     parts = [split_rows(x, ranks) for x in (q, k, v, d_o)]
     kv = [torch.stack(pair) for pair in zip(parts[1], parts[2], strict=True)]
-    outputs, d_queries, rings = [], [], [EmulatedRing(rank, kv) for rank in range(ranks)]
+    outputs = []
+    d_queries = []
+    rings = [EmulatedRing(rank, kv) for rank in range(ranks)]
     for ring in rings:
         leaf = parts[0][ring.rank].detach().requires_grad_()
         keys, values = (x.detach().requires_grad_() for x in kv[ring.rank])
@@ -65,5 +68,5 @@ def run_ring(
     d_kv = [sum(ring.gradients[rank] for ring in rings) for rank in range(ranks)]
     return join_rows(outputs), [
         join_rows(d_queries),
-        *(join_rows([one[side] for one in d_kv]) for side in (0, 1)),
+        *(join_rows([gradients[side] for gradients in d_kv]) for side in (0, 1)),
     ]  # pyright: ignore

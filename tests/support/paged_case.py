@@ -15,7 +15,10 @@ from headway.kernels.paged_attention import (
     paged_reference,
 )
 
-PAGE, SLOTS, PAGES, CONTEXT = 16, 5, 60, 160
+PAGE = 16
+SLOTS = 5
+PAGES = 60
+CONTEXT = 160
 HEADS: dict[str, list[tuple[int, int, int, int] | None]] = {
     "full": [None, None],
     "mixed": [None, (4, 28, 12, NO_LIMIT)],
@@ -52,7 +55,8 @@ def case(
     keys, values = (
         torch.randn(size * head_size, generator=generator).to(device, dtype) for _ in range(2)
     )
-    rows, slots = 6, torch.tensor([4, 0, SLOTS, 2, 1, 3], device=device)
+    rows = 6
+    slots = torch.tensor([4, 0, SLOTS, 2, 1, 3], device=device)
     position = torch.tensor([0, 5, -1, 38, 97, 159], device=device)
     table = torch.randperm(PAGES, generator=generator)[: SLOTS * 10].view(SLOTS, 10)
     table = torch.cat([table, torch.zeros(1, 10, dtype=torch.int64)]).int().to(device)
@@ -87,9 +91,10 @@ def paged_gaps(
         plan = replace(
             plan, rule=replace(plan.rule, sinks=torch.linspace(-2, 3, q.shape[1]).to(device, dtype))
         )
-    kept_k, kept_v = keys.clone(), values.clone()
+    kept_k = keys.clone()
+    kept_v = values.clone()
     expected = paged_reference(q, k, v, kept_k, kept_v, step, plan)
-    found = paged_attention(q, k, v, keys, values, step, plan)
-    return (found.float() - expected.float()).abs().max().item(), torch.equal(
+    output = paged_attention(q, k, v, keys, values, step, plan)
+    return (output.float() - expected.float()).abs().max().item(), torch.equal(
         keys, kept_k
     ) and torch.equal(values, kept_v)

@@ -48,10 +48,10 @@ def more_pipeline_trials() -> list[LayoutTrial]:
         for micro in (1, 2, 16)
     ]
     eight = [
-        trial(f"{name} x {axis} x zero1 of {size}, {what}", 8, {**schedule, axis: 2, "zero1": {"size": size}}, **of)
+        trial(f"{name} x {axis} x zero1 of {size}, {description}", 8, {**schedule, axis: 2, "zero1": {"size": size}}, **of)
         for name, schedule, size in zip(NAMES, SCHEDULES, ("auto", 2, 1), strict=True)
         for axis in ("context", "tensor")
-        for what, of in (("tied", {"config": DEEP}), ("gates", GATES))
+        for description, of in (("tied", {"config": DEEP}), ("gates", GATES))
     ]  # fmt: skip
     return [
         *two,

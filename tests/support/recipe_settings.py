@@ -8,10 +8,10 @@ from pydantic import BaseModel
 from headway.config.kinds import KindIn, kind_config, kind_names
 
 
-def setting_paths(schema: type[BaseModel], at: str = "") -> Iterator[str]:
+def setting_paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """`optim[adamw].schedule.warmup` and the like, one for each setting that holds a value."""
     for name, field in schema.model_fields.items():
-        path = at + (field.alias or name)
+        path = prefix + (field.alias or name)
         package = _package([*field.metadata, field.annotation])
         below = _sections(field.annotation)
         if package is not None:
@@ -27,9 +27,9 @@ def _package(things: list[Any]) -> str | None:
     for thing in things:
         if isinstance(thing, KindIn):
             return thing.package
-        found = _package([*getattr(thing, "__metadata__", ()), *getattr(thing, "__args__", ())])
-        if found is not None:
-            return found
+        package = _package([*getattr(thing, "__metadata__", ()), *getattr(thing, "__args__", ())])
+        if package is not None:
+            return package
     return None
 
 

@@ -97,9 +97,10 @@ def wait_for_step(
         time.sleep(0.005)
 
 
-def assert_same_run(one: Path, two: Path, step: int) -> None:
+def assert_same_run(first: Path, two: Path, step: int) -> None:
     """The checkpoints of a step and the metrics of two runs are the same, bit for bit, all but the timings."""
-    left, right = (open_checkpoint(run / "checkpoints" / f"step-{step:08}") for run in (one, two))
+    left = open_checkpoint(first / "checkpoints" / f"step-{step:08}")
+    right = open_checkpoint(two / "checkpoints" / f"step-{step:08}")
     assert left.names() == right.names()
     for name in left.names():
         for role in left.roles(name):
@@ -109,7 +110,7 @@ def assert_same_run(one: Path, two: Path, step: int) -> None:
     assert {k: v for k, v in left.scalars.items() if k != "seconds"} == {
         k: v for k, v in right.scalars.items() if k != "seconds"
     }
-    assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
+    assert deterministic(first / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
 
 
 def deterministic(path: Path) -> list[dict[str, Any]]:

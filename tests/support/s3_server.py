@@ -95,8 +95,10 @@ def _proxy(port: int) -> tuple[ThreadingHTTPServer, Store]:
             with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
                 connection.request(self.command, self.path, body, headers)
                 with connection.getresponse() as answer:
-                    content, status, given = answer.read(), answer.status, dict(answer.getheaders())
-            self._answer(status, content, given)
+                    content = answer.read()
+                    status = answer.status
+                    answer_headers = dict(answer.getheaders())
+            self._answer(status, content, answer_headers)
 
         def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

@@ -8,14 +8,15 @@ from typing import Any
 from headway.runtime.heartbeat import read_beats
 from support.daemons import wait_until
 from support.runs import headway, make_stores, write_recipe
-from support.slurm import Cluster
+from support.slurm_cluster import Cluster
 
 
 class JobRoom:
     """A folder with two stores and recipes, and the command line; SLURM_CONF must be set in this process."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
-        self.folder, self.cluster = folder, cluster
+        self.folder = folder
+        self.cluster = cluster
         self.stores = make_stores(folder)
 
     def recipe(self, name: str, steps: int = 120, more: str = "") -> Path:
@@ -75,22 +76,22 @@ class JobRoom:
 
     def launchers(self, job: str, node: str) -> list[int]:
         """The processes that srun started on a node."""
-        found = []
+        launchers_found = []
         for pid in self.cluster.job_processes(node):
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            is_rank = any(one.startswith(b"HEADWAY_LAUNCHER_PID=") for one in variables)
+            is_rank = any(variable.startswith(b"HEADWAY_LAUNCHER_PID=") for variable in variables)
             if (
                 b"train" in words
                 and b"slurm_job" not in b" ".join(words)
                 and not is_rank
                 and f"SLURM_JOB_ID={job}".encode() in variables
             ):
-                found.append(pid)
-        return found
+                launchers_found.append(pid)
+        return launchers_found
 
     def starts(self, run: Path, job: str) -> list[dict[str, Any]]:
         """The record that a job left."""

@@ -24,33 +24,30 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 def columns(seed: int, rows: int = ROWS, absent: float = 0.3) -> dict[str, torch.Tensor]:
     """Media of some samples; about a third of them lacks each modality, and the last row is empty."""
     draw = torch.Generator().manual_seed(seed)
-    found: dict[str, torch.Tensor] = {"sample": torch.arange(rows)}
-    found["sample"][-1] = -1
+    media_columns: dict[str, torch.Tensor] = {"sample": torch.arange(rows)}
+    media_columns["sample"][-1] = -1
     # Samples 0 and 1, 2 and 3, ... have the same caption; every picture and sound is another.
-    found["content.text"] = torch.arange(rows) // 2
-    found["content.image"] = torch.arange(rows) + (1 << 40)
-    found["content.audio"] = torch.arange(rows) + (1 << 41)
+    media_columns["content.text"] = torch.arange(rows) // 2
+    media_columns["content.image"] = torch.arange(rows) + (1 << 40)
+    media_columns["content.audio"] = torch.arange(rows) + (1 << 41)
     for name, (shape, dtype) in SHAPES.items():
         present = torch.rand(rows, generator=draw) >= absent
         present[-1] = False
-        values = (
-            torch.randn(rows, *shape, generator=draw) * 20 - 40 if dtype == torch.float32 else None
+        if dtype == torch.float32:
+            values = torch.randn(rows, *shape, generator=draw) * 20 - 40
+        else:
+            values = torch.randint(0, 200, (rows, *shape), generator=draw).to(dtype)
+        is_present = present.view(-1, *[1] * len(shape))
+        media_columns[f"media.{name}"] = torch.where(
+            is_present, values, torch.zeros((), dtype=dtype)
         )
-        values = (
-            torch.randint(0, 200, (rows, *shape), generator=draw).to(dtype)
-            if values is None
-            else values
-        )
-        found[f"media.{name}"] = torch.where(
-            present.view(-1, *[1] * len(shape)), values, torch.zeros((), dtype=dtype)
-        )
-        found[f"present.{name}"] = present
-    return found
+        media_columns[f"present.{name}"] = present
+    return media_columns
 
 
-def batch_of(found: dict[str, torch.Tensor]) -> Batch:
+def batch_of(values: dict[str, torch.Tensor]) -> Batch:
     """A microbatch with these columns."""
-    rows = len(found["sample"])
+    rows = len(values["sample"])
     zeros = torch.zeros(rows, 2, dtype=torch.int64)
     ints = zeros.int()
     return Batch(
@@ -63,16 +60,19 @@ def batch_of(found: dict[str, torch.Tensor]) -> Batch:
         torch.tensor([[0, 1, 2]] * rows).int(),
         True,
         2,
-        extra=found,
+        extra=values,
     )
 
 
 def share_of_samples(index: int, micro: int, rank: int, world: int, rows: int = ROWS) -> StepBatch:
     """This rank's microbatches of step `index`."""
-    found = columns(index, rows)
-    size, each = rows // micro, micro // world
+    values = columns(index, rows)
+    size = rows // micro
+    each = micro // world
     parts = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
-    micros = tuple(batch_of({name: value[part] for name, value in found.items()}) for part in parts)
+    micros = tuple(
+        batch_of({name: value[part] for name, value in values.items()}) for part in parts
+    )
     return StepBatch(
         micros,
         {"targets": 0.0, "rows": float(rows - 1)},
@@ -91,12 +91,8 @@ def naive_loss(
             both = present[:, a] & present[:, b]
             if int(both.sum()) < 2:
                 continue
-            logits = (
-                (log_scales[a].exp() + log_scales[b].exp())
-                / 2
-                * values[both, a]
-                @ values[both, b].T
-            )
+            scale = (log_scales[a].exp() + log_scales[b].exp()) / 2
+            logits = scale * values[both, a] @ values[both, b].T
             right = torch.arange(len(logits))
             losses.append(
                 (

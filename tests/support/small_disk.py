@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-NEW_MOUNTS, NEW_USER, PRIVATE = 0x00020000, 0x10000000, 1 << 18 | 1 << 14
+NEW_MOUNTS = 0x00020000
+NEW_USER = 0x10000000
+PRIVATE = 1 << 18 | 1 << 14
 
 
 class Ended(NamedTuple):
@@ -23,9 +25,9 @@ class Ended(NamedTuple):
     left: list[str]
 
 
-def on_small_disk(place: Path, kilobytes: int, commands: Sequence[Sequence[str]]) -> list[Ended]:
+def on_small_disk(folder: Path, kilobytes: int, commands: Sequence[Sequence[str]]) -> list[Ended]:
     """Run commands of headway, each with an empty disk at `place`."""
-    place.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     with tempfile.TemporaryFile() as results:
         child = os.fork()
         if child == 0:
@@ -33,8 +35,8 @@ def on_small_disk(place: Path, kilobytes: int, commands: Sequence[Sequence[str]]
             try:
                 if not _own_mounts():
                     os._exit(77)
-                found = [_ended(place, kilobytes, command) for command in commands]
-                results.write(pickle.dumps(found))
+                ended = [_ended(folder, kilobytes, command) for command in commands]
+                results.write(pickle.dumps(ended))
                 results.flush()
                 code = 0
             finally:
@@ -49,7 +51,8 @@ def on_small_disk(place: Path, kilobytes: int, commands: Sequence[Sequence[str]]
 
 def _own_mounts() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     if libc.unshare(NEW_MOUNTS | (NEW_USER if user else 0)) != 0:
         return False
     if user:
@@ -59,11 +62,11 @@ def _own_mounts() -> bool:
     return libc.mount(b"none", b"/", None, PRIVATE, None) == 0
 
 
-def _ended(place: Path, kilobytes: int, command: Sequence[str]) -> Ended:
+def _ended(folder: Path, kilobytes: int, command: Sequence[str]) -> Ended:
     from headway.cli import main
 
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", str(place).encode(), b"tmpfs", 0, f"size={kilobytes}k".encode()) != 0:
+    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={kilobytes}k".encode()) != 0:
         os._exit(77)
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -71,6 +74,6 @@ def _ended(place: Path, kilobytes: int, command: Sequence[str]) -> Ended:
             code = main(list(command))
         except SystemExit as end:
             code = end.code
-    left = sorted(str(path.relative_to(place)) for path in place.rglob("*"))
-    libc.umount2(str(place).encode(), 2)
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    libc.umount2(str(folder).encode(), 2)
     return Ended(int(code or 0), said.getvalue(), left)

@@ -80,15 +80,15 @@ def whisper_folder(folder: Path) -> Path:
 
 def image_settings(folder: Path, side: int, **changes: Any) -> None:
     """The preprocessor_config.json of a CLIP-like folder."""
-    given = {
+    settings = {
         "do_resize": True,
         "size": {"shortest_edge": side},
         "do_center_crop": True,
         "crop_size": {"height": side, "width": side},
     }
-    given |= {"resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-    given |= {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
-    (folder / "preprocessor_config.json").write_text(json.dumps(given | changes))
+    settings |= {"resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+    settings |= {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | changes))
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def frozen_from(overrides: dict[str, Any], folder: Path) -> Any:
     from headway.errors import HeadwayError
 
     modality = next(iter(overrides)).split(".")[0]
-    given = {
+    settings = {
         name.split(".")[1]: json.loads(value) if value.lstrip("-")[:1].isdigit() else value
         for name, value in overrides.items()
     }
@@ -159,8 +159,10 @@ def frozen_from(overrides: dict[str, Any], folder: Path) -> Any:
         mock.patch("headway.model.encoders.minilm.package_files", return_value=files),
     ):
         try:
-            found: Any = kind_config("headway.model.encoders", given["kind"]).model_validate(given)
-            encoder = found.build(modality)
+            config: Any = kind_config("headway.model.encoders", settings["kind"]).model_validate(
+                settings
+            )
+            encoder = config.build(modality)
         except HeadwayError as error:
             return str(error)
     return (

@@ -26,7 +26,9 @@ def film(frames: int = 24, kind: str = "mp4", sound: bool = True, rate: int = 16
                 np.float32
             )
             frame = av.AudioFrame.from_ndarray(wave[None], format="fltp", layout="mono")
-            frame.sample_rate, frame.time_base, frame.pts = rate, Fraction(1, rate), 0
+            frame.sample_rate = rate
+            frame.time_base = Fraction(1, rate)
+            frame.pts = 0
             for packet in [*track.encode(frame), *track.encode(None)]:
                 container.mux(packet)
     return out.getvalue()

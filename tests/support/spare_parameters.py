@@ -15,17 +15,18 @@ class Spare:
     scope: Literal["row", "step"] = "row"
 
     def __init__(self, since: int) -> None:
-        self.plain, self.since = NextToken().build(), since
+        self.plain = NextToken().build()
+        self.since = since
         self.module = torch.nn.Module()
         for name, value in (("scale", 1.5), ("spare", 2.0), ("turns", 3.0)):
             setattr(self.module, name, torch.nn.Parameter(torch.tensor([value])))
 
     def loss(self, out: Any, batch: Any, at: Any, exchange: Any) -> Loss:
-        found = self.plain.loss(out, batch, at, exchange)
-        total = found.terms["next_token"].sum
+        loss = self.plain.loss(out, batch, at, exchange)
+        total = loss.terms["next_token"].sum
         if at.step >= self.since:
             total = total * self.module.turns.sum() / 3
-        return Loss({"next_token": Term(total * self.module.scale.sum())}, found.metrics)
+        return Loss({"next_token": Term(total * self.module.scale.sum())}, loss.metrics)
 
 
 def spare(since: int = 10**9) -> Any:

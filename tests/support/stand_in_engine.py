@@ -34,7 +34,8 @@ from headway.serve.engine_setup import EngineFacts, EngineSetup
 from headway.tokenizer.chat_template import BUILT_IN
 from support.chat_tokenizer import byte_tokenizer
 
-CONTEXT, WIDTH = 4096, 4
+CONTEXT = 4096
+WIDTH = 4
 NAMED = re.compile(r"\[\[(.*)\]\]", re.DOTALL)
 SLEEP_SECONDS = 0.02
 
@@ -51,14 +52,15 @@ class Answering:
     request: EngineRequest
     text: str
     left: deque[int] = field(default_factory=deque)
-    made: int = 0
+    num_generated: int = 0
 
 
 class StandInEngine:
     """Gives every running request one token per step."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        self.tokenizer, self.options = tokenizer(), setup.options
+        self.tokenizer = tokenizer()
+        self.options = setup.options
         self.waiting: deque[Answering] = deque()
         self.running: dict[int, Answering] = {}
         self.next = 0
@@ -79,7 +81,10 @@ class StandInEngine:
         text = self.tokenizer.decode(request.prompt)
         if "[panic]" in text:
             raise Panic("an injected panic")
-        said = found[1] if (found := NAMED.search(text)) else text
+        said = text
+        named = NAMED.search(text)
+        if named:
+            said = named[1]
         answer = Answering(
             self.next, request, text, deque(self.tokenizer.encode((request.adapter or "") + said))
         )
@@ -89,63 +94,77 @@ class StandInEngine:
 
     def cancel(self, request: int) -> None:
         if self.running.pop(request, None) is not None or any(
-            one.number == request for one in self.waiting
+            waiting.number == request for waiting in self.waiting
         ):
-            self.waiting = deque(one for one in self.waiting if one.number != request)
+            self.waiting = deque(waiting for waiting in self.waiting if waiting.number != request)
             self.ended.append(EngineEvent(request, (), finished="cancelled"))
 
     def step(self) -> list[EngineEvent]:
         while self.waiting and len(self.running) < self.options.max_running:
-            one = self.waiting.popleft()
-            self.running[one.number] = one
-        events, self.ended = self.ended, []
-        for one in list(self.running.values()):
-            if "[die]" in one.text:
+            request = self.waiting.popleft()
+            self.running[request.number] = request
+        events = self.ended
+        self.ended = []
+        for request in list(self.running.values()):
+            if "[die]" in request.text:
                 os._exit(3)
-            if "[kill]" in one.text:
+            if "[kill]" in request.text:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if "[raise]" in one.text:
+            if "[raise]" in request.text:
                 raise RuntimeError("an injected error")
-            if "[wait]" not in one.text:
-                events.append(self.token(one))
-        if any(mark in one.text for one in self.running.values() for mark in ("[sleep]", "[wait]")):
+            if "[wait]" not in request.text:
+                events.append(self.token(request))
+        if any(
+            mark in answering.text
+            for answering in self.running.values()
+            for mark in ("[sleep]", "[wait]")
+        ):
             time.sleep(SLEEP_SECONDS)
         return events
 
-    def token(self, one: Answering) -> EngineEvent:
-        request = one.request
+    def token(self, answering: Answering) -> EngineEvent:
+        request = answering.request
         if request.embed:
-            del self.running[one.number]
+            del self.running[answering.number]
             return EngineEvent(
-                one.number,
+                answering.number,
                 (),
                 finished="eos",
                 embedding=(float(len(request.prompt)), 1.0, 2.0, 3.0),
             )
         prompt = None
-        if request.prompt_logprobs and not one.made:
+        if request.prompt_logprobs and not answering.num_generated:
             prompt = (
                 None,
                 *(TokenLogprobs(token, -2.0, ((token, -2.0),)) for token in request.prompt[1:]),
             )
         eos = self.tokenizer.eos_id
         assert eos is not None
-        tokens = (one.left.popleft() if one.left else eos,) if request.max_new_tokens else ()
-        one.made += 1
+        tokens: tuple[int, ...] = ()
+        if request.max_new_tokens:
+            token = eos
+            if answering.left:
+                token = answering.left.popleft()
+            tokens = (token,)
+        answering.num_generated += 1
         self.generated += len(tokens)
-        finished = "length" if one.made >= request.max_new_tokens else None
-        finished = "eos" if eos in tokens else "stop" if request.stop_ids & {*tokens} else finished
+        finished = None
+        if eos in tokens:
+            finished = "eos"
+        elif request.stop_ids & {*tokens}:
+            finished = "stop"
+        elif answering.num_generated >= request.max_new_tokens:
+            finished = "length"
         if finished is not None:
-            del self.running[one.number]
-        logprobs = (
-            None
-            if request.logprobs is None
-            else tuple(
-                TokenLogprobs(t, -0.5, ((t, -0.5), (7, -1.5))[: request.logprobs]) for t in tokens
+            del self.running[answering.number]
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = tuple(
+                TokenLogprobs(token, -0.5, ((token, -0.5), (7, -1.5))[: request.logprobs])
+                for token in tokens
             )
-        )
         return EngineEvent(
-            one.number, tokens, logprobs, finished, cached_tokens=3, prompt_logprobs=prompt
+            answering.number, tokens, logprobs, finished, cached_tokens=3, prompt_logprobs=prompt
         )
 
     def stats(self) -> EngineStats:
@@ -156,8 +175,8 @@ class StandInEngine:
 
 def tokenizer() -> Any:
     """One id per byte, with ChatML."""
-    found = byte_tokenizer()
-    return found.with_chat_template(BUILT_IN["chatml"].export(found))
+    bytes_tokenizer = byte_tokenizer()
+    return bytes_tokenizer.with_chat_template(BUILT_IN["chatml"].export(bytes_tokenizer))
 
 
 def opening(setup: EngineSetup) -> Any:
@@ -169,15 +188,17 @@ def opening(setup: EngineSetup) -> Any:
         raise ConfigError("model is 'gone', which is not a folder.")
     if setup.path == "broken":
         raise ConfigError("model is 'broken', which is not a folder.")
-    found = tokenizer()
-    given = found if setup.path != "no-template" else found.with_chat_template(None)
+    with_template = tokenizer()
+    chosen = with_template
+    if setup.path == "no-template":
+        chosen = with_template.with_chat_template(None)
     facts = EngineFacts(
         setup.name,
-        given,
+        chosen,
         CONTEXT,
         320,
         WIDTH,
-        frozenset([found.eos_id]),
+        frozenset([with_template.eos_id]),
         "cpu",
         "float32",
         0,

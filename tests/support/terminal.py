@@ -20,7 +20,8 @@ class Terminal:
     """What was written to it, and its width."""
 
     def __init__(self, master: int, columns: int) -> None:
-        self.master, self.received = master, b""
+        self.master = master
+        self.received = b""
         self.resize(columns)
 
     def resize(self, columns: int) -> None:
@@ -33,25 +34,27 @@ class Terminal:
 
     def screen(self) -> list[str]:
         """The lines on the screen, with what was erased gone; lines are as long as they were written."""
-        lines, row, column = [""], 0, 0
-        for found in CONTROL.finditer(self.text):
-            if found[0] == "\n":
+        lines = [""]
+        row = 0
+        column = 0
+        for control in CONTROL.finditer(self.text):
+            if control[0] == "\n":
                 row += 1
                 lines += [""] * (row + 1 - len(lines))
-            elif found[0] == "\r":
+            elif control[0] == "\r":
                 column = 0
-            elif found[2] == "A":
-                row = max(0, row - int(found[1] or 1))
-            elif found[2] in ("J", "K"):
-                lines[row] = lines[row][: 0 if found[1] == "2" else column]
+            elif control[2] == "A":
+                row = max(0, row - int(control[1] or 1))
+            elif control[2] in ("J", "K"):
+                lines[row] = lines[row][: 0 if control[1] == "2" else column]
                 del lines[row + 1 :]
-            elif found[2] is None:
+            elif control[2] is None:
                 lines[row] = (
                     lines[row][:column].ljust(column)
-                    + found[0]
-                    + lines[row][column + len(found[0]) :]
+                    + control[0]
+                    + lines[row][column + len(control[0]) :]
                 )
-                column += len(found[0])
+                column += len(control[0])
         return [line.rstrip() for line in lines]
 
 

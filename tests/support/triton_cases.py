@@ -27,8 +27,8 @@ from headway.kernels.vocab_loss import (
 from headway.optim.base import Guard, Hyper
 from headway.optim.low_precision_adamw import LowPrecisionAdamW
 from headway.optim.state_storage import StateStorage
-from support.adamw_case import bf16_moments
-from support.chunk_case import SEQUENCES, SHAPES, gap
+from support.adamw_tensors import bf16_moments
+from support.cached_chunk_case import SEQUENCES, SHAPES, chunk_gap
 from support.paged_case import HEADS, paged_gaps
 
 HEAD_SHAPES = ((24, 3), (64, 4), (16, 1))
@@ -43,46 +43,49 @@ def adamw() -> None:
         flat = [torch.randn(5000, generator=generator) for _ in range(3)] + [
             torch.rand(5000, generator=generator)
         ]
-        copies, counts = flat[0].bfloat16(), torch.tensor([3.0, 3.0])
-        parts = [[one[:2048], one[2048:]] for one in (*flat, copies)]
+        copies = flat[0].bfloat16()
+        counts = torch.tensor([3.0, 3.0])
+        parts = [[tensor[:2048], tensor[2048:]] for tensor in (*flat, copies)]
         return AdamWTensors(*parts[:4], [counts[0], counts[1]], parts[4] if seed else ())
 
     for seed, maximize, bad in ((0, False, 0.0), (0, True, 1.0), (1, True, 0.0), (1, False, 1.0)):
-        ours, theirs = made(seed), made(seed)
-        numbers, scale = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize), torch.tensor(2.5)
+        ours = made(seed)
+        expected = made(seed)
+        numbers = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize)
+        scale = torch.tensor(2.5)
         _fused(ours, numbers, scale, torch.tensor(bad))
-        adamw_step_reference(theirs, numbers, scale, torch.tensor(bad))
-        for name, one, other in zip(AdamWTensors._fields, ours, theirs, strict=True):
+        adamw_step_reference(expected, numbers, scale, torch.tensor(bad))
+        for name, tensor, other in zip(AdamWTensors._fields, ours, expected, strict=True):
             if name == "grads":
                 continue
-            for a, b in zip(one, other, strict=True):
+            for a, b in zip(tensor, other, strict=True):
                 torch.testing.assert_close(
                     a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-7
                 )
                 assert not bad or name == "copies" or torch.equal(a, b), name
 
     for bad in (0.0, 1.0):
-        ours, theirs = bf16_moments(made(1)), bf16_moments(made(1))
+        ours = bf16_moments(made(1))
+        expected = bf16_moments(made(1))
         # Halves of numbers with few bits are exact, so that both draw the same.
-        numbers, scale = AdamWHyper(1e-2, 0.5, 0.5, 1e-8, 0.1, False), torch.tensor(2.0)
+        numbers = AdamWHyper(1e-2, 0.5, 0.5, 1e-8, 0.1, False)
+        scale = torch.tensor(2.0)
         _fused(ours, numbers, scale, torch.tensor(bad))
-        state, guard = (
-            {"exp_avg": list(theirs.exp_avg), "exp_avg_sq": list(theirs.exp_avg_sq)},
-            Guard(scale, torch.tensor(bad)),
-        )
+        state = {"exp_avg": list(expected.exp_avg), "exp_avg_sq": list(expected.exp_avg_sq)}
+        guard = Guard(scale, torch.tensor(bad))
         plain = LowPrecisionAdamW(StateStorage(torch.bfloat16))
         hyper = Hyper(1e-2, (0.5, 0.5), 1e-8, 0.1)
         plain.update(
-            list(theirs.params),
-            list(theirs.grads),
+            list(expected.params),
+            list(expected.grads),
             state,
-            list(theirs.steps),
+            list(expected.steps),
             hyper,
             guard,
-            list(theirs.copies),
+            list(expected.copies),
         )
-        for name, one, other in zip(AdamWTensors._fields, ours, theirs, strict=True):
-            for a, b in zip(one, other, strict=True):
+        for name, tensor, other in zip(AdamWTensors._fields, ours, expected, strict=True):
+            for a, b in zip(tensor, other, strict=True):
                 assert torch.equal(a, b) or (not bad and name in ("params", "copies")), name
                 torch.testing.assert_close(
                     a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-6
@@ -94,17 +97,17 @@ def cached_chunk() -> None:
     for (name, sequences), shape in zip(
         SEQUENCES.items(), SHAPES, strict=True
     ):  # every pair of them takes half a minute
-        far, same = gap(sequences, shape, sinks=shape[1] > 1)
+        far, same = chunk_gap(sequences, shape, sinks=shape[1] > 1)
         assert far < 2e-5 and same, (name, shape, far, same)
 
 
 def paged_attention() -> None:
     """Pages, rings and both, head sizes that are no powers of two, grouped heads, a row that takes no part."""
     for name, (head_size, groups) in zip(HEADS, cycle(HEAD_SHAPES)):
-        gap, same = paged_gaps(name, head_size, groups)
-        assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
-    gap, same = paged_gaps("mixed", 16, 2, softcap=2.0, sinks=True)
-    assert gap < 1e-5 and same, ("softcap and trained sinks", gap, same)
+        chunk_gap, same = paged_gaps(name, head_size, groups)
+        assert chunk_gap < 1e-5 and same, (name, head_size, groups, chunk_gap, same)
+    chunk_gap, same = paged_gaps("mixed", 16, 2, softcap=2.0, sinks=True)
+    assert chunk_gap < 1e-5 and same, ("softcap and trained sinks", chunk_gap, same)
 
 
 def softmax_gradient() -> None:
@@ -117,19 +120,18 @@ def softmax_gradient() -> None:
     ):
         generator = torch.Generator().manual_seed(vocab)
         logits = (3 * torch.randn(5, vocab, generator=generator)).to(dtype)
-        targets, coefficients = (
-            torch.randint(vocab, (5,), generator=generator),
-            torch.rand(5, generator=generator),
-        )
-        ours, theirs = logits.clone(), logits.clone()
-        found = softmax_gradient_cuda(ours, targets, coefficients, smoothing, z, cap)
+        targets = torch.randint(vocab, (5,), generator=generator)
+        coefficients = torch.rand(5, generator=generator)
+        ours = logits.clone()
+        reference = logits.clone()
+        result = softmax_gradient_cuda(ours, targets, coefficients, smoothing, z, cap)
         expected = softmax_gradient_reference(
-            theirs, targets, coefficients, Shaping(smoothing, z), cap
+            reference, targets, coefficients, Shaping(smoothing, z), cap
         )
         narrow = dtype != torch.float32
-        for one, other in zip((*found, ours), (*expected, theirs), strict=True):
+        for value, other in zip((*result, ours), (*expected, reference), strict=True):
             torch.testing.assert_close(
-                one.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6
+                value.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6
             )
 
 
@@ -148,34 +150,33 @@ def vocab_loss() -> None:
         torch.testing.assert_close(
             ours, partial_scores_reference(logits, local, cap), rtol=1e-5, atol=1e-4
         )
-        lse, coefficients = ours[0] + 2.0, torch.rand(6, generator=generator)
-        one, other = logits.clone(), logits.clone()
-        write_gradient_cuda(one, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap)
+        lse = ours[0] + 2.0
+        coefficients = torch.rand(6, generator=generator)
+        whole = logits.clone()
+        other = logits.clone()
+        write_gradient_cuda(whole, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap)
         write_gradient_reference(
             other, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap
         )
         torch.testing.assert_close(
-            one.float(), other.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6
+            whole.float(), other.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6
         )
 
 
 def merge() -> None:
     """A piece at a slice and at listed places, widths that are no powers of two."""
-    for width, at in ((16, slice(3, 43)), (24, torch.tensor([0, 5, 49, 7]))):
+    for width, rows in ((16, slice(3, 43)), (24, torch.tensor([0, 5, 49, 7]))):
         generator = torch.Generator().manual_seed(width)
-        count = len(range(50)[at]) if isinstance(at, slice) else len(at)
-        o, lse = (
-            torch.randn(50, 2, width, generator=generator),
-            torch.randn(2, 50, generator=generator),
-        )
-        part, part_lse = (
-            torch.randn(count, 2, width, generator=generator),
-            torch.randn(2, count, generator=generator),
-        )
-        ours, theirs = (o.clone(), lse.clone()), (o.clone(), lse.clone())
-        merge_cuda(*ours, part, part_lse, at)
-        merge_reference(*theirs, part, part_lse, at)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        count = len(range(50)[rows]) if isinstance(rows, slice) else len(rows)
+        o = torch.randn(50, 2, width, generator=generator)
+        lse = torch.randn(2, 50, generator=generator)
+        part = torch.randn(count, 2, width, generator=generator)
+        part_lse = torch.randn(2, count, generator=generator)
+        ours = (o.clone(), lse.clone())
+        reference = (o.clone(), lse.clone())
+        merge_cuda(*ours, part, part_lse, rows)
+        merge_reference(*reference, part, part_lse, rows)
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
 
 
 def unpack() -> None:
@@ -192,12 +193,10 @@ def unpack() -> None:
         ):
             packed = pack(torch.randn(shape, generator=torch.Generator().manual_seed(3)), form)
             layout = PackedLayout(form, *shape)
-            ours, theirs = (
-                unpack_cuda(packed, layout, dtype),
-                unpack_reference(packed, layout, dtype),
-            )
+            ours = unpack_cuda(packed, layout, dtype)
+            reference = unpack_reference(packed, layout, dtype)
             torch.testing.assert_close(
-                ours, theirs, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0
+                ours, reference, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0
             )
 
 
@@ -215,14 +214,14 @@ CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in RUN}
 
 def main() -> None:
     """Run all; standard output gets one JSON object: case -> "" or why it failed."""
-    found = {}
+    differences = {}
     for name, case in CASES.items():
         try:
             case()
-            found[name] = ""
+            differences[name] = ""
         except Exception:
-            found[name] = traceback.format_exc()
-    sys.stdout.write(json.dumps(found))
+            differences[name] = traceback.format_exc()
+    sys.stdout.write(json.dumps(differences))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
-from support.pairs import Pair
+from support.preference_pairs import Pair
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "trl" / "losses.json").read_text())
 MODEL = ModelConfig(
@@ -24,12 +24,12 @@ LAYOUTS = {
 
 def wave(shift: float) -> dict[str, torch.Tensor]:
     """The weights of tests/golden/trl/make.py."""
-    found = {}
+    tensors = {}
     for number, spec in enumerate(sorted(param_specs(MODEL), key=lambda spec: spec.name)):
         values = 0.4 * torch.sin(
             0.7 * torch.arange(math.prod(spec.shape), dtype=torch.float64) + number + shift
         )
-        found[spec.name] = (
+        tensors[spec.name] = (
             (values + (1.0 if len(spec.shape) == 1 else 0.0)).view(spec.shape).float()
         )
-    return found
+    return tensors

@@ -40,9 +40,9 @@ class EmulatedVocab:
         """What one rank has, for one pass; a chunk's exchange gives what all ranks computed, this one's as it is now."""
         chunks = count()
 
-        def collect(own: Tensor) -> Tensor:
-            found = self.parts[next(chunks)].clone()
-            found[rank] = own
-            return found
+        def collect(part: Tensor) -> Tensor:
+            collected = self.parts[next(chunks)].clone()
+            collected[rank] = part
+            return collected
 
         return VocabShard(self.rows[rank].start, self.vocab, collect, lambda x: x)

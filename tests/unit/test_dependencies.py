@@ -221,9 +221,9 @@ def test_make_and_ci_install_under_the_constraints() -> None:
 
 def test_ci_tests_a_fresh_environment_before_it_installs_extras() -> None:
     steps = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    fresh, tested, first_extra = (
-        steps.index(text) for text in ("mktemp -d", "\nmake test", "\nextra ")
-    )
+    fresh = steps.index("mktemp -d")
+    tested = steps.index("\nmake test")
+    first_extra = steps.index("\nextra ")
     assert fresh < tested < first_extra
     assert 'export VENV="$out/venv"' in steps[:tested], (
         "an environment that is there already may have more in it"
@@ -233,9 +233,9 @@ def test_ci_tests_a_fresh_environment_before_it_installs_extras() -> None:
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_readmes_name_the_two_commands_of_a_fresh_machine_together(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()[:40]
-    at = [
+    command_lines = [
         number for number, line in enumerate(lines) if line.startswith(("make demo", "make test"))
     ]
-    assert len(at) == 2 and at[1] == at[0] + 1, (
+    assert len(command_lines) == 2 and command_lines[1] == command_lines[0] + 1, (
         "the lines `make demo` and `make test` stand together near the top"
     )

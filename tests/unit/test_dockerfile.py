@@ -27,15 +27,15 @@ def project() -> dict[str, object]:
 
 def test_it_has_known_instructions_in_an_order_that_works() -> None:
     names = [name for name, _ in instructions()]
-    assert (
-        set(names) <= KNOWN and names[:2] == ["ARG", "FROM"] and names[-2:] == ["ENTRYPOINT", "CMD"]
-    )
+    assert set(names) <= KNOWN
+    assert names[:2] == ["ARG", "FROM"]
+    assert names[-2:] == ["ENTRYPOINT", "CMD"]
     assert of("FROM") == ["${BASE}"]
     for rest in of("RUN"):
         assert shlex.split(rest.replace("&&", ";")), rest  # quotes are closed
-    given = {rest.split("=")[0] for rest in of("ARG")}
+    arguments = {rest.split("=")[0] for rest in of("ARG")}
     used = set(re.findall(r"\$\{(\w+)\}", (ROOT / "Dockerfile").read_text(encoding="utf-8")))
-    assert used == given == {"BASE", "TORCH_INDEX", "EXTRAS"}
+    assert used == arguments == {"BASE", "TORCH_INDEX", "EXTRAS"}
 
 
 def test_what_is_copied_exists_and_reaches_the_builder() -> None:
@@ -53,13 +53,15 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
                 source
             )
     needed = [project()["readme"], "pyproject.toml", "src"]
-    assert all(any(str(one) in rest.split() for rest in of("COPY")) for one in needed)
+    assert all(any(str(path) in rest.split() for rest in of("COPY")) for path in needed)
 
 
 def test_torch_and_the_extras_are_those_of_the_project_and_its_readme() -> None:
     torch = next(line for line in project()["dependencies"] if line.startswith("torch"))  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
     bounds = re.search(r'pip install "(torch[^"]+)"', " ".join(of("RUN")))
-    assert bounds is not None and bounds[1] == torch.replace(" ", "") and "<" in bounds[1]
+    assert bounds is not None
+    assert bounds[1] == torch.replace(" ", "")
+    assert "<" in bounds[1]
     assert f'pip install "{bounds[1]}" --index-url' in (ROOT / "README.md").read_text(
         encoding="utf-8"
     )
@@ -73,7 +75,8 @@ def test_torch_and_the_extras_are_those_of_the_project_and_its_readme() -> None:
 
 def test_it_does_not_run_as_root_and_the_page_says_how_to_build_it() -> None:
     names = [name for name, _ in instructions()]
-    assert of("USER") == ["headway"] and "RUN" not in names[names.index("USER") :]
+    assert of("USER") == ["headway"]
+    assert "RUN" not in names[names.index("USER") :]
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     assert (
         "--build-arg BASE=debian:bookworm-slim --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu"

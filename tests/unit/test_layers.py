@@ -16,7 +16,7 @@ ORDER = [
 
 
 def imported_packages(path: Path) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
+    imports: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -25,8 +25,8 @@ def imported_packages(path: Path) -> list[tuple[str, int]]:
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
             base = node.module or ""
             names = [f"headway.{a.name}" for a in node.names] if base == "headway" else [base]
-        found += [(n.split(".")[1], node.lineno) for n in names if n.startswith("headway.")]
-    return found
+        imports += [(n.split(".")[1], node.lineno) for n in names if n.startswith("headway.")]
+    return imports
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,11 @@ def imported_packages(path: Path) -> list[tuple[str, int]]:
     ),
 )
 def test_imports_only_point_up(package: str) -> None:
-    at, name = SRC / package, package.removesuffix(".py")
+    folder = SRC / package
+    name = package.removesuffix(".py")
     assert name in ORDER, f"{name} has no place in the order of packages"
     below = {other for other in ORDER if ORDER.index(other) > ORDER.index(name)}
-    for path in [at] if at.is_file() else sorted(at.rglob("*.py")):
+    for path in [folder] if folder.is_file() else sorted(folder.rglob("*.py")):
         wrong = [(other, line) for other, line in imported_packages(path) if other in below]
         assert not wrong, f"{path}: {name} may not import {wrong}"
         unknown = [

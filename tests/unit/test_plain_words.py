@@ -11,13 +11,13 @@ NOT_PLAIN = re.compile(
 
 
 def test_sources_and_pages_use_plain_words() -> None:
-    found: list[str] = []
+    offences: list[str] = []
     for path in sorted(PAGES):
         if path.name.endswith("zh-CN.md"):
             continue
         text = path.read_text(encoding="utf-8")
-        found += [
+        offences += [
             f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}"
             for hit in NOT_PLAIN.finditer(text)
         ]
-    assert not found, "write what happens in plain words:\n" + "\n".join(found)
+    assert not offences, "write what happens in plain words:\n" + "\n".join(offences)

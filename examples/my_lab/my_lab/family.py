@@ -26,16 +26,16 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def published(config: ModelConfig) -> ModelConfig:
+def to_hf_model(config: ModelConfig) -> ModelConfig:
     """The family it is exported as: this one. Return `config.with_(family="llama")` to export a Llama instead."""
     return config
 
 
-def to_theirs(name: str) -> str:
+def to_hf_name(name: str) -> str:
     """Our name of a tensor -> its name in the files."""
     return f"my.{name}"
 
 
-def to_ours(name: str) -> str | None:
+def from_hf_name(name: str) -> str | None:
     """Its name in the files -> our name; None for a tensor that may be left out."""
     return name.removeprefix("my.")

@@ -1,1 +1,4 @@
-"""The public functions and types of `import headway as hw`; `headway/__init__.py` lists them. Nothing here imports torch at the top."""
+"""The public functions and types of `import headway as hw`; `headway/__init__.py` lists them.
+
+Nothing here imports torch at the top.
+"""

@@ -1,4 +1,6 @@
-"""Data given in Python: paths, records, a Hugging Face dataset or an iterator come in; the sources of a recipe go out."""
+"""Data given in Python: paths, records, a Hugging Face dataset or an iterator come in; the sources
+of a recipe go out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Kind: TypeAlias = Literal["text", "chat", "preference", "unpaired"] | str
 Records: TypeAlias = Iterable[Mapping[str, Any]]
 """A list of dicts, a Hugging Face `Dataset`, or any iterator of dicts, which is read once."""
 Data: TypeAlias = str | Path | Sequence[str | Path] | Records
-"""Paths are files, folders, globs, token stores or hub ids, as in a recipe; anything else is `Records`."""
+"""Paths are files, folders, globs, token stores or hub ids, as in a recipe; anything else is
+`Records`.
+"""
 
 
 def input_paths(data: Data, cache_dir: Path | None = None, *, name: str = "data") -> list[str]:
@@ -26,40 +30,63 @@ def input_paths(data: Data, cache_dir: Path | None = None, *, name: str = "data"
 
     if isinstance(data, str | Path):
         return [str(data)]
-    if isinstance(data, list | tuple) and data and all(isinstance(one, str | Path) for one in data):
-        return [str(one) for one in data]
+    if (
+        isinstance(data, list | tuple)
+        and data
+        and all(isinstance(path, str | Path) for path in data)
+    ):
+        return [str(path) for path in data]
     return [str(write_records(data, cache_dir, name=name))]  # pyright: ignore[reportArgumentType]
 
 
 def with_data(
     recipe: Recipe, data: Data | None, valid: Data | float | None, kind: Kind | None
 ) -> Recipe:
-    """The recipe with other data. A recipe with one source keeps how that source is read (kind, chat_template, keys, ...)."""
+    """The recipe with other data.
+
+    A recipe with one source keeps how that source is read (kind, chat_template, keys, ...).
+    """
     if kind is not None and data is None and valid is None:
         raise ConfigError(
-            f"kind is {kind!r}, but neither data nor valid is given. Set data.train.0.kind in the recipe."
+            f"kind is {kind!r}, but neither data nor valid is given. "
+            "Set data.train.0.kind in the recipe."
         )
+
+    # Which stage would read it is not known.
     if (data is not None or valid is not None) and recipe.stages:
         raise ConfigError(
-            "data or valid is given, but the recipe has stages, which may read different data. Write records to files."
+            "data or valid is given, but the recipe has stages, which may read different data. "
+            "Write records to files."
         )
-    how = _reading(recipe.data.train, kind)
+
+    source_settings = _reading(recipe.data.train, kind)
     changes: dict[str, Any] = {}
     if data is not None:
-        changes["data.train"] = _sources(data, recipe, how, "data")
+        changes["data.train"] = _sources(data, recipe, source_settings, "data")
+
     if isinstance(valid, int | float):
         changes["data.valid"] = {"fraction": float(valid)}
     elif valid is not None:
-        changes["data.valid"] = {"sets": {"valid": _sources(valid, recipe, how, "valid")}}
-    return recipe.with_(changes) if changes else recipe
+        changes["data.valid"] = {
+            "sets": {"valid": _sources(valid, recipe, source_settings, "valid")}
+        }
+
+    if changes:
+        return recipe.with_(changes)
+    return recipe
 
 
-def _sources(data: Data, recipe: Recipe, how: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _sources(
+    data: Data, recipe: Recipe, source_settings: Mapping[str, Any], name: str
+) -> list[dict[str, Any]]:
+    """The sources of some data, each with `source_settings`, which say how raw files are read."""
     is_path = isinstance(data, str | Path)
-    return [
-        {**({} if is_path and _is_store(path) else how), "path": path}
-        for path in input_paths(data, recipe.data.cache_dir, name=name)
-    ]
+    sources: list[dict[str, Any]] = []
+    for path in input_paths(data, recipe.data.cache_dir, name=name):
+        # A token store was read when it was written: settings for raw files would be refused.
+        settings = {} if is_path and _is_store(path) else source_settings
+        sources.append({**settings, "path": path})
+    return sources
 
 
 def _is_store(path: str) -> bool:
@@ -71,11 +98,12 @@ def _is_store(path: str) -> bool:
 
 def _reading(sources: tuple[SourceConfig, ...] | None, kind: Kind | None) -> dict[str, Any]:
     """How the only source of a recipe is read, as settings of another one."""
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if sources is not None and len(sources) == 1:
-        given = sources[0].model_dump(
+        settings = sources[0].model_dump(
             mode="json", exclude_unset=True, exclude={"path", "weight", "repeat", "limit"}
         )
-    if kind is not None and kind != given.get("kind", "auto"):
+    # Keys and templates of another kind of records mean nothing for this one.
+    if kind is not None and kind != settings.get("kind", "auto"):
         return {"kind": kind}
-    return given
+    return settings

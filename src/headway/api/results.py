@@ -1,8 +1,10 @@
-"""What the public functions return: frozen, typed, shown as a table in a terminal and in a notebook. Imports without torch."""
+"""What the public functions return: frozen, typed, shown as a table in a terminal and in a
+notebook. Imports without torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,9 @@ MAX_ROWS = 20
 
 @dataclass(frozen=True)
 class _Shown:
-    """A result that shows itself."""
+    """A result that shows itself: as text in a terminal, as HTML in a notebook, which calls
+    `_repr_html_`.
+    """
 
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
         raise NotImplementedError
@@ -44,7 +48,9 @@ class TrainResult(_Shown):
     steps: int
     """Steps done so far, those of earlier starts included."""
     losses: ResultTable
-    """At most twenty rows: step, mean training loss since the row before, and the loss of each validation set."""
+    """At most twenty rows: step, mean training loss since the row before, and the loss of each
+    validation set.
+    """
     final: Path | None
     """The exported model; None where the run was stopped, or `checkpoint.at_end` is false."""
     checkpoint: Path | None
@@ -60,7 +66,8 @@ class TrainResult(_Shown):
     seconds: float
     tokens_per_second: float | None
     stopped_by: str | None = None
-    """`headway stop`, or a signal that the program handles itself; None for a run that is complete."""
+    """`headway stop`, or a signal that the program handles itself; None for a run that is complete.
+    """
     stopped_early: bool = False
     """Whether `eval.stop` ended the run."""
     summary: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
@@ -74,9 +81,15 @@ class TrainResult(_Shown):
 
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
         facts = {
-            "steps": self.steps, "tokens": self.tokens, "seconds": round(self.seconds, 1), "tokens/s": self.tokens_per_second,
-            "loss": self.last_loss, "valid loss": self.last_valid_loss, "model": self.final, "stopped by": self.stopped_by,
-        }  # fmt: skip
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 1),
+            "tokens/s": self.tokens_per_second,
+            "loss": self.last_loss,
+            "valid loss": self.last_valid_loss,
+            "model": self.final,
+            "stopped by": self.stopped_by,
+        }
         return f"run {self.run}", facts, self.losses
 
     @staticmethod
@@ -84,29 +97,28 @@ class TrainResult(_Shown):
         """The result of a summary, with the losses of its metrics file."""
         run = Path(summary["run"])
 
-        def path(key: str, there: Path) -> Path | None:
+        def path(key: str, usual: Path) -> Path | None:
             if key in summary:
-                return None if summary[key] is None else Path(summary[key])
-            # a run that was complete already
-            return there if there.is_dir() and "stopped_by" not in summary else None
+                if summary[key] is None:
+                    return None
+                return Path(summary[key])
+            # A run that was complete before this call has a summary without these keys.
+            if usual.is_dir() and "stopped_by" not in summary:
+                return usual
+            return None
 
         return TrainResult(
-            run,
-            summary.get("steps", 0),
-            loss_table(run),
-            path("final", run / "final"),
-            path("checkpoint", run / "checkpoints" / "latest"),
-            run / "metrics.jsonl",
-            *(
-                summary.get(key)
-                for key in (
-                    "first_loss",
-                    "last_loss",
-                    "best_loss",
-                    "last_valid_loss",
-                    "best_valid_loss",
-                )
-            ),
+            run=run,
+            steps=summary.get("steps", 0),
+            losses=loss_table(run),
+            final=path("final", run / "final"),
+            checkpoint=path("checkpoint", run / "checkpoints" / "latest"),
+            metrics=run / "metrics.jsonl",
+            first_loss=summary.get("first_loss"),
+            last_loss=summary.get("last_loss"),
+            best_loss=summary.get("best_loss"),
+            last_valid_loss=summary.get("last_valid_loss"),
+            best_valid_loss=summary.get("best_valid_loss"),
             tokens=summary.get("tokens", 0),
             seconds=summary.get("seconds", 0.0),
             tokens_per_second=summary.get("tokens_per_second"),
@@ -117,58 +129,73 @@ class TrainResult(_Shown):
 
 
 def loss_table(run: Path) -> ResultTable:
-    """The losses of a run as a small table; steps of a run with several stages are counted over all of them."""
+    """The losses of a run as a small table.
+
+    Steps of a run with several stages are counted over all of them.
+    """
     from headway.train.meter import AT_START
 
     losses: dict[int, float] = {}
     valid: dict[int, dict[str, float]] = {}
     for record in _records(run):
         step = int(record["step"])
+        # A loss that is not finite is null in the file.
         if isinstance(loss := record.get("loss"), int | float):
             losses[step] = loss
-        for at, key in ((step - 1, AT_START), (step, "valid")):
-            sets = record.get(key)
-            for name, numbers in sets.items() if isinstance(sets, dict) else ():
-                if isinstance(numbers, dict) and isinstance(
-                    value := numbers.get("loss"), int | float
-                ):
-                    valid.setdefault(at, {})[name] = value
-    names = sorted({name for sets in valid.values() for name in sets})
-    columns = (
-        "step",
-        "loss",
-        *(["valid"] if names == ["valid"] else [f"valid {name}" for name in names]),
-    )
-    shown = _evenly(sorted({*losses, *valid}), set(valid))
+
+        # The validation before the first step stands in that step's record.
+        for valid_step, key in ((step - 1, AT_START), (step, "valid")):
+            for name, loss in _valid_losses(record.get(key)):
+                valid.setdefault(valid_step, {})[name] = loss
+
+    names = sorted(set().union(*valid.values()))
+    headings = [f"valid {name}" for name in names]
+    if names == ["valid"]:  # a single set without a name of its own
+        headings = ["valid"]
+
+    # Each row has the mean loss since the row before, so that the table leaves no step out.
     rows: list[tuple[Any, ...]] = []
     before = -1
-    for step in shown:
-        some = [loss for at, loss in losses.items() if before < at <= step]
-        rows.append(
-            (
-                step,
-                sum(some) / len(some) if some else None,
-                *(valid.get(step, {}).get(name) for name in names),
-            )
-        )
+    for step in _evenly(sorted({*losses, *valid}), set(valid)):
+        since = [loss for loss_step, loss in losses.items() if before < loss_step <= step]
+        mean = sum(since) / len(since) if since else None
+        rows.append((step, mean, *(valid.get(step, {}).get(name) for name in names)))
         before = step
-    return ResultTable(columns, tuple(rows))
+
+    return ResultTable(("step", "loss", *headings), tuple(rows))
+
+
+def _valid_losses(sets: Any) -> Iterator[tuple[str, float]]:
+    """Name and loss of each validation set in a record, whatever else it holds."""
+    if not isinstance(sets, dict):
+        return
+    for name, numbers in sets.items():
+        if isinstance(numbers, dict) and isinstance(numbers.get("loss"), int | float):
+            yield name, numbers["loss"]
 
 
 def _records(run: Path) -> Iterable[dict[str, Any]]:
     from headway.track.metrics_file import MetricsReader
 
     metrics = run / "metrics.jsonl"
-    return MetricsReader(metrics) if metrics.is_file() else []
+    if metrics.is_file():
+        return MetricsReader(metrics)
+    return []
 
 
-def _evenly(steps: list[int], wanted: set[int]) -> list[int]:
-    """At most MAX_ROWS of the steps, the first and the last among them; those with a validation come first."""
-    chosen = [step for step in steps if step in wanted or step == steps[-1]]
-    chosen = steps if len(chosen) < 3 else chosen
+def _evenly(steps: list[int], validated: set[int]) -> list[int]:
+    """At most MAX_ROWS of the steps, the first and the last among them.
+
+    Those with a validation come first.
+    """
+    chosen = [step for step in steps if step in validated or step == steps[-1]]
+    # Too few of them would hide how the loss fell.
+    if len(chosen) < 3:
+        chosen = steps
     if len(chosen) <= MAX_ROWS:
         return chosen
-    return [chosen[round(at * (len(chosen) - 1) / (MAX_ROWS - 1))] for at in range(MAX_ROWS)]
+    stride = (len(chosen) - 1) / (MAX_ROWS - 1)
+    return [chosen[round(row * stride)] for row in range(MAX_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -187,17 +214,19 @@ class EvalResult(_Shown):
     @property
     def loss(self) -> float:
         """The loss of the only dataset; of several, the mean over all their tokens."""
-        tokens = sum(one.tokens for one in self.datasets.values())
-        return sum(one.loss * one.tokens for one in self.datasets.values()) / tokens
+        tokens = sum(scores.tokens for scores in self.datasets.values())
+        return sum(scores.loss * scores.tokens for scores in self.datasets.values()) / tokens
 
     @property
     def table(self) -> ResultTable:
         """One row for each dataset."""
-        names = ("loss", "perplexity", "bits_per_byte", "accuracy", "tokens", "documents")
+        keys = ("loss", "perplexity", "bits_per_byte", "accuracy", "tokens", "documents")
+        headings = [key.replace("_", " ") for key in keys]
         rows = tuple(
-            (name, *(getattr(one, key) for key in names)) for name, one in self.datasets.items()
+            (name, *(getattr(scores, key) for key in keys))
+            for name, scores in self.datasets.items()
         )
-        return ResultTable(("data", *(name.replace("_", " ") for name in names)), rows)
+        return ResultTable(("data", *headings), rows)
 
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
         return f"scores of {self.model}", {}, self.table

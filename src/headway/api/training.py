@@ -1,4 +1,6 @@
-"""`train` of the public API: a recipe, data and callbacks come in; a run folder and a `TrainResult` go out."""
+"""`train` of the public API: a recipe, data and callbacks come in; a run folder and a `TrainResult`
+go out.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,24 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Recipe | str | Path, *, data: Data | None = None, valid: Data | float | None = None, kind: Kind | None = None,
+    recipe: Recipe | str | Path,
+    *,
+    data: Data | None = None,
+    valid: Data | float | None = None,
+    kind: Kind | None = None,
     resume: str = "auto",
     callbacks: Sequence[Callback] = (),
-) -> TrainResult:  # fmt: skip
-    """Train a recipe to its end in this process; a run folder that has a checkpoint is continued, a finished one is left as it is.
+) -> TrainResult:
+    """Train a recipe to its end in this process; a run folder that has a checkpoint is continued, a
+    finished one is left as it is.
 
-    `data` and `valid` replace `data.train` and `data.valid`: paths, a list of dicts, a Hugging Face dataset or an iterator of dicts; a
-    float for `valid` holds out that share of the training documents. `kind` says what records are, if the recipe does not.
-    `resume` is auto, never, or a checkpoint. `callbacks` follow the run (see `Callback`); they can neither slow nor break it.
+    `data` and `valid` replace `data.train` and `data.valid`: paths, a list of dicts, a Hugging Face
+    dataset or an iterator of dicts; a float for `valid` holds out that share of the training
+    documents. `kind` says what records are, if the recipe does not. `resume` is auto, never, or a
+    checkpoint. `callbacks` follow the run (see `Callback`); they can neither slow nor break it.
 
-    Ctrl-C saves the run and raises `Interrupted`; SIGTERM saves it and raises `Terminated`. For several GPUs start the script with
-    torchrun, or use `headway train`.
+    Ctrl-C saves the run and raises `Interrupted`; SIGTERM saves it and raises `Terminated`. For
+    several GPUs start the script with torchrun, or use `headway train`.
 
     Example:
         >>> recipe = hw.Recipe.load("laptop/pretrain", {"tokenizer": "tokenizers/mine"}, steps=100)
@@ -36,7 +44,7 @@ def train(
     from headway.train import train as train_recipe
     from headway.train.config import Recipe
 
-    loaded = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-    return TrainResult.of(
-        train_recipe(with_data(loaded, data, valid, kind), resume=resume, callbacks=callbacks)
-    )
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.load(recipe)
+    recipe = with_data(recipe, data, valid, kind)
+    return TrainResult.of(train_recipe(recipe, resume=resume, callbacks=callbacks))

@@ -1,7 +1,9 @@
-"""What a board says to a request of its page: a name and a query come in; bytes and their type go out, or a BadRequest with one line.
+"""What a board says to a request of its page: a name and a query come in; bytes and their type go
+out, or a BadRequest with one line.
 
-Curves are packed: 4 bytes with the length of a JSON head, the head, spaces to a multiple of 8, then float64 numbers, little-endian. Numbers
-in JSON would cost ten times the processor time on both sides.
+Curves are packed: 4 bytes with the length of a JSON head, the head, spaces to a multiple of 8, then
+float64 numbers, little-endian. Numbers in JSON would cost ten times the processor time on both
+sides.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from headway.board.downsample import MAX_POINTS, Curve
 from headway.board.watch import Board, WatchedRun
 
 MAX_SERIES = 1000
-JSON_TYPE, PACKED_TYPE = "application/json", "application/octet-stream"
+JSON_TYPE = "application/json"
+PACKED_TYPE = "application/octet-stream"
 Query = dict[str, list[str]]
 
 
@@ -32,39 +35,48 @@ class BadRequest(Exception):
         self.status = status
 
 
-def answer(board: Board, what: str, query: Query) -> tuple[bytes, str]:
-    """The answer to a request."""
-    if what not in ANSWERS:
+def answer(board: Board, name: str, query: Query) -> tuple[bytes, str]:
+    """The content and type of the answer to /api/NAME."""
+    if name not in ANSWERS:
         raise BadRequest("There is no such address.", 404)
-    return ANSWERS[what](board, query)
+    return ANSWERS[name](board, query)
 
 
 def as_json(value: Any) -> bytes:
-    """JSON that a browser reads: numbers it cannot hold are texts."""
+    """JSON that a browser reads: numbers it cannot hold are texts.
+
+    Names of runs may be bytes that are no text: surrogates are escaped.
+    """
     return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "backslashreplace"
     )
 
 
 def _plain(value: Any) -> Any:
+    """A value without what JSON does not have: numbers that are not finite, keys and objects of
+    other types.
+    """
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+        if math.isfinite(value):
+            return value
+        return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(below) for key, below in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (str, int, bool)) else str(value)
+        return [_plain(item) for item in value]
+    # Paths, dates and the like become text.
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    return str(value)
 
 
 def pack(head: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """A JSON head and numbers."""
+    """A JSON head and numbers, in the form that the module describes."""
     text = as_json(head)
+    # JavaScript reads a Float64Array in place only from a multiple of 8 bytes on.
     text += b" " * (-(len(text) + 4) % 8)
-    return (
-        struct.pack("<I", len(text))
-        + text
-        + b"".join(np.ascontiguousarray(one, dtype="<f8").tobytes() for one in arrays)
-    )
+    numbers = b"".join(np.ascontiguousarray(array, dtype="<f8").tobytes() for array in arrays)
+    return struct.pack("<I", len(text)) + text + numbers
 
 
 def curve_head(curve: Curve) -> dict[str, Any]:
@@ -84,20 +96,24 @@ def curve_arrays(curve: Curve) -> list[np.ndarray]:
 
 def series(board: Board, query: Query) -> tuple[bytes, str]:
     """Curves of several runs and metrics in one window."""
-    runs, metrics, window = (
-        board.want(query.get("run", [])),
-        query.get("metric", []),
-        _window(query),
-    )
+    runs = board.want(query.get("run", []))
+    metrics = query.get("metric", [])
+    window = _window(query)
+    # A page asks for what is on the screen; more is a mistake or an attack.
     if len(runs) * len(metrics) > MAX_SERIES:
         raise BadRequest(
-            f"{len(runs)} runs x {len(metrics)} metrics; at most {MAX_SERIES} curves are sent at once."
+            f"{len(runs)} runs x {len(metrics)} metrics; at most "
+            f"{MAX_SERIES} curves are sent at once."
         )
+
     heads: list[dict[str, Any]] = []
     arrays: list[np.ndarray] = []
     for run in runs:
         for metric in metrics:
-            version, is_partial = run.curves.version, run.curves.is_partial
+            # Before the curve is made: one that grows meanwhile is asked for once more, not once
+            # too little.
+            version = run.curves.version
+            is_partial = run.curves.is_partial
             curve = run.curves.view(metric, window)
             heads.append(
                 {
@@ -109,10 +125,12 @@ def series(board: Board, query: Query) -> tuple[bytes, str]:
                 }
             )
             arrays += curve_arrays(curve)
+
     return pack({"series": heads}, arrays), PACKED_TYPE
 
 
 def _window(query: Query) -> Window:
+    """The part of the curves that is asked for."""
     x = query.get("x", ["step"])[0]
     if x not in X_AXES:
         raise BadRequest(f"x is {x[:40]!r}; it must be one of {', '.join(X_AXES)}.")
@@ -123,15 +141,16 @@ def _window(query: Query) -> Window:
 
 
 def _number(query: Query, name: str, default: float | None = None) -> float | None:
+    """A finite number of a query."""
     if name not in query:
         return default
     try:
-        found = float(query[name][0])
+        number = float(query[name][0])
     except ValueError:
         raise BadRequest(f"{name} is {query[name][0][:40]!r}; it must be a number.") from None
-    if not math.isfinite(found):
+    if not math.isfinite(number):
         raise BadRequest(f"{name} must be finite.")
-    return found
+    return number
 
 
 def state(board: Board, query: Query) -> tuple[bytes, str]:
@@ -141,18 +160,19 @@ def state(board: Board, query: Query) -> tuple[bytes, str]:
 
 def metrics(board: Board, query: Query) -> tuple[bytes, str]:
     """The metrics of some runs and how many values each has."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for run in board.want(query.get("run", [])):
         for name, count in run.curves.names().items():
-            found[name] = max(found.get(name, 0), count)
-    return as_json(found), JSON_TYPE
+            counts[name] = max(counts.get(name, 0), count)
+    return as_json(counts), JSON_TYPE
 
 
 def _one_run(board: Board, query: Query) -> WatchedRun:
-    found = board.want(query.get("run", [])[:1])
-    if not found:
+    """The run that a request is about; its curves are kept up to date from now on."""
+    runs = board.want(query.get("run", [])[:1])
+    if not runs:
         raise BadRequest("There is no such run.", 404)
-    return found[0]
+    return runs[0]
 
 
 def details(board: Board, query: Query) -> tuple[bytes, str]:
@@ -167,12 +187,17 @@ def log_tail(board: Board, query: Query) -> tuple[bytes, str]:
 
 def picture(board: Board, query: Query) -> tuple[bytes, str]:
     """A picture of a run, by the name that its details give."""
-    found = read_picture(_one_run(board, query).folder, query.get("path", [""])[0])
-    if found is None:
+    content_and_type = read_picture(_one_run(board, query).folder, query.get("path", [""])[0])
+    if content_and_type is None:
         raise BadRequest("There is no such picture.", 404)
-    return found
+    return content_and_type
 
 
 ANSWERS: dict[str, Callable[[Board, Query], tuple[bytes, str]]] = {
-    "state": state, "series": series, "metrics": metrics, "details": details, "log": log_tail, "file": picture,
-}  # fmt: skip
+    "state": state,
+    "series": series,
+    "metrics": metrics,
+    "details": details,
+    "log": log_tail,
+    "file": picture,
+}

@@ -1,7 +1,7 @@
 """The curves of one run: a metric over steps, tokens or training time, down-sampled for a view.
 
-Training time is the sum of `step_seconds` times the steps between two records: records may be written every few steps, and pauses between
-two starts of a run do not count.
+Training time is the sum of `step_seconds` times the steps between two records: records may be
+written every few steps, and pauses between two starts of a run do not count.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TOKENS = "num_consumed_tokens"
 INLINE_BYTES = 2 << 20
 """More than this is read by a process of its own."""
 KEPT_VIEWS = 64
+"""Down-sampled curves of a run in memory: several people may look at the same ones."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Window:
 
 
 class RunCurves:
-    """Reads the metrics of one run. `wants_build` says that the file should be indexed by another process."""
+    """Reads the metrics of one run.
+
+    `wants_build` says that the file should be indexed by another process.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,6 +53,7 @@ class RunCurves:
         self._preview: RecordBlock | None = None
         self._views: OrderedDict[tuple[int, str, Window], Curve] = OrderedDict()
         self._times: tuple[int, Column] | None = None
+        """The version of the index, and the training time at each of its rows."""
         self._lock = threading.Lock()
 
     @property
@@ -62,6 +67,7 @@ class RunCurves:
     @property
     def wants_build(self) -> bool:
         """Whether so much is new that reading it here would make others wait."""
+        # Bytes, not rows: how many rows they are is known only after they are read.
         return not self.reads_here and pending_bytes(self.path, self.index.place) > INLINE_BYTES
 
     @property
@@ -82,9 +88,11 @@ class RunCurves:
 
     def built(self) -> None:
         """Take over an index that was built by another process, and the lines that came since."""
+        # It has other segments and another place than the one in memory.
         self.index.reload()
         with self._lock:
-            self._preview, self._times = None, None
+            self._preview = None
+            self._times = None
         self.update()
 
     def names(self) -> dict[str, int]:
@@ -95,7 +103,9 @@ class RunCurves:
 
     def newest(self) -> dict[str, float | str | None]:
         """The newest value of every metric."""
-        return self._sampled().newest() if self.is_partial else self.index.newest()
+        if self.is_partial:
+            return self._sampled().newest()
+        return self.index.newest()
 
     def _sampled(self) -> RecordBlock:
         with self._lock:
@@ -111,52 +121,66 @@ class RunCurves:
     def points(self, metric: str, x: XAxis) -> tuple[np.ndarray, np.ndarray]:
         """Every point of a curve."""
         rows, values = self._column(metric)
-        x_rows, x_values = (
-            self._time() if x == "time" else self._column(TOKENS if x == "tokens" else "step")
-        )
+        if x == "time":
+            x_rows, x_values = self._time()
+        else:
+            x_rows, x_values = self._column(TOKENS if x == "tokens" else "step")
+
         if len(x_rows) == len(rows) and np.array_equal(x_rows, rows):
             return x_values, values
-        at = np.searchsorted(x_rows, rows)
-        at_known = np.minimum(at, max(0, len(x_rows) - 1))
-        known = (
-            (at < len(x_rows)) & (x_rows[at_known] == rows)
-            if len(x_rows)
-            else np.zeros(len(rows), dtype=bool)
-        )
-        return x_values[at[known]], values[known]
+
+        # Points are the rows that have both. Rows are sorted: each is looked up among the x rows.
+        indices = np.searchsorted(x_rows, rows)
+        has_x = np.zeros(len(rows), dtype=bool)
+        if len(x_rows):
+            nearest = np.minimum(indices, len(x_rows) - 1)
+            has_x = (indices < len(x_rows)) & (x_rows[nearest] == rows)
+        return x_values[indices[has_x]], values[has_x]
 
     def _time(self) -> Column:
         """Training seconds at each row."""
         version = self.version
-        known = self._times
-        if known is not None and known[0] == version and not self.is_partial:
-            return known[1]
+        cached = self._times
+        if cached is not None and cached[0] == version and not self.is_partial:
+            return cached[1]
+
         rows, steps = self._column("step")
-        seconds = np.zeros(len(rows))
-        second_rows, found = self._column("step_seconds")
-        at = np.searchsorted(rows, second_rows)
-        keep = at < len(rows)
-        seconds[at[keep]] = np.where(np.isfinite(found[keep]), found[keep], 0.0)
-        gaps = np.diff(steps, prepend=steps[:1] - 1) if len(steps) else steps
-        made = (rows, np.cumsum(seconds * np.maximum(gaps, 0.0)))
-        self._times = (version, made)
-        return made
+        step_seconds = np.zeros(len(rows))
+        timed_rows, timings = self._column("step_seconds")
+        # Records have a step, so that a row with a time is among the rows with a step.
+        indices = np.searchsorted(rows, timed_rows)
+        is_known = indices < len(rows)
+        timings = timings[is_known]
+        step_seconds[indices[is_known]] = np.where(np.isfinite(timings), timings, 0.0)
+
+        # Steps since the record before; negative after a rollback, which takes no time.
+        gaps = steps
+        if len(steps):
+            gaps = np.diff(steps, prepend=steps[:1] - 1)
+
+        times = (rows, np.cumsum(step_seconds * np.maximum(gaps, 0.0)))
+        self._times = (version, times)
+        return times
 
     def view(self, metric: str, window: Window) -> Curve:
         """A curve for a screen; the same one is computed once for all who look."""
         key = (self.version, metric, window)
+        # A preview is replaced without a new version: it is not kept.
         is_partial = self.is_partial
         with self._lock:
             if key in self._views and not is_partial:
                 self._views.move_to_end(key)
                 return self._views[key]
+
         x, y = self.points(metric, window.x)
         curve = downsample(x, y, window.points, window.start, window.end)
         if not is_partial:
             with self._lock:
+                # Keys begin with the version. Nobody asks for curves of an older one again.
                 if self._views and next(reversed(self._views))[0] != key[0]:
-                    self._views.clear()  # nobody asks for curves of an older state again
+                    self._views.clear()
                 self._views[key] = curve
                 while len(self._views) > KEPT_VIEWS:
                     self._views.popitem(last=False)
+
         return curve

@@ -1,6 +1,8 @@
-"""What a run folder holds besides its metrics: settings, events, checkpoints, reports, masks, samples, log. Plain values go out.
+"""What a run folder holds besides its metrics: settings, events, checkpoints, reports, masks,
+samples, log. Plain values go out.
 
-Only files of known kinds inside the run folder are read, each up to a bounded size; a link that leads out of it is not followed.
+Only files of known kinds inside the run folder are read, each up to a bounded size; a link that
+leads out of it is not followed.
 """
 
 from __future__ import annotations
@@ -33,10 +35,17 @@ RESULTS_BYTES = 32 << 20
 PICTURE_BYTES = 16 << 20
 TABLE_BYTES = 256 << 10
 MAX_FILES = 400
+"""Reports, pictures and tables of a run."""
+MAX_ENTRIES = 2000
+"""Of one folder."""
 MAX_DEPTH = 4
 MAX_SAMPLES = 200
 MAX_TEXT = 20_000
+"""Characters of a sample."""
 MAX_EVENTS = 500
+MAX_EVENT_TEXT = 2000
+MAX_TABLE = 1000
+"""Rows and columns of a table."""
 PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 NOT_LOOKED_INTO = {"checkpoints", "final", "logs", "tensorboard", "tokenizer", "stages", "code"}
 
@@ -51,28 +60,30 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def known_files(folder: Path) -> list[Path]:
     """Reports, pictures and mask tables of a run, bounded in number and depth."""
-    found: list[Path] = []
+    paths: list[Path] = []
     queue = [(folder, 0)]
-    while queue and len(found) < MAX_FILES:
-        here, depth = queue.pop(0)
+    while queue and len(paths) < MAX_FILES:
+        subfolder, depth = queue.pop(0)
         try:
-            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(subfolder), key=lambda entry: entry.name)
         except OSError:
             continue
-        for entry in entries[:2000]:
+
+        for entry in entries[:MAX_ENTRIES]:
             path = Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
-                if (
-                    depth < MAX_DEPTH
-                    and not entry.name.startswith(".")
-                    and entry.name not in NOT_LOOKED_INTO
-                ):
+                is_skipped = entry.name.startswith(".") or entry.name in NOT_LOOKED_INTO
+                if depth < MAX_DEPTH and not is_skipped:
                     queue.append((path, depth + 1))
-            elif (
+                continue
+
+            is_known = (
                 path.suffix.lower() in PICTURES or path.name == REPORT or path.suffix == ".tsv"
-            ) and is_inside(path, folder):
-                found.append(path)
-    return found[:MAX_FILES]
+            )
+            if is_known and is_inside(path, folder):
+                paths.append(path)
+
+    return paths[:MAX_FILES]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -82,53 +93,83 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_events_of(folder: Path) -> list[dict[str, Any]]:
     """The newest events, newest first."""
+    # More than the list of runs needs: this is one run that somebody looks at.
     events = parse_events(last_lines(folder / EVENTS, 4 * EVENT_TAIL_BYTES)[0])
-    return [{"time": one.get("time"), "event": one["event"], "step": one.get("step"), "text": str(one.get("text", ""))[:2000]}
-            for one in events[-MAX_EVENTS:]][::-1]  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for event in reversed(events[-MAX_EVENTS:]):
+        text = str(event.get("text", ""))[:MAX_EVENT_TEXT]
+        rows.append(
+            {
+                "time": event.get("time"),
+                "event": event["event"],
+                "step": event.get("step"),
+                "text": text,
+            }
+        )
+    return rows
 
 
 def read_log(folder: Path, size: int = LOG_BYTES) -> str:
     """The end of the run's log."""
+    # A log may be a link to any file of this machine.
     if not is_inside(folder / LOG, folder):
         return ""
     return last_lines(folder / LOG, min(size, LOG_BYTES))[0].decode(errors="replace")
 
 
 def read_checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Checkpoints and snapshots, newest first: step, bytes, when, whether complete, and the links that name them."""
-    if (folder / CHECKPOINTS).is_file():  # the copy of a run elsewhere
+    """Checkpoints and snapshots, newest first: step, bytes, when, whether complete, and the links
+    that name them.
+    """
+    # In the copy of a run elsewhere: checkpoints are not copied, their list is.
+    if (folder / CHECKPOINTS).is_file():
         return _copied_checkpoints(folder)
-    place = folder / "checkpoints"
+
+    checkpoints_folder = folder / "checkpoints"
+    # `latest` and others are links to the folders of steps.
     links: dict[str, list[str]] = {}
     try:
-        for entry in os.scandir(place):
+        for entry in os.scandir(checkpoints_folder):
             if entry.is_symlink():
                 links.setdefault(os.readlink(entry.path), []).append(entry.name)
     except OSError:
         pass
-    found: list[dict[str, Any]] = []
-    for path in step_folders(place)[::-1]:
-        size, is_whole = 0, False
+
+    rows: list[dict[str, Any]] = []
+    for path in step_folders(checkpoints_folder)[::-1]:
+        size = 0
+        is_complete = False
         try:
             for entry in os.scandir(path):
                 size += entry.stat(follow_symlinks=False).st_size
-                is_whole |= entry.name == MANIFEST
-            when = path.stat().st_mtime
+                is_complete |= entry.name == MANIFEST
+            changed_at = path.stat().st_mtime
         except OSError:
-            continue
-        found.append({"name": path.name, "step": step_of(path), "bytes": size, "time": when, "complete": is_whole,
-                      "links": sorted(links.get(path.name, []))})  # fmt: skip
-    return found
+            continue  # removed meanwhile
+
+        rows.append(
+            {
+                "name": path.name,
+                "step": step_of(path),
+                "bytes": size,
+                "time": changed_at,
+                "complete": is_complete,
+                "links": sorted(links.get(path.name, [])),
+            }
+        )
+
+    return rows
 
 
 def _copied_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """The same from the list beside a copy. Another machine wrote it: nothing in it is certain."""
+    keys = ("name", "bytes", "time", "complete", "links")
+    rows: list[dict[str, Any]] = []
     try:
-        found: Any = load_json(folder / CHECKPOINTS, REPORT_BYTES)
-        keys = ("name", "bytes", "time", "complete", "links")
-        rows = [
-            {**dict(zip(keys, one, strict=True)), "step": int(str(one[0]).rpartition("-")[2])}
-            for one in found
-        ]
+        listed: Any = load_json(folder / CHECKPOINTS, REPORT_BYTES)
+        for values in listed:
+            row = dict(zip(keys, values, strict=True))
+            rows.append({**row, "step": int(str(values[0]).rpartition("-")[2])})
     except (OSError, ValueError, TypeError):
         return []
     return sorted(rows, key=lambda row: -row["step"])
@@ -137,27 +178,30 @@ def _copied_checkpoints(folder: Path) -> list[dict[str, Any]]:
 def read_reports(folder: Path) -> list[dict[str, Any]]:
     """Every report.md of a run with the pictures beside it."""
     files = known_files(folder)
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for path in files:
-        if path.name == REPORT:
-            try:
-                text = read_bounded(path, REPORT_BYTES).decode(errors="replace")
-            except OSError:
-                continue
-            pictures = [
-                str(one.relative_to(folder))
-                for one in files
-                if one.parent == path.parent and one.suffix.lower() in PICTURES
-            ]
-            found.append(
-                {
-                    "path": str(path.relative_to(folder)),
-                    "text": text,
-                    "pictures": pictures,
-                    "time": path.stat().st_mtime,
-                }
-            )
-    return found
+        if path.name != REPORT:
+            continue
+        try:
+            text = read_bounded(path, REPORT_BYTES).decode(errors="replace")
+        except OSError:
+            continue
+
+        pictures = [
+            str(file.relative_to(folder))
+            for file in files
+            if file.parent == path.parent and file.suffix.lower() in PICTURES
+        ]
+        reports.append(
+            {
+                "path": str(path.relative_to(folder)),
+                "text": text,
+                "pictures": pictures,
+                "time": path.stat().st_mtime,
+            }
+        )
+
+    return reports
 
 
 def read_pictures(folder: Path) -> list[str]:
@@ -173,44 +217,45 @@ def read_pictures(folder: Path) -> list[str]:
 
 def read_mask_tables(folder: Path) -> list[dict[str, Any]]:
     """Tables of head masks or gates: a row per layer, a number per KV head."""
-    found: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
     for path in known_files(folder):
         if path.suffix == ".tsv" and (table := _table(path)):
-            found.append({"path": str(path.relative_to(folder)), "table": table})
-    return found
+            tables.append({"path": str(path.relative_to(folder)), "table": table})
+    return tables
 
 
 def _table(path: Path) -> list[list[float]] | None:
+    """A rectangle of numbers; None where a file is anything else."""
+    rows: list[list[float]] = []
     try:
-        rows = [
-            [float(cell) for cell in line.split("\t")]
-            for line in read_bounded(path, TABLE_BYTES).decode().splitlines()
-            if line.strip()
-        ]
+        for line in read_bounded(path, TABLE_BYTES).decode().splitlines():
+            if line.strip():
+                rows.append([float(cell) for cell in line.split("\t")])
     except (OSError, ValueError):
         return None
-    return (
-        rows
-        if rows
-        and all(len(row) == len(rows[0]) for row in rows)
-        and len(rows) <= 1000
-        and len(rows[0]) <= 1000
-        else None
-    )
+
+    if not rows or len(rows) > MAX_TABLE or len(rows[0]) > MAX_TABLE:
+        return None
+    if any(len(row) != len(rows[0]) for row in rows):
+        return None
+    return rows
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """Texts that models of this run have written in evaluations: prompt, text, who wrote it."""
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for path in known_files(folder):
         if path.name != REPORT or not is_inside(path.parent / RESULTS, folder):
             continue
+
         try:
             results = load_json(path.parent / RESULTS, RESULTS_BYTES)
         except (OSError, ValueError):
             continue
+
+        # Texts are cut, since one evaluation may have written megabytes.
         for prompt, text, model in _texts(results):
-            found.append(
+            samples.append(
                 {
                     "report": str(path.relative_to(folder)),
                     "prompt": prompt[:MAX_TEXT],
@@ -218,22 +263,30 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
                     "model": model,
                 }
             )
-            if len(found) >= MAX_SAMPLES:
-                return found
-    return found
+            if len(samples) >= MAX_SAMPLES:
+                return samples
+
+    return samples
 
 
 def _texts(results: Any) -> Iterator[tuple[str, str, str]]:
-    models = results.get("models") if isinstance(results, dict) else None
-    for model in models if isinstance(models, list) else []:
-        samples = model.get("samples") if isinstance(model, dict) else None
-        for sample in samples if isinstance(samples, list) else []:
+    """Prompt, text and model of each sample in a results.json, whatever else it holds."""
+    for model in _listed(results, "models"):
+        for sample in _listed(model, "samples"):
             if isinstance(sample, dict) and isinstance(sample.get("text"), str):
                 yield str(sample.get("prompt", "")), sample["text"], str(model.get("model", ""))
 
 
+def _listed(value: Any, key: str) -> list[Any]:
+    """The list at a key of a mapping; empty where either is something else."""
+    if isinstance(value, dict) and isinstance(value.get(key), list):
+        return value[key]
+    return []
+
+
 def read_picture(folder: Path, name: str) -> tuple[bytes, str] | None:
     """A picture that `known_files` lists, and its type; None for any other name."""
+    # The name comes from a request: it is compared, never opened.
     for path in known_files(folder):
         if path.suffix.lower() in PICTURES and str(path.relative_to(folder)) == name:
             try:
@@ -270,7 +323,7 @@ def _text(path: Path) -> str:
 
 def _environment(folder: Path) -> dict[str, Any]:
     try:
-        found = load_json(folder / "environment.json", 1 << 20)
+        environment = load_json(folder / "environment.json", 1 << 20)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return environment if isinstance(environment, dict) else {}

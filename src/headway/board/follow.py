@@ -1,7 +1,9 @@
-"""Follows a file that another process appends to: each look returns the bytes that were added since the last one, in whole lines.
+"""Follows a file that another process appends to: each look returns the bytes that were added since
+the last one, in whole lines.
 
-A half-written last line waits for its end. A file that was replaced, cut off, or cut off and written again is read from its beginning:
-its inode, its size and the bytes before the place we are at say so.
+A half-written last line waits for its end. A file that was replaced, cut off, or cut off and
+written again is read from its beginning: its inode, its size and the bytes before the place we are
+at say so.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from headway.config.regular_file import regular_only
 
 CHUNK_BYTES = 4 << 20
 MARK_BYTES = 512
+"""Bytes before a place that say whether the file is still the same."""
 LONGEST_LINE = 4 << 20
+"""More bytes without a line break are damage."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,11 @@ def read_at(path: Path, offset: int, size: int) -> bytes:
 def is_same_file(path: Path, place: Place) -> bool:
     """Whether the file still has the bytes before `place`."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return False
-    if found.st_ino != place.inode or found.st_size < place.offset:
+    # Cheap signs first; the checksum finds a file that was cut off and written again.
+    if status.st_ino != place.inode or status.st_size < place.offset:
         return False
     return place.offset == 0 or mark(path, place.offset) == place.mark
 
@@ -70,38 +75,43 @@ def pending_bytes(path: Path, place: Place) -> int:
 
 
 def read_new(path: Path, place: Place, limit: int | None = None) -> Iterator[tuple[bytes, Place]]:
-    """Chunks of whole lines after `place`, each with the place behind it; ends at the last complete line, or after `limit` bytes."""
+    """Chunks of whole lines after `place`, each with the place behind it; ends at the last complete
+    line, or after `limit` bytes.
+    """
     try:
         inode = path.stat().st_ino
     except OSError:
         return
-    offset, read, rest = place.offset, 0, b""
-    while limit is None or read < limit:
+
+    offset = place.offset
+    num_read = 0
+    half_line = b""
+    while limit is None or num_read < limit:
         try:
-            chunk = read_at(path, offset + len(rest), CHUNK_BYTES)
+            chunk = read_at(path, offset + len(half_line), CHUNK_BYTES)
         except OSError:
             return
         if not chunk:
             return
-        read += len(chunk)
-        whole = rest + chunk
-        end = whole.rfind(b"\n") + 1
-        if end == 0 and len(whole) > LONGEST_LINE:  # damage: skip it as one damaged line
-            end = len(whole)
-        if end:
-            lines, rest, offset = whole[:end], whole[end:], offset + end
-            yield (
-                lines,
-                Place(
-                    inode,
-                    offset,
-                    hashlib.sha256(lines[-MARK_BYTES:]).hexdigest()
-                    if end >= MARK_BYTES
-                    else mark(path, offset),
-                ),
-            )
+
+        num_read += len(chunk)
+        content = half_line + chunk
+        end = content.rfind(b"\n") + 1
+        if end == 0 and len(content) > LONGEST_LINE:
+            end = len(content)  # skipped as one damaged line
+        if end == 0:
+            half_line = content
+            continue
+
+        lines = content[:end]
+        half_line = content[end:]
+        offset += end
+        # The mark covers MARK_BYTES; fewer lines than that need the bytes before them, too.
+        if end >= MARK_BYTES:
+            checksum = hashlib.sha256(lines[-MARK_BYTES:]).hexdigest()
         else:
-            rest = whole
+            checksum = mark(path, offset)
+        yield lines, Place(inode, offset, checksum)
 
 
 def last_lines(path: Path, size: int) -> tuple[bytes, int]:
@@ -112,6 +122,7 @@ def last_lines(path: Path, size: int) -> tuple[bytes, int]:
         content = read_at(path, begin, size)
     except OSError:
         return b"", 0
-    if begin:
-        content = content[content.find(b"\n") + 1 :] if b"\n" in content else content
+    # The first line is cut, unless it begins the file.
+    if begin and b"\n" in content:
+        content = content[content.find(b"\n") + 1 :]
     return content, total

@@ -1,6 +1,8 @@
-"""A first look at a long metrics.jsonl before it is indexed: records at evenly spaced places of the file, read in milliseconds.
+"""A first look at a long metrics.jsonl before it is indexed: records at evenly spaced places of the
+file, read in milliseconds.
 
-The numbers are those of the file, but most steps are missing. The board shows such a curve as partial until the index has all.
+The numbers are those of the file, but most steps are missing. The board shows such a curve as
+partial until the index has all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from headway.config.regular_file import regular_only
 
 SAMPLES = 300
 BLOCK_BYTES = 8 << 10
+"""Read at each place; a record is usually shorter than half of it."""
 LARGEST_BLOCK = 256 << 10
+"""Of the end of a file, in search of its last whole line."""
 
 
 def sample_records(path: Path, samples: int = SAMPLES) -> RecordBlock:
@@ -23,19 +27,23 @@ def sample_records(path: Path, samples: int = SAMPLES) -> RecordBlock:
         file = regular_only(path, os.O_RDONLY)
     except OSError:
         return block
+
     try:
         size = os.fstat(file).st_size
         first = os.pread(file, BLOCK_BYTES, 0)
         begin = first.find(b"\n") + 1
         stride = max(1, (size - begin) // max(1, samples))
         lines: list[bytes] = [first[:begin]]
-        for at in range(begin, size, stride):
-            lines += _line_after(os.pread(file, BLOCK_BYTES, at))
+        for offset in range(begin, size, stride):
+            lines += _line_after(os.pread(file, BLOCK_BYTES, offset))
+
         lines += _last_line(file, size)
     except OSError:
         return block
     finally:
         os.close(file)
+
+    # In a short file two places may lie before the same line; each line once, in order.
     block.add(b"".join(dict.fromkeys(lines)))
     return block
 
@@ -44,13 +52,17 @@ def _line_after(block: bytes) -> list[bytes]:
     """The first whole line that begins behind the start of a block."""
     begin = block.find(b"\n") + 1
     end = block.find(b"\n", begin) + 1
-    return [block[begin:end]] if begin and end else []
+    if begin and end:
+        return [block[begin:end]]
+    return []
 
 
 def _last_line(file: int, size: int) -> list[bytes]:
+    """The last whole line of a file, looked for in longer and longer ends of it."""
     length = BLOCK_BYTES
     while True:
         block = os.pread(file, length, max(0, size - length))
+        # Between the last two line breaks: what follows the last one is being written.
         end = block.rfind(b"\n")
         begin = block.rfind(b"\n", 0, max(end, 0))
         if end > 0 and (begin >= 0 or length >= size):
@@ -67,6 +79,7 @@ def last_record(path: Path) -> RecordBlock:
         file = regular_only(path, os.O_RDONLY)
     except OSError:
         return block
+
     try:
         for line in _last_line(file, os.fstat(file).st_size):
             block.add(line)
@@ -74,4 +87,5 @@ def last_record(path: Path) -> RecordBlock:
         pass
     finally:
         os.close(file)
+
     return block

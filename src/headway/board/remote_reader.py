@@ -1,7 +1,9 @@
-"""Runs on the other machine, sent there over ssh: lists runs below one folder and reads their files. Any Python from 3.6 on will do.
+"""Runs on the other machine, sent there over ssh: lists runs below one folder and reads their
+files. Any Python from 3.6 on will do.
 
-Requests are lines of JSON on standard input; an answer is a line of JSON with the size of what follows, then that many bytes, compressed.
-It reads files of known kinds below the folder and nothing else; a link that leads out of the folder is not followed. It writes nothing.
+Requests are lines of JSON on standard input; an answer is a line of JSON with the size of what
+follows, then that many bytes, compressed. It reads files of known kinds below the folder and
+nothing else; a link that leads out of the folder is not followed. It writes nothing.
 """
 
 import json
@@ -36,7 +38,15 @@ TOP = (
 )
 SHOWN = (".png", ".jpg", ".jpeg", ".webp", ".tsv")
 STEP = re.compile(r"(step|snapshot)-\d{8,}$")
-MAX_DEPTH, MAX_FOLDERS, MAX_RUNS, MAX_FILES, MAX_BEATS = 6, 50000, 2000, 200, 64
+# SKIPPED and the first three are those of board/runs.py: this file is sent alone, so that it
+# cannot import them.
+MAX_DEPTH = 6
+MAX_FOLDERS = 50000
+MAX_RUNS = 2000
+MAX_FILES = 200
+MAX_BEATS = 64
+SHOWN_DEPTH = 3
+FIND_SECONDS = 5
 LARGEST_READ = 8 << 20
 
 
@@ -53,7 +63,8 @@ def is_kind(path):
 
 def entries(folder):
     """Names of the files and of the folders in a folder; links to folders are neither."""
-    files, folders = [], []
+    files = []
+    folders = []
     try:
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):
@@ -67,92 +78,109 @@ def entries(folder):
 
 def find(root):
     """Paths of run folders below the root."""
-    found, queue, looked = [], [("", 0)], 0
-    while queue and len(found) < MAX_RUNS and looked < MAX_FOLDERS:
-        here, depth = queue.pop(0)
-        looked += 1
-        files, folders = entries(os.path.join(root, here))
+    runs = []
+    # Breadth first, as in find_runs of board/runs.py.
+    queue = [("", 0)]
+    num_folders = 0
+    while queue and len(runs) < MAX_RUNS and num_folders < MAX_FOLDERS:
+        folder, depth = queue.pop(0)
+        num_folders += 1
+        files, folders = entries(os.path.join(root, folder))
         if "metrics.jsonl" in files or ("recipe.yaml" in files and "events.jsonl" in files):
-            found.append(here)
+            runs.append(folder)
+
         if depth < MAX_DEPTH:
             queue += [
-                (os.path.join(here, name), depth + 1)
+                (os.path.join(folder, name), depth + 1)
                 for name in folders
                 if name[0] != "." and name not in SKIPPED and not STEP.match(name)
             ]
-    return found
+
+    return runs
 
 
 def shown(folder):
     """Reports, pictures and tables below a run folder."""
-    found, queue = [], [("", 0)]
-    while queue and len(found) < MAX_FILES:
-        here, depth = queue.pop(0)
-        files, folders = entries(os.path.join(folder, here))
-        found += [
-            os.path.join(here, name)
+    paths = []
+    queue = [("", 0)]
+    while queue and len(paths) < MAX_FILES:
+        subfolder, depth = queue.pop(0)
+        files, folders = entries(os.path.join(folder, subfolder))
+        paths += [
+            os.path.join(subfolder, name)
             for name in files
             if name in ("report.md", "results.json") or name.endswith(SHOWN)
         ]
-        if depth < 3:
+        if depth < SHOWN_DEPTH:
             queue += [
-                (os.path.join(here, name), depth + 1)
+                (os.path.join(subfolder, name), depth + 1)
                 for name in folders
                 if name[0] != "." and name not in SKIPPED and name != "stages"
             ]
-    return found[:MAX_FILES]
+
+    return paths[:MAX_FILES]
 
 
 def checkpoints(folder):
     """Checkpoints of a run: name, bytes, time, whether complete, links."""
-    place, found, links = os.path.join(folder, "checkpoints"), [], {}
+    checkpoints_folder = os.path.join(folder, "checkpoints")
+    rows = []
+    links = {}
     try:
-        names = list(os.scandir(place))
+        names = list(os.scandir(checkpoints_folder))
     except OSError:
         return []
+
     for entry in names:
         if entry.is_symlink():
             links.setdefault(os.readlink(entry.path), []).append(entry.name)
+
     for entry in names:
         if entry.is_symlink() or not STEP.match(entry.name):
             continue
+
         try:
-            parts = [
-                (one.name, one.stat(follow_symlinks=False).st_size)
-                for one in os.scandir(entry.path)
-            ]
-            when = entry.stat().st_mtime
+            sizes = {
+                file.name: file.stat(follow_symlinks=False).st_size
+                for file in os.scandir(entry.path)
+            }
+            changed_at = entry.stat().st_mtime
         except OSError:
             continue
-        found.append(
-            [
-                entry.name,
-                sum(size for _, size in parts),
-                when,
-                any(name == "manifest.json" for name, _ in parts),
-                links.get(entry.name, []),
-            ]
-        )
-    return found
+
+        # A manifest is written last: with it a checkpoint is complete.
+        is_complete = "manifest.json" in sizes
+        names_of_it = links.get(entry.name, [])
+        rows.append([entry.name, sum(sizes.values()), changed_at, is_complete, names_of_it])
+
+    return rows
 
 
 class RunReader:
     """Answers requests about one folder."""
 
     def __init__(self):
-        self.runs, self.extra, self.found_at = [], {}, 0.0
+        self.runs = []
+        self.extra = {}
+        self.found_at = 0.0
 
     def list(self, request):
-        """Files of all runs with size, time of change and inode; folders are searched again every five seconds."""
+        """Files of all runs with size, time of change and inode.
+
+        Folders are searched again every five seconds.
+        """
         root = request["root"]
         if not os.path.isdir(root):
             return {"error": "is not a folder there"}, b""
-        if time.time() - self.found_at > 5:
-            self.runs, self.found_at = find(root), time.time()
+
+        if time.time() - self.found_at > FIND_SECONDS:
+            self.runs = find(root)
+            self.found_at = time.time()
             self.extra = {
                 run: (shown(os.path.join(root, run)), checkpoints(os.path.join(root, run)))
                 for run in self.runs
             }
+
         answer = {}
         for run in self.runs:
             folder = os.path.join(root, run)
@@ -164,21 +192,26 @@ class RunReader:
             files = {}
             for path in list(TOP) + beats[:MAX_BEATS] + self.extra[run][0]:
                 try:
-                    about = os.stat(os.path.join(folder, path))
+                    status = os.stat(os.path.join(folder, path))
                 except OSError:
                     continue
-                if stat.S_ISREG(about.st_mode):
-                    files[path] = [about.st_size, about.st_mtime_ns, about.st_ino]
+                if stat.S_ISREG(status.st_mode):
+                    files[path] = [status.st_size, status.st_mtime_ns, status.st_ino]
+
             answer[run] = [files, self.extra[run][1]]
+
         return {"now": time.time()}, json.dumps(answer).encode()
 
     def read(self, request):
         """Bytes of one file."""
+        # Both with all links followed: what lies outside of the root is not read.
         folder = os.path.join(request["root"], request["run"])
         path = os.path.realpath(os.path.join(folder, request["path"]))
         root = os.path.realpath(request["root"])
         if not is_kind(request["path"]) or not (path + "/").startswith(root.rstrip("/") + "/"):
             return {"error": "is not a file of a run"}, b""
+
+        # O_NONBLOCK: opening a pipe would wait for somebody who writes to it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return {"error": "is not a file"}, b""
@@ -188,15 +221,19 @@ class RunReader:
 
 def main():
     """Answer requests until standard input ends."""
-    reader, out = RunReader(), sys.stdout.buffer
+    reader = RunReader()
+    out = sys.stdout.buffer
     for line in sys.stdin.buffer:
         request = json.loads(line.decode())
         try:
-            head, content = (
-                reader.list(request) if request["do"] == "list" else reader.read(request)
-            )
+            if request["do"] == "list":
+                head, content = reader.list(request)
+            else:
+                head, content = reader.read(request)
         except OSError as problem:
-            head, content = {"error": problem.strerror or str(problem)}, b""
+            head = {"error": problem.strerror or str(problem)}
+            content = b""
+
         packed = zlib.compress(content, 1)
         out.write(json.dumps(dict(head, size=len(packed))).encode() + b"\n" + packed)
         out.flush()

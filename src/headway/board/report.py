@@ -1,7 +1,8 @@
-"""Runs come in; one HTML file that opens offline goes out: the page of the board with its data in it.
+"""Runs come in; one HTML file that opens offline goes out: the page of the board with its data in
+it.
 
-Its scripts and styles are those of the board's page, allowed by their checksums in the file's content security policy; nothing else can run in it,
-and nothing is loaded from anywhere.
+Its scripts and styles are those of the board's page, allowed by their checksums in the file's
+content security policy; nothing else can run in it, and nothing is loaded from anywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headway.board.answers import as_json, curve_arrays, curve_head, pack
 from headway.board.curves import X_AXES, Window
 from headway.board.details import read_details, read_log, read_picture
@@ -25,27 +28,37 @@ from headway.errors import ConfigError, DataError
 from headway.runtime.storage import write_atomic
 
 POINTS = {"step": 1200, "tokens": 600, "time": 600}
+"""Of a curve, by its axis: a file has no server to ask for more."""
 MAX_RUNS = 64
 LOG_CHARACTERS = 16_000
+"""Of the end of a log."""
 PICTURES_BYTES = 64 << 20
+"""Of all pictures of a report; those beyond are left out."""
 
 
 def write_html_report(sources: Sequence[Source], out: Path) -> dict[str, Any]:
     """Write the report; returns what it holds."""
     if out.is_dir():
         raise ConfigError(
-            f"--out is {str(out)!r}, which is a folder. Give the name of a file, such as {out / 'report.html'}."
+            f"--out is {str(out)!r}, which is a folder. Give the name of a file, such as "
+            f"{out / 'report.html'}."
         )
+
     board = Board(sources)
     try:
         runs = _complete_runs(board)
         if not runs:
-            given = ", ".join(source.label for source in sources)
-            raise DataError(f"{given}: no runs there. Give a run folder, such as {DEFAULT}/my-run.")
+            labels = ", ".join(source.label for source in sources)
+            raise DataError(
+                f"{labels}: no runs there. Give a run folder, such as {DEFAULT}/my-run."
+            )
+
         if len(runs) > MAX_RUNS:
             raise ConfigError(
-                f"{len(runs)} runs are given; a report holds at most {MAX_RUNS}. Name the run folders one by one."
+                f"{len(runs)} runs are given; a report holds at most "
+                f"{MAX_RUNS}. Name the run folders one by one."
             )
+
         page = _page(_content(runs))
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, page)
@@ -55,34 +68,43 @@ def write_html_report(sources: Sequence[Source], out: Path) -> dict[str, Any]:
 
 
 def _complete_runs(board: Board) -> list[WatchedRun]:
-    """The runs with all their files copied and all their metrics read. A run folder itself means that run, not its stages."""
+    """The runs with all their files copied and all their metrics read.
+
+    A run folder itself means that run, not its stages.
+    """
     for source in board.sources:
         source.refresh()
         board.look(source)
         if not source.is_here and source.problem and not source.folders():
             raise DataError(f"{source.label}: {source.problem.rstrip('.')}.")
-    found: list[WatchedRun] = []
+
+    chosen: list[WatchedRun] = []
     for source in board.sources:
         runs = [run for run in board.runs.values() if run.source is source]
         itself = [
             run for run in runs if source.is_here and run.folder == Path(source.label).expanduser()
         ]
-        found += itself or sorted(runs, key=lambda run: run.name)
-    for run in found:
+        chosen += itself or sorted(runs, key=lambda run: run.name)
+
+    # Twice: the first refresh has found the runs, this one copies what is copied on demand.
+    for run in chosen:
         run.source.want(run.folder)
     for source in board.sources:
         source.refresh()
-    for run in found:
+
+    for run in chosen:
         if run.curves.wants_build:
             build_index(run.curves.path, run.curves.index.folder)
             run.curves.built()
         run.curves.update()
         run.newest = run.curves.newest()
         run.status = run.reader.read(run.newest, run.source.clock())
-    return found
+
+    return chosen
 
 
 def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
+    """What the page asks a server for, of every run, as one object."""
     room = PICTURES_BYTES
     content: dict[str, Any] = {
         "now": time.time(),
@@ -101,14 +123,18 @@ def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
         content["details"][run.id] = details
         content["logs"][run.id] = read_log(run.folder)[-LOG_CHARACTERS:]
         pictures = content["pictures"][run.id] = {}
-        for path in [
-            *details["pictures"],
-            *(path for one in details["reports"] for path in one["pictures"]),
-        ]:
-            found = read_picture(run.folder, path)
-            if found is not None and len(found[0]) <= room:
-                room -= len(found[0])
-                pictures[path] = f"data:{found[1]};base64,{base64.b64encode(found[0]).decode()}"
+        paths = list(details["pictures"])
+        for report in details["reports"]:
+            paths += report["pictures"]
+        for path in paths:
+            picture = read_picture(run.folder, path)
+            if picture is None:
+                continue
+            data, media_type = picture
+            if len(data) <= room:
+                room -= len(data)
+                pictures[path] = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
     return content
 
 
@@ -120,26 +146,28 @@ def _curves(run: WatchedRun, axis: Any) -> str:
         {"metric": name, "partial": False, **curve_head(view)}
         for name, view in zip(names, views, strict=True)
     ]
-    return base64.b64encode(
-        pack({"series": heads}, [array for view in views for array in curve_arrays(view)])
-    ).decode()
+    arrays: list[np.ndarray] = []
+    for view in views:
+        arrays += curve_arrays(view)
+    return base64.b64encode(pack({"series": heads}, arrays)).decode()
 
 
 def _page(content: dict[str, Any]) -> str:
     """board.html with its files and its data inside."""
-    page = {address: content.decode() for address, (content, _) in page_files().items()}
-    html = page["/"]
-    script = "\n".join(
-        page[address] for address in re.findall(r'<script src="([^"]+)" defer></script>', html)
-    )
-    style = "\n".join(
-        page[address] for address in re.findall(r'<link rel="stylesheet" href="([^"]+)">', html)
-    )
+    files = {address: content.decode() for address, (content, _) in page_files().items()}
+    html = files["/"]
+    # In the order of the page: libraries come before the scripts that use them.
+    script_addresses = re.findall(r'<script src="([^"]+)" defer></script>', html)
+    style_addresses = re.findall(r'<link rel="stylesheet" href="([^"]+)">', html)
+    script = "\n".join(files[address] for address in script_addresses)
+    style = "\n".join(files[address] for address in style_addresses)
+    # Checksums instead of 'self': a file on a disk has no server whose scripts it could trust.
     policy = (
-        f"default-src 'none'; script-src '{_checksum(script)}'; style-src '{_checksum(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{_checksum(script)}'; style-src '{_checksum(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    # < cannot end the element that holds the data, whatever a run is called
+    # Without `<` the data cannot end the element that holds it, whatever a run is called. The two
+    # others end a line in JavaScript, but not in JSON.
     data = (
         as_json(content)
         .decode()
@@ -148,9 +176,14 @@ def _page(content: dict[str, Any]) -> str:
         .replace("\u2029", "\\u2029")
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    # The files themselves are in the page now.
     html = re.sub(r'<script src="/[^"]+" defer></script>\n|<link rel="[^>]*>\n', "", html)
     html = html.replace("</head>", f"{head}\n</head>").replace("headway board", "headway report")
-    tail = f'<script type="application/json" id="embedded">{data}</script>\n<script>{script}</script>\n</body>'
+    # The data comes first, so that the script finds it.
+    tail = (
+        f'<script type="application/json" id="embedded">{data}</script>\n'
+        f"<script>{script}</script>\n</body>"
+    )
     return html.replace("</body>", tail)
 
 

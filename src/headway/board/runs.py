@@ -1,4 +1,5 @@
-"""Folders come in; the runs below them go out, each with its state and its newest numbers. Nothing is ever written there.
+"""Folders come in; the runs below them go out, each with its state and its newest numbers. Nothing
+is ever written there.
 
 State of a run, from its heartbeats, its events and its summary:
 
@@ -10,6 +11,7 @@ State of a run, from its heartbeats, its events and its summary:
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
@@ -32,7 +34,9 @@ from headway.train.stages import FOLDER as STAGES
 
 State = Literal["live", "stalled", "done", "stopped", "failed"]
 MAX_DEPTH = 6
+"""Folders below a root."""
 MAX_RUNS = 2000
+"""Of one source."""
 MAX_FOLDERS = 50_000
 """A look below a root ends there: a home folder is no place for runs."""
 SKIPPED = {
@@ -49,28 +53,44 @@ SKIPPED = {
 }
 STALL_SECONDS = 120.0
 STALL_STEPS = 20
+"""A running rank that makes no progress for STALL_SECONDS, or for so many of its steps where they
+are long, is stalled.
+"""
+BEAT_SECONDS = 15.0
+"""A heartbeat elsewhere that is older belongs to a process that is gone."""
 FRESH_SECONDS = 60.0
 """A run elsewhere without heartbeats is live if its metrics changed within this time."""
 SUMMARY_BYTES = 4 << 20
 RECIPE_BYTES = 512 << 10
 EVENT_TAIL_BYTES = 64 << 10
+"""The end of events.jsonl, which has the newest of them."""
 CAUSE_CHARACTERS = 400
+LONGEST_ETA_SECONDS = 1e12
+"""A longer estimate is no number of seconds."""
+STEP_FOLDER = re.compile(r"(step|snapshot)-\d+")
+"""Checkpoints: many, large, and no runs."""
 
 
 def find_runs(root: Path) -> list[Path]:
-    """The run folders at and below a folder, links not followed. A folder with a metrics.jsonl or a recipe.yaml and events is a run."""
-    found: list[Path] = []
+    """The run folders at and below a folder, links not followed.
+
+    A folder with a metrics.jsonl or a recipe.yaml and events is a run.
+    """
+    runs: list[Path] = []
+    # Breadth first: where a limit ends the search, the runs near the root are found.
     queue: list[tuple[Path, int]] = [(root, 0)]
-    looked = 0
-    while queue and len(found) < MAX_RUNS and looked < MAX_FOLDERS:
+    num_folders = 0
+    while queue and len(runs) < MAX_RUNS and num_folders < MAX_FOLDERS:
         folder, depth = queue.pop(0)
-        looked += 1
-        names, below = _entries(folder)
+        num_folders += 1
+        names, subfolders = _entries(folder)
+        # A run that has not logged a step yet has a recipe and events; a recipe alone is no run.
         if METRICS in names or (RECIPE in names and EVENTS in names):
-            found.append(folder)
+            runs.append(folder)
         if depth < MAX_DEPTH:
-            queue += [(folder / name, depth + 1) for name in below]
-    return sorted(found)
+            queue += [(folder / name, depth + 1) for name in subfolders]
+
+    return sorted(runs)
 
 
 def _entries(folder: Path) -> tuple[set[str], list[str]]:
@@ -80,17 +100,15 @@ def _entries(folder: Path) -> tuple[set[str], list[str]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    if (
-                        not entry.name.startswith(".")
-                        and entry.name not in SKIPPED
-                        and not re.match(r"(step|snapshot)-\d+", entry.name)
-                    ):
-                        folders.append(entry.name)
-                else:
+                if not entry.is_dir(follow_symlinks=False):
                     files.add(entry.name)
+                    continue
+                is_skipped = entry.name.startswith(".") or entry.name in SKIPPED
+                if not is_skipped and not STEP_FOLDER.match(entry.name):
+                    folders.append(entry.name)
     except OSError:
         return set(), []
+
     return files, sorted(folders)
 
 
@@ -122,9 +140,14 @@ class StatusReader:
     """Reads the small files of a run folder; what has not changed is not read again."""
 
     def __init__(self, folder: Path, *, is_here: bool = True) -> None:
-        self.folder, self.is_here = folder, is_here
-        # a stage writes its metrics and summary to its own folder, heartbeats and events to the run's
-        self.home = folder.parent.parent if folder.parent.name == STAGES else folder
+        self.folder = folder
+        self.is_here = is_here
+        # RUN/stages/NAME: a stage writes its metrics and summary to its own folder, heartbeats
+        # and events to the run's.
+        self.home = folder
+        if folder.parent.name == STAGES:
+            self.home = folder.parent.parent
+        # Each with the `file_mark` of the file that it was read from.
         self._events: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
         self._steps: tuple[tuple[int, int], int | None] = ((0, 0), None)
 
@@ -145,32 +168,51 @@ class StatusReader:
         return self._steps[1]
 
     def read(self, newest: dict[str, float | str | None], now: float | None = None) -> RunStatus:
-        """The status of the run; `newest` are its newest metrics, `now` the clock of the machine it runs on."""
-        now = time.time() if now is None else now
+        """The status of the run.
+
+        `newest` are its newest metrics, `now` the clock of the machine it runs on.
+        """
+        if now is None:
+            now = time.time()
+
         events = self.events()
-        metrics = file_mark(self.folder / METRICS)
-        starts = [one for one in events if one.get("event") == "start"]
-        step = newest.get("step")
         beats = read_beats(self.home)
         alive = [beat for beat in beats if self._is_alive(beat, now)]
         state = self._state(events, beats, alive, newest, now)
-        last = int(step) if isinstance(step, float) and math.isfinite(step) else None
-        return RunStatus(
+
+        status = RunStatus(
             state=state,
-            step=last,
-            total_steps=last if state == "done" else self.total_steps() or _estimated_steps(newest),
-            updated=metrics[0] / 1e9,
-            started=_time(starts[-1]) if starts else None,
-            phase=alive[0].phase if alive else "",
             ranks=len(alive),
             hosts=sorted({beat.host for beat in alive}),
-            last_event=str(events[-1].get("event", "")) if events else "",
-            cause=_cause(events) if state == "failed" else "",
-            alerts=sum(one.get("event") not in ("start", "finish") for one in events),
+            alerts=sum(event.get("event") not in ("start", "finish") for event in events),
         )
+        changed_ns, _ = file_mark(self.folder / METRICS)
+        status.updated = changed_ns / 1e9
+
+        step = newest.get("step")
+        if isinstance(step, float) and math.isfinite(step):
+            status.step = int(step)
+        if state == "done":
+            status.total_steps = status.step  # what it has reached, whatever was planned
+        else:
+            status.total_steps = self.total_steps() or _estimated_steps(newest)
+
+        starts = [event for event in events if event.get("event") == "start"]
+        if starts:
+            status.started = _time(starts[-1])
+        if alive:
+            status.phase = alive[0].phase
+        if events:
+            status.last_event = str(events[-1].get("event", ""))
+        if state == "failed":
+            status.cause = _cause(events)
+        return status
 
     def _is_alive(self, beat: Beat, now: float) -> bool:
-        return is_alive(beat) if self.is_here else now - beat.at < 15.0
+        # A process of this machine can be looked for; of one elsewhere only the time is known.
+        if self.is_here:
+            return is_alive(beat)
+        return now - beat.at < BEAT_SECONDS
 
     def _state(
         self,
@@ -180,34 +222,43 @@ class StatusReader:
         newest: dict[str, Any],
         now: float,
     ) -> State:
-        is_over = (self.folder / SUMMARY).is_file()
-        if is_over and self.home != self.folder:
+        """The state, from the strongest evidence to the weakest."""
+        has_summary = (self.folder / SUMMARY).is_file()
+        # A stage: the heartbeats in its run's folder are those of a later stage.
+        if has_summary and self.home != self.folder:
             return "done"
+
         if alive:
-            seconds = newest.get("step_seconds")
-            patience = max(
-                STALL_SECONDS, STALL_STEPS * seconds if isinstance(seconds, float) else 0.0
-            )
-            return "stalled" if now - max(beat.progress_at for beat in alive) > patience else "live"
+            patience = STALL_SECONDS
+            step_seconds = newest.get("step_seconds")
+            if isinstance(step_seconds, float):
+                patience = max(patience, STALL_STEPS * step_seconds)
+            progress_at = max(beat.progress_at for beat in alive)
+            if now - progress_at > patience:
+                return "stalled"
+            return "live"
+
+        # Between two attempts no rank runs, but a supervisor starts the next one.
         if self.is_here and is_supervised(self.home):
             return "live"
-        if (
-            not self.is_here
-            and not beats
-            and not is_over
-            and now - file_mark(self.folder / METRICS)[0] / 1e9 < FRESH_SECONDS
-        ):
+
+        # Elsewhere, as in S3, there may be no heartbeats.
+        changed_ns, _ = file_mark(self.folder / METRICS)
+        is_fresh = now - changed_ns / 1e9 < FRESH_SECONDS
+        if not self.is_here and not beats and not has_summary and is_fresh:
             return "live"
-        kinds = [
-            one.get("event")
-            for one in events
-            if one.get("event") in ("start", "finish", "crash", "hang")
-        ]
-        if is_over and (not kinds or kinds[-1] == "finish"):
+
+        # Nothing runs any more. A run that was resumed has several of these; the last one counts.
+        turning_points = ("start", "finish", "crash", "hang")
+        kinds = [event.get("event") for event in events if event.get("event") in turning_points]
+        last_kind = kinds[-1] if kinds else None
+        if has_summary and last_kind in (None, "finish"):
             return "done"
-        if kinds and kinds[-1] == "finish":
+        if last_kind == "finish":
             return "stopped"
-        return "failed" if beats or kinds else "stopped"
+        if beats or kinds:
+            return "failed"
+        return "stopped"
 
 
 def _cause(events: Sequence[dict[str, Any]]) -> str:
@@ -217,6 +268,7 @@ def _cause(events: Sequence[dict[str, Any]]) -> str:
             lines = str(event.get("text", "")).strip().splitlines()
             if lines:
                 return lines[0][:CAUSE_CHARACTERS]
+        # Crashes before the newest start are those of earlier attempts.
         if event.get("event") == "start":
             break
     return "killed, or its machine failed: it reported nothing"
@@ -224,86 +276,105 @@ def _cause(events: Sequence[dict[str, Any]]) -> str:
 
 def parse_events(lines: bytes) -> list[dict[str, Any]]:
     """The events in some lines; what is no event is left out."""
-    import json
-
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for line in lines.split(b"\n"):
+        if not line:
+            continue
         try:
-            one: Any = json.loads(line) if line else None
+            event: Any = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(one, dict) and isinstance(one.get("event"), str):
-            found.append(one)
-    return found
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
+
+    return events
 
 
 def file_mark(path: Path) -> tuple[int, int]:
     """When a file changed and its size; zeros where there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def read_recipe_file(folder: Path) -> dict[str, Any]:
-    """The recipe of a run as plain values; empty where it cannot be read. Parsed again only when it changes."""
+    """The recipe of a run as plain values; empty where it cannot be read.
+
+    Parsed again only when it changes.
+    """
     return _parsed_recipe(folder / RECIPE, file_mark(folder / RECIPE))
 
 
 @lru_cache(maxsize=MAX_RUNS)
 def _parsed_recipe(path: Path, mark: tuple[int, int]) -> dict[str, Any]:
+    """`mark` is part of the cache's key: a recipe that changed has another one."""
     try:
-        found = parse_yaml(read_bounded(path, RECIPE_BYTES).decode(errors="replace"), RECIPE)
+        recipe = parse_yaml(read_bounded(path, RECIPE_BYTES).decode(errors="replace"), RECIPE)
     except (OSError, HeadwayError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return recipe if isinstance(recipe, dict) else {}
 
 
 def read_summary_file(folder: Path) -> dict[str, Any]:
     """The summary of a finished run; empty where there is none."""
     try:
-        found = load_json(folder / SUMMARY, SUMMARY_BYTES)
+        summary = load_json(folder / SUMMARY, SUMMARY_BYTES)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def planned_steps(recipe: dict[str, Any]) -> int | None:
     """The steps of all stages together; None where the recipe leaves them to the data."""
+    default = recipe.get("steps")
+    steps: list[Any] = []
     stages = recipe.get("stages")
-    given = [one for one in stages if isinstance(one, dict)] if isinstance(stages, list) else []
-    parts: list[Any] = [one.get("steps", recipe.get("steps")) for one in given] or [
-        recipe.get("steps")
-    ]
-    return sum(parts) if all(type(part) is int for part in parts) else None
+    if isinstance(stages, list):
+        steps = [stage.get("steps", default) for stage in stages if isinstance(stage, dict)]
+    if not steps:
+        steps = [default]
+
+    # Exact types: True is an int, and `steps: true` is no number.
+    if all(type(count) is int for count in steps):
+        return sum(steps)
+    return None
 
 
 def _estimated_steps(newest: dict[str, Any]) -> int | None:
-    step, eta, seconds = (newest.get(name) for name in ("step", "eta_seconds", "step_seconds"))
+    """The steps of a run from its own estimate of the time that is left."""
+    step = newest.get("step")
+    eta = newest.get("eta_seconds")
+    seconds = newest.get("step_seconds")
     if (
         isinstance(step, float)
         and isinstance(eta, float)
         and isinstance(seconds, float)
         and seconds > 0
-        and 0 <= eta < 1e12
+        and 0 <= eta < LONGEST_ETA_SECONDS
     ):
         return int(step + eta / seconds)
     return None
 
 
 def _time(event: dict[str, Any]) -> float | None:
-    found = event.get("time")
-    return float(found) if isinstance(found, (int, float)) else None
+    seconds = event.get("time")
+    if isinstance(seconds, (int, float)):
+        return float(seconds)
+    return None
 
 
 def flat_values(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{a: {b: 1}}` -> `a.b`, 1: a recipe as one row per setting. Lists of plain values stay whole."""
+    """A recipe as one row per setting: `{a: {b: 1}}` -> `a.b`, 1.
+
+    Lists of plain values stay whole.
+    """
     if isinstance(values, dict) and values:
-        for key, below in values.items():
-            yield from flat_values(below, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(values, list) and any(isinstance(one, (dict, list)) for one in values):
-        for number, below in enumerate(values):
-            yield from flat_values(below, f"{prefix}.{number}")
+        for key, value in values.items():
+            yield from flat_values(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(values, list) and any(isinstance(item, (dict, list)) for item in values):
+        for number, value in enumerate(values):
+            yield from flat_values(value, f"{prefix}.{number}")
     else:
         yield prefix, values

@@ -1,9 +1,12 @@
-"""Files of runs in S3, through `runtime.s3`: one listing every few seconds, and ranges of what has grown."""
+"""Files of runs in S3, through `runtime.s3`: one listing every few seconds, and ranges of what has
+grown.
+"""
 
 from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from headway.board.mirror import RemoteError, RemoteFile, RemoteRun, is_run
@@ -13,11 +16,13 @@ from headway.runtime.paths import S3Path
 from headway.runtime.s3 import S3
 
 RETRY_SECONDS = 5.0
+"""Shorter than usual: the next listing tries again anyway."""
 STEP = re.compile(r"(?:checkpoints/)?(step-\d{8,})/(.+)")
+"""A file of a checkpoint, relative to its run."""
 
 
 class S3Runs:
-    """The runs below a prefix."""
+    """The runs below a prefix, as `RemoteFiles`."""
 
     poll_seconds = 3.0
 
@@ -31,43 +36,50 @@ class S3Runs:
             objects = self.store.objects(self.location)
         except HeadwayError as problem:
             raise RemoteError(str(problem)) from None
-        names: dict[str, set[str]] = {}
+
+        # S3 has no folders. Candidates are the parents of these two files; `is_run` decides.
+        paths_of: dict[str, set[str]] = {}
         for key in objects:
             path = PurePosixPath(key)
             if path.name in ("metrics.jsonl", "recipe.yaml"):
-                names.setdefault("" if str(path.parent) == "." else str(path.parent), set())
-        runs: dict[str, RemoteRun] = {run: RemoteRun({}) for run in names}
-        saved: dict[str, dict[str, list[object]]] = {run: {} for run in names}
+                paths_of.setdefault(_name(path.parent), set())
+
+        runs = {run: RemoteRun({}) for run in paths_of}
+        checkpoints: dict[str, dict[str, _Checkpoint]] = {run: {} for run in paths_of}
         for key, (size, changed) in objects.items():
-            run = next(
-                (
-                    str(parent) if str(parent) != "." else ""
-                    for parent in PurePosixPath(key).parents
-                    if _name(parent) in runs
-                ),
-                None,
-            )
+            # The innermost one: a stage is a run inside a run.
+            parents = map(_name, PurePosixPath(key).parents)
+            run = next((parent for parent in parents if parent in runs), None)
             if run is None:
                 continue
+
             path = key[len(run) :].lstrip("/")
-            names[run].add(path)
-            if found := STEP.fullmatch(path):
-                entry = saved[run].setdefault(found[1], [found[1], 0, 0.0, False, []])
-                entry[1] = int(str(entry[1])) + size
-                entry[2] = max(float(str(entry[2])), changed)
-                entry[3] = bool(entry[3]) or found[2] == "manifest.json"
+            paths_of[run].add(path)
+            if match := STEP.fullmatch(path):
+                name, file = match.groups()
+                checkpoint = checkpoints[run].setdefault(name, _Checkpoint(name))
+                checkpoint.size += size
+                checkpoint.changed = max(checkpoint.changed, changed)
+                checkpoint.is_complete |= file == "manifest.json"
             elif is_kind(path):
                 runs[run].files[path] = RemoteFile(size, int(changed * 1e9))
-        for run, entries in saved.items():
-            runs[run].checkpoints = list(entries.values())
-        return time.time(), {run: found for run, found in runs.items() if is_run(names[run])}
+
+        for run, by_name in checkpoints.items():
+            # Links do not exist in S3.
+            runs[run].checkpoints = [
+                [entry.name, entry.size, entry.changed, entry.is_complete, []]
+                for entry in by_name.values()
+            ]
+
+        return time.time(), {run: listed for run, listed in runs.items() if is_run(paths_of[run])}
 
     def read(self, run: str, path: str, offset: int, size: int) -> bytes:
         """A range of an object."""
+        location = self.location
+        if run:
+            location = location / run
         try:
-            return self.store.read_range(
-                self.location / run / path if run else self.location / path, offset, size
-            )
+            return self.store.read_range(location / path, offset, size)
         except HeadwayError as problem:
             raise RemoteError(str(problem)) from None
 
@@ -76,5 +88,18 @@ class S3Runs:
         self.store.hurry(on=True)
 
 
+@dataclass
+class _Checkpoint:
+    """What is known of a checkpoint, added up over its objects."""
+
+    name: str
+    size: int = 0
+    changed: float = 0.0
+    is_complete: bool = False
+
+
 def _name(parent: PurePosixPath) -> str:
-    return "" if str(parent) == "." else str(parent)
+    """The name of a run by its folder; the prefix itself has none."""
+    if str(parent) == ".":
+        return ""
+    return str(parent)

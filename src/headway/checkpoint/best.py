@@ -1,6 +1,9 @@
-"""Which checkpoint is best. The manifest of a checkpoint holds the validation metrics of its step, if that step was validated.
+"""Which checkpoint is best.
 
-`metric` names a metric (`loss`, `rewards/accuracies`: the mean over the validation sets) or that of one set (`wiki/loss`).
+The manifest of a checkpoint holds the validation metrics of its step, if that step was validated.
+
+`metric` names a metric (`loss`, `rewards/accuracies`: the mean over the validation sets) or that of
+one set (`wiki/loss`).
 """
 
 from __future__ import annotations
@@ -20,38 +23,54 @@ from headway.errors import CheckpointError, ConfigError
 VALID = "valid"
 """The key of a manifest's scalars that holds a validation: {set: {metric: value}}."""
 VERIFIED_FULLY = 4
-"""How many of the newest checkpoints are also checked for coverage before they count as complete."""
+"""How many of the newest checkpoints are also checked for coverage before they count as complete.
+"""
 
 
 class ManifestCache:
-    """Summaries of a folder's manifests (step, validation, files). A manifest is parsed once and again only when its file changes."""
+    """Summaries of a folder's manifests (step, validation, files).
+
+    A manifest is parsed once and again only when its file changes.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int, int], ManifestSummary]] = {}
 
     def of(self, paths: Sequence[Path]) -> list[ManifestSummary | None]:
-        """The summaries of checkpoints, newest last; None for one that is incomplete. Tensor bytes are not read."""
-        found = [
-            self._summary(path, thorough=index >= len(paths) - VERIFIED_FULLY)
+        """The summaries of checkpoints, newest last; None for one that is incomplete.
+
+        Tensor bytes are not read.
+        """
+        # To check that boxes cover every tensor takes long with thousands of boxes, so only the
+        # newest checkpoints, which the next resume needs, are checked for it.
+        first_thorough = len(paths) - VERIFIED_FULLY
+        summaries = [
+            self._summary(path, thorough=index >= first_thorough)
             for index, path in enumerate(paths)
         ]
-        known = self._known
-        self._known = {path: known[path] for path in paths if path in known}
-        return found
+
+        # Forget deleted checkpoints.
+        self._known = {path: self._known[path] for path in paths if path in self._known}
+        return summaries
 
     def _summary(self, path: Path, *, thorough: bool) -> ManifestSummary | None:
         try:
             status = os.stat(path / MANIFEST)
             mark = (status.st_mtime_ns, status.st_size, status.st_ino)
-            known = self._known.get(path)
-            if known is None or known[0] != mark:
+            known_mark, summary = self._known.get(path, (None, None))
+            if summary is None or known_mark != mark:
                 if thorough:
                     open_checkpoint(path).verify(deep=False)
-                known = self._known[path] = (mark, read_summary(path))
-            whole = all(os.stat(path / file.path).st_size == file.size for file in known[1].files)
+                summary = read_summary(path)
+                self._known[path] = (mark, summary)
+
+            # Each time: a file may have been cut or removed since the manifest was read.
+            for file in summary.files:
+                if os.stat(path / file.path).st_size != file.size:
+                    return None
         except (OSError, CheckpointError):
             return None
-        return known[1] if whole else None
+        return summary
 
 
 @dataclass(frozen=True)
@@ -65,15 +84,16 @@ class RankedCheckpoint:
 
 def metric_value(valid: Mapping[str, Any] | None, metric: str) -> float | None:
     """The value of a metric in a validation; None where it is missing or not finite."""
-    values = list(_values(valid, metric)) if valid else []
-    found = [
+    if not valid:
+        return None
+    values = [value for value in _values(valid, metric) if value is not None]
+    finite = [
         float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)
     ]
-    return (
-        sum(found) / len(found)
-        if found and len(found) == sum(value is not None for value in values)
-        else None
-    )
+    # One set that diverged makes the mean unknown: a mean over the others would look better.
+    if not finite or len(finite) < len(values):
+        return None
+    return sum(finite) / len(finite)
 
 
 def require_metric(valid: Mapping[str, Any], metric: str) -> None:
@@ -81,12 +101,16 @@ def require_metric(valid: Mapping[str, Any], metric: str) -> None:
     if all(value is None for value in _values(valid, metric)):
         has = sorted({label for numbers in valid.values() for label in numbers})
         raise ConfigError(
-            f"checkpoint.metric is {metric!r}; the validation reports {', '.join(has)} for the sets {', '.join(valid)}. Use one of these."
+            f"checkpoint.metric is {metric!r}; the validation reports {', '.join(has)} for the "
+            f"sets {', '.join(valid)}. Use one of these."
         )
 
 
 def _values(valid: Mapping[str, Any], metric: str) -> Iterator[Any]:
-    """NUMBER in every set that may have it, or that of one set where the metric is SET/NUMBER; a number's own name may hold a slash."""
+    """NUMBER in every set that may have it, or that of one set where the metric is SET/NUMBER.
+
+    A number's own name may hold a slash.
+    """
     if any(metric in numbers for numbers in valid.values()):
         yield from (numbers.get(metric) for numbers in valid.values())
     else:
@@ -102,18 +126,26 @@ def best_checkpoints(
     config: CheckpointConfig | None = None,
     manifests: ManifestCache | None = None,
 ) -> list[RankedCheckpoint]:
-    """The complete checkpoints of a folder that have a value, best first, the earlier of equals first. Snapshots do not count."""
+    """The complete checkpoints of a folder that have a value, best first, the earlier of equals
+    first.
+
+    Snapshots do not count.
+    """
     config = config or CheckpointConfig()
-    found: list[RankedCheckpoint] = []
     folders = step_folders(checkpoints, snapshots=False)
-    for path, summary in zip(folders, (manifests or ManifestCache()).of(folders), strict=True):
-        valid: Any = None if summary is None else summary.scalars.get(VALID)
+    summaries = (manifests or ManifestCache()).of(folders)
+
+    ranked: list[RankedCheckpoint] = []
+    for path, summary in zip(folders, summaries, strict=True):
+        if summary is None:
+            continue
+        valid: Any = summary.scalars.get(VALID)
         value = metric_value(valid, config.metric)
-        if summary is not None and value is not None:
-            found.append(RankedCheckpoint(path, summary.step, value))
-    return sorted(
-        found, key=lambda one: (-one.value if config.higher_is_better else one.value, one.step)
-    )
+        if value is not None:
+            ranked.append(RankedCheckpoint(path, summary.step, value))
+
+    sign = -1.0 if config.higher_is_better else 1.0
+    return sorted(ranked, key=lambda checkpoint: (sign * checkpoint.value, checkpoint.step))
 
 
 def best_checkpoint(
@@ -135,4 +167,6 @@ def is_among_best(
     ranked = best_checkpoints(checkpoints, config, manifests)[: config.keep_best]
     if len(ranked) < config.keep_best:
         return True
-    return value > ranked[-1].value if config.higher_is_better else value < ranked[-1].value
+    if config.higher_is_better:
+        return value > ranked[-1].value
+    return value < ranked[-1].value

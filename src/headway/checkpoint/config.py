@@ -18,6 +18,7 @@ OTHER_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 """As a path it would be a folder with the password of the address in its name."""
 
 HIGHER_IS_BETTER = ("accuracy", "accuracies", "acc", "reward", "margins", "win_rate", "f1")
+"""Last parts of metric names for which `goal: auto` means max."""
 
 
 class CheckpointConfig(Section):
@@ -38,24 +39,28 @@ class CheckpointConfig(Section):
     )
     metric: str = setting(
         "loss",
-        "The validation metric that decides which checkpoint is best: METRIC (mean over sets), or SET/METRIC for one set.",
+        "The validation metric that decides which checkpoint is best: "
+        "METRIC (mean over sets), or SET/METRIC for one set.",
         min_length=1,
     )
     goal: Literal["auto", "min", "max"] = setting(
         "auto",
-        "Whether a lower or a higher metric is better; auto = higher for accuracies and rewards, lower otherwise.",
+        "Whether a lower or a higher metric is better; auto = higher for accuracies and rewards, "
+        "lower otherwise.",
     )
     snapshot_every: int | None = setting(
         None, "Steps between snapshots, of which the newest two are kept; null = none.", gt=0
     )
     asynchronous: Literal["auto"] | bool = setting(
         "auto",
-        "Save asynchronously from a copy in host memory; auto = if the copy fits into half of the free memory.",
+        "Save asynchronously from a copy in host memory; auto = if the copy fits into half of the "
+        "free memory.",
         alias="async",
     )
     to: str | None = setting(
         None,
-        "Where checkpoints go: s3://bucket/prefix or a folder, in a subfolder named after the run; null = the run folder.",
+        "Where checkpoints go: s3://bucket/prefix or a folder, in a subfolder named after the "
+        "run; null = the run folder.",
         min_length=1,
     )
     retry_seconds: float = setting(
@@ -69,9 +74,9 @@ class CheckpointConfig(Section):
     @property
     def higher_is_better(self) -> bool:
         """Whether a higher metric is better."""
-        return self.goal == "max" or (
-            self.goal == "auto" and self.metric.rsplit("/", 1)[-1] in HIGHER_IS_BETTER
-        )
+        if self.goal == "auto":
+            return self.metric.rsplit("/", 1)[-1] in HIGHER_IS_BETTER
+        return self.goal == "max"
 
     @field_validator("to")
     @classmethod
@@ -81,26 +86,41 @@ class CheckpointConfig(Section):
         if problem := path_problem(to):
             raise ValueError(problem)
         try:
-            where = parse_path(to)
+            location = parse_path(to)
         except ConfigError as error:
             raise ValueError(f"is {error}") from None
-        if isinstance(where, Path) and OTHER_ADDRESS.match(to):
+        if isinstance(location, Path) and OTHER_ADDRESS.match(to):
             raise ValueError(f"is {hide_credentials(to)}; expected s3://bucket/prefix or a folder")
         return to
 
     def locations(self, run_folder: Path) -> tuple[Path, S3Path | None]:
-        """The local folder of a run's checkpoints, and the S3 path they are uploaded to, if any. A stage is a subfolder of its run."""
+        """The local folder of a run's checkpoints, and the S3 path they are uploaded to, if any.
+
+        A stage is a subfolder of its run.
+        """
         if self.to is None:
             return run_folder / CHECKPOINTS, None
-        where = parse_path(self.to)
-        for part in (
-            run_folder.parts[-3:] if run_folder.parent.name == STAGES else [run_folder.name]
-        ):
-            where = where / part
-        return (run_folder / CHECKPOINTS, where) if isinstance(where, S3Path) else (where, None)
+
+        # RUN/stages/NAME for a stage: two runs may have stages of the same name.
+        subfolders = [run_folder.name]
+        if run_folder.parent.name == STAGES:
+            subfolders = list(run_folder.parts[-3:])
+
+        target = parse_path(self.to)
+        for name in subfolders:
+            target = target / name
+        if isinstance(target, S3Path):
+            # Checkpoints are complete on disk before they are uploaded.
+            return run_folder / CHECKPOINTS, target
+        return target, None
 
     def due(self, step: int) -> Literal["checkpoint", "snapshot"] | None:
-        """What the schedule saves after a step. A checkpoint replaces the snapshot of the same step."""
+        """What the schedule saves after a step.
+
+        A checkpoint replaces the snapshot of the same step.
+        """
         if self.every and step % self.every == 0:
             return "checkpoint"
-        return "snapshot" if self.snapshot_every and step % self.snapshot_every == 0 else None
+        if self.snapshot_every and step % self.snapshot_every == 0:
+            return "snapshot"
+        return None

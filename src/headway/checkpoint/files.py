@@ -1,4 +1,6 @@
-"""Access to the bytes of a checkpoint: memory-mapped files, or S3 objects of which only the needed ranges are fetched."""
+"""Access to the bytes of a checkpoint: memory-mapped files, or S3 objects of which only the needed
+ranges are fetched.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from headway.runtime.s3 import S3
 
 REMEDY = "Use another checkpoint."
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its JSON header, a little-endian integer."""
 TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
 
 
@@ -64,7 +68,7 @@ def open_files(path: AnyPath) -> CheckpointFiles:
 
 
 class LocalFiles:
-    """A folder."""
+    """The files of a checkpoint in a local folder; tensors are views of memory-mapped files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,7 +101,8 @@ class LocalFiles:
         """The head of a file."""
         try:
             with open(self.path / name, "rb", opener=regular_only) as file:
-                length = file.read(8)
+                length = file.read(LENGTH_BYTES)
+                # A damaged length must not make this read a whole file of many GB.
                 return length + file.read(min(int.from_bytes(length, "little"), limit))
         except OSError as problem:
             raise self._unreadable(name, problem.strerror) from None
@@ -122,14 +127,21 @@ class LocalFiles:
 
 
 class S3Files:
-    """Objects below a prefix. One tensor is in memory at a time; the last one is cached for its next box."""
+    """Objects below a prefix.
+
+    One tensor is in memory at a time; the last one is cached for its next box.
+    """
 
     def __init__(self, location: S3Path, store: S3) -> None:
-        self.location, self.store = location, store
+        self.location = location
+        self.store = store
         self._sizes: dict[str, int] | None = None
         self._entries: dict[str, dict[str, Any]] = {}
+        """Parsed headers by file."""
         self._last: tuple[tuple[str, str], torch.Tensor] | None = None
+        """The tensor read last, with its file and key."""
         self._downloaded: dict[str, Path] = {}
+        """Temporary folders by the subfolder whose files they hold."""
 
     def read(self, name: str) -> bytes | None:
         """A whole object."""
@@ -151,31 +163,35 @@ class S3Files:
 
     def header(self, name: str, limit: int) -> bytes:
         """The header of an object."""
-        length = self.store.read_range(self.location / name, 0, min(8, self.size(name)))
-        return length + self.store.read_range(
-            self.location / name, 8, min(int.from_bytes(length, "little"), limit - 8)
-        )
+        location = self.location / name
+        length = self.store.read_range(location, 0, min(LENGTH_BYTES, self.size(name)))
+        # A range past the end of an object is an error of the store, so the limit counts here too.
+        header_bytes = min(int.from_bytes(length, "little"), limit - LENGTH_BYTES)
+        return length + self.store.read_range(location, LENGTH_BYTES, header_bytes)
 
     def tensor(self, name: str, key: str, header: bytes) -> torch.Tensor:
         """One range of an object."""
         import torch
 
+        # On another layout, several reads in a row take their parts of the same stored box.
         if self._last is not None and self._last[0] == (name, key):
             return self._last[1]
+
         if name not in self._entries:
-            self._entries[name] = json.loads(header[8:])
+            self._entries[name] = json.loads(header[LENGTH_BYTES:])
         entry = self._entries[name].get(key)
         if entry is None:
             raise CheckpointError(f"{self.location / name}: holds no {key}. {REMEDY}")
+
+        # Offsets count from the end of the header.
         start, end = entry["data_offsets"]
-        content = bytearray(
-            self.store.read_range(self.location / name, len(header) + start, end - start)
-        )
-        flat = (
-            torch.frombuffer(content, dtype=torch.uint8)
-            if content
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        content = self.store.read_range(self.location / name, len(header) + start, end - start)
+
+        # A bytearray, as tensors must be writable; torch refuses an empty buffer.
+        if content:
+            flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        else:
+            flat = torch.empty(0, dtype=torch.uint8)
         tensor = flat.view(getattr(torch, TORCH_DTYPES[entry["dtype"]])).view(entry["shape"])
         self._last = ((name, key), tensor)
         return tensor
@@ -183,8 +199,9 @@ class S3Files:
     def folder(self, names: list[str], below: str) -> Path:
         """A temporary folder with copies, deleted with this object."""
         if below not in self._downloaded:
-            local = self._downloaded[below] = make_temporary_folder("download")
+            local = make_temporary_folder("download")
             weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
+            self._downloaded[below] = local
             for name in names:
                 target = local / name
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,10 @@
-"""A copy of the state in host memory, so that training continues while it is written. Every save reuses the same slabs.
+"""A copy of the state in host memory, so that training continues while it is written.
 
-    device:  master | exp_avg | exp_avg_sq ...        host: [ slab ][ slab ] ...   page-locked where the state is on a GPU
+The copies lie one after the other in slabs, large blocks of host memory that every save reuses:
+page-locked memory takes long to allocate.
+
+    device:  master | exp_avg | exp_avg_sq ...
+    host:    [ slab ][ slab ] ...                 page-locked where the state is on a GPU
 
 Only one copy exists at a time: a save needs as much host memory as the state of this rank.
 """
@@ -16,7 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 SLAB_BYTES = 256 << 20
+"""Host memory grows by slabs of this size; the slabs of earlier saves are reused."""
 ALIGN_BYTES = 64
+"""Every copy begins at a multiple of this (a cache line), whatever its dtype."""
 
 
 class HostCopy:
@@ -37,6 +43,7 @@ class HostCopy:
 
         records = list(records)
         sources = [tensor.detach() for record in records for _, tensor in record.boxes]
+        # Some states of an optimizer are on the host even if the parameters are on a GPU.
         device = next((tensor.device for tensor in sources if tensor.is_cuda), None)
         targets = self._allocate(sources, pinned=device is not None)
         if device is None:
@@ -44,11 +51,14 @@ class HostCopy:
                 target.copy_(source)
         else:
             stream = self._stream = self._stream or torch.cuda.Stream(device)
+            # The optimizer step that wrote these tensors may still be running.
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
             stream.synchronize()
+
+        # The targets are in the order of the sources: record by record, box by box.
         copies = iter(targets)
         return [
             record._replace(boxes=[(offset, next(copies)) for offset, _ in record.boxes])
@@ -56,27 +66,39 @@ class HostCopy:
         ]
 
     def _allocate(self, sources: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
-        """A slice of a slab for each tensor. Missing slabs are allocated."""
+        """A slice of a slab for each tensor, with its dtype and shape; missing slabs are added."""
         import torch
 
-        found: list[torch.Tensor] = []
-        slab, at = 0, 0
-        left = sum(-(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES for source in sources)
+        slices: list[torch.Tensor] = []
+        slab_index = 0
+        offset = 0
+        bytes_left = sum(_aligned(source.nbytes) for source in sources)
         for source in sources:
-            if slab < len(self._slabs) and at + source.nbytes > self._slabs[slab].nbytes:
-                slab, at = slab + 1, 0
-            if slab < len(self._slabs) and source.nbytes > self._slabs[slab].nbytes:
-                del self._slabs[slab:]  # the layout has changed: allocate again from here
-            if slab == len(self._slabs):
-                self._slabs.append(
-                    torch.empty(
-                        max(min(SLAB_BYTES, left), source.nbytes),
-                        dtype=torch.uint8,
-                        pin_memory=pinned,
-                    )
-                )
-            piece = self._slabs[slab][at : at + source.nbytes]
-            found.append(piece.view(source.dtype).view(source.shape))
-            taken = -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-            at, left = at + taken, left - taken
-        return found
+            # A tensor is not split over slabs; the end of a slab may stay unused.
+            if (
+                slab_index < len(self._slabs)
+                and offset + source.nbytes > self._slabs[slab_index].nbytes
+            ):
+                slab_index += 1
+                offset = 0
+            # A slab of an earlier save that is too small even when empty: the tensors have changed
+            # since. It and those after it are allocated again.
+            if slab_index < len(self._slabs) and source.nbytes > self._slabs[slab_index].nbytes:
+                del self._slabs[slab_index:]
+
+            if slab_index == len(self._slabs):
+                # A tensor larger than a slab gets one of its size; the last slab is as small as
+                # what is left.
+                slab_bytes = max(min(SLAB_BYTES, bytes_left), source.nbytes)
+                self._slabs.append(torch.empty(slab_bytes, dtype=torch.uint8, pin_memory=pinned))
+
+            piece = self._slabs[slab_index][offset : offset + source.nbytes]
+            slices.append(piece.view(source.dtype).view(source.shape))
+            offset += _aligned(source.nbytes)
+            bytes_left -= _aligned(source.nbytes)
+        return slices
+
+
+def _aligned(nbytes: int) -> int:
+    """Rounded up to a multiple of ALIGN_BYTES."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,12 +1,17 @@
-"""manifest.json: the content of a checkpoint. Every box of every tensor with its checksum, the files, and all non-tensor state as JSON.
+"""manifest.json: the content of a checkpoint.
+
+Every box of every tensor with its checksum, the files, and all non-tensor state as JSON.
 
     step-00000500/
-      rank-00000.safetensors     keys `role:name|offset`, e.g. `master:model.embed_tokens.weight|0,0`
+      rank-00000.safetensors     keys `role:name|offset`: `master:model.embed_tokens.weight|0,0`
       tokenizer/...              the tokenizer the model was trained with
       manifest.json              written last; begins with a checksum of all its bytes that follow
 
-Each byte of a rank's file has one checksum: `sha256_header` covers the header, the `sha256` of each box covers the rest.
+Each byte of a rank's file has one checksum: `sha256_header` covers the header, the `sha256` of each
+box covers the rest.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -23,10 +28,13 @@ from headway.runtime.paths import AnyPath
 MANIFEST = "manifest.json"
 VERSION = 1
 SAFETENSORS_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 CHECKSUM_LINE = '{{\n "checksum": "{}",'
+"""The first bytes of the file: the SHA-256 of all bytes after them."""
+SHA256_DIGITS = 64
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
@@ -42,8 +50,14 @@ class StoredBox:
     file: str
     sha256: str
 
+    @classmethod
+    def from_json(cls, box: Mapping[str, Any]) -> StoredBox:
+        """From its `asdict` after a trip through JSON, which turns tuples into lists."""
+        return cls(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])})
+
     @property
     def key(self) -> str:
+        """Its key in the safetensors file."""
         return box_key(self.role, self.name, self.offset)
 
     @property
@@ -53,7 +67,9 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a checkpoint: `sha256` covers all its bytes, or `sha256_header` its header and the boxes the rest."""
+    """One file of a checkpoint: `sha256` covers all its bytes, or `sha256_header` its header and
+    the boxes the rest.
+    """
 
     path: str
     size: int
@@ -81,17 +97,20 @@ class CheckpointManifest:
             "version": VERSION,
             "step": self.step,
             "world": self.world,
-            **({"run": self.run} if self.run else {}),
-            "scalars": plain_json(self.scalars),
-            "files": [
-                {key: value for key, value in asdict(file).items() if value is not None}
-                for file in self.files
-            ],
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "boxes": [asdict(box) for box in self.boxes],
         }
-        rest = json.dumps(body, indent=1, allow_nan=False).removeprefix("{").encode()
-        return CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
+        if self.run:
+            body["run"] = self.run
+        # `read_summary` relies on this order: shapes and boxes come last.
+        body["scalars"] = plain_json(self.scalars)
+        body["files"] = [
+            {key: value for key, value in asdict(file).items() if value is not None}
+            for file in self.files
+        ]
+        body["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
+        body["boxes"] = [asdict(box) for box in self.boxes]
+
+        text = json.dumps(body, indent=1, allow_nan=False).removeprefix("{").encode()
+        return _with_checksum(text)
 
 
 @dataclass(frozen=True)
@@ -106,16 +125,25 @@ class ManifestSummary:
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Read and verify a folder's manifest.json. Damage is a CheckpointError that names it."""
-    return parse_manifest(folder, _content(folder))
+    return parse_manifest(folder, _read_content(folder))
 
 
 def read_summary(folder: Path) -> ManifestSummary:
-    """The summary of a folder's manifest.json. The checksum is verified; shapes and boxes, most of the file, are not parsed."""
-    path, content = folder / MANIFEST, _content(folder)
+    """The summary of a folder's manifest.json.
+
+    The checksum is verified; shapes and boxes, most of the file, are not parsed.
+    """
+    path = folder / MANIFEST
+    content = _read_content(folder)
     if content is None or not _matches_checksum(content):
         return _summary(parse_manifest(folder, content))  # raises the right error
+
+    # The bytes from "version" up to "shapes" are an object of their own, once braces are put around
+    # them. `indent=1` puts a line break and one space before the keys of the outermost object, and
+    # before nothing else.
     try:
-        begin, end = content.index(b'\n "version": '), content.rindex(b'\n "shapes": ')
+        begin = content.index(b'\n "version": ')
+        end = content.rindex(b'\n "shapes": ')
         body: Any = json.loads(b"{" + content[begin:end].rstrip().rstrip(b",") + b"}")
         if body["version"] != VERSION:
             return _summary(parse_manifest(folder, content))
@@ -133,19 +161,26 @@ def _summary(manifest: CheckpointManifest) -> ManifestSummary:
     return ManifestSummary(manifest.step, manifest.run, manifest.scalars, manifest.files)
 
 
-def _content(folder: Path) -> bytes | None:
+def _read_content(folder: Path) -> bytes | None:
     path = folder / MANIFEST
     try:
-        return read_bounded(path) if path.exists() else None
+        if path.exists():
+            return read_bounded(path)
+        return None
     except OSError as problem:
         raise CheckpointError(
             f"{path}: cannot be read: {problem.strerror}. Use another checkpoint."
         ) from None
 
 
+def _with_checksum(text: bytes) -> bytes:
+    """A JSON object without its opening brace, behind a first entry that holds its SHA-256."""
+    return CHECKSUM_LINE.format(hashlib.sha256(text).hexdigest()).encode() + text
+
+
 def _matches_checksum(content: bytes) -> bool:
-    rest = content[len(CHECKSUM_LINE.format("0" * 64)) :]
-    return content == CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
+    begin = len(CHECKSUM_LINE.format("0" * SHA256_DIGITS))
+    return content == _with_checksum(content[begin:])
 
 
 def parse_manifest(folder: AnyPath, content: bytes | None) -> CheckpointManifest:
@@ -161,7 +196,8 @@ def parse_manifest(folder: AnyPath, content: bytes | None) -> CheckpointManifest
         body: Any = json.loads(content)
         if body["version"] != VERSION:
             raise CheckpointError(
-                f"{path}: format version {body['version']}; this headway reads {VERSION}. Use the headway that wrote it."
+                f"{path}: format version {body['version']}; this headway reads {VERSION}. "
+                "Use the headway that wrote it."
             )
         return _parse(body)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
@@ -169,31 +205,29 @@ def parse_manifest(folder: AnyPath, content: bytes | None) -> CheckpointManifest
 
 
 def _parse(body: dict[str, Any]) -> CheckpointManifest:
-    boxes = [
-        StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])})
-        for box in body["boxes"]
-    ]
+    """Build the manifest, and refuse what would make a reader leave the folder or a tensor."""
     files = [StoredFile(**file) for file in body["files"]]
     for file in files:
+        # A checkpoint may come from elsewhere: no path of it may point out of its folder.
         parts = PurePosixPath(file.path).parts
         if not parts or parts[0] == "/" or ".." in parts:
             raise ValueError(f"file {file.path!r} is outside the checkpoint")
-    known = {file.path for file in files}
+    file_names = {file.path for file in files}
+
     shapes = {name: tuple(shape) for name, shape in body["shapes"].items()}
+    boxes = [StoredBox.from_json(box) for box in body["boxes"]]
     for box in boxes:
         whole = shapes.get(tensor_key(box.role, box.name))
-        if (
-            whole is None
-            or len(whole) != len(box.shape)
-            or len(whole) != len(box.offset)
-            or box.file not in known
-        ):
+        if whole is None or box.file not in file_names:
             raise ValueError(f"box {box.key!r} matches no tensor or file")
-        if any(
-            start < 0 or size < 0 or start + size > limit
-            for start, size, limit in zip(box.offset, box.shape, whole, strict=True)
-        ):
-            raise ValueError(f"box {box.key!r} reaches outside its tensor of shape {list(whole)}")
+        if not len(whole) == len(box.shape) == len(box.offset):
+            raise ValueError(f"box {box.key!r} matches no tensor or file")
+        for start, size, limit in zip(box.offset, box.shape, whole, strict=True):
+            if start < 0 or size < 0 or start + size > limit:
+                raise ValueError(
+                    f"box {box.key!r} reaches outside its tensor of shape {list(whole)}"
+                )
+
     return CheckpointManifest(
         body["step"],
         body["world"],
@@ -215,15 +249,18 @@ def box_key(role: str, name: str, offset: Iterable[int]) -> str:
     return f"{role}:{name}|{','.join(map(str, offset))}"
 
 
-def plain_json(value: Any, at: str = "scalars") -> Any:
-    """The value as plain JSON. Anything JSON would change or lose (other types, keys that are not strings) is a TypeError."""
+def plain_json(value: Any, path: str = "scalars") -> Any:
+    """The value as plain JSON.
+
+    Anything JSON would change or lose (other types, keys that are not strings) is a TypeError.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        wrong = [key for key in value if not isinstance(key, str)]
-        if wrong:
-            raise TypeError(f"{at} has a key {wrong[0]!r}; keys must be text")
-        return {key: plain_json(below, f"{at}.{key}") for key, below in value.items()}
+        wrong_keys = [key for key in value if not isinstance(key, str)]
+        if wrong_keys:
+            raise TypeError(f"{path} has a key {wrong_keys[0]!r}; keys must be text")
+        return {key: plain_json(child, f"{path}.{key}") for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_json(below, f"{at}.{index}") for index, below in enumerate(value)]
-    raise TypeError(f"{at} is a {type(value).__name__}; a checkpoint's scalars must be JSON")
+        return [plain_json(child, f"{path}.{index}") for index, child in enumerate(value)]
+    raise TypeError(f"{path} is a {type(value).__name__}; a checkpoint's scalars must be JSON")

@@ -1,4 +1,5 @@
-"""Which checkpoints are kept: the newest complete ones, the best ones, those kept forever, two snapshots, and every link target.
+"""Which checkpoints are kept: the newest complete ones, the best ones, those kept forever, two
+snapshots, and every link target.
 
 Nothing is deleted before enough newer checkpoints are known to be complete.
 """
@@ -23,6 +24,7 @@ from headway.runtime.storage import link_atomic, remove_folder, rename_folder, w
 SET_ASIDE_PREFIX = "set-aside-"
 BEST_LINK = re.compile(r"best-(\d+)")
 SNAPSHOTS_KEPT = 2
+"""Two, so that one is whole while the next is written."""
 
 
 @dataclass(frozen=True)
@@ -43,99 +45,117 @@ class Entry:
         """From an open checkpoint or a manifest summary; None means that it cannot be read."""
         match = STEP_FOLDER.fullmatch(name.removeprefix(REPLACED_PREFIX))
         assert match is not None
-        valid: Any = None if reader is None else reader.scalars.get(VALID)
+        step = int(match.group(2))
+        is_snapshot = match.group(1) == "snapshot"
+        if reader is None:
+            return cls(name, step, is_snapshot, is_whole=False, value=None)
+
+        valid: Any = reader.scalars.get(VALID)
         return cls(
             name,
-            int(match.group(2)),
-            match.group(1) == "snapshot",
-            reader is not None,
-            metric_value(valid, metric),
-            "" if reader is None else reader.run,
+            step,
+            is_snapshot,
+            is_whole=True,
+            value=metric_value(valid, metric),
+            run=reader.run,
         )
 
 
 @dataclass(frozen=True)
 class RunScope:
-    """The checkpoints a run may count and delete: not those of other runs, nor of steps it has not reached."""
+    """The checkpoints a run may count and delete: not those of other runs, nor of steps it has not
+    reached.
+    """
 
     run: str = ""
     step: int | None = None
 
     def has(self, entry: Entry) -> bool:
         """Whether an entry belongs to the run."""
-        same = not self.run or entry.run in ("", self.run)
-        return same and (self.step is None or entry.step <= self.step)
+        is_same_run = not self.run or entry.run in ("", self.run)
+        is_reached = self.step is None or entry.step <= self.step
+        return is_same_run and is_reached
 
 
 def choose(
-    entries: Sequence[Entry], config: CheckpointConfig, own: RunScope = RunScope()
+    entries: Sequence[Entry], config: CheckpointConfig, scope: RunScope = RunScope()
 ) -> tuple[list[str], list[str]]:
     """The names of the best, best first, and of those to delete."""
-    entries = [one for one in entries if own.has(one)]
-    full = sorted((one for one in entries if not one.is_snapshot), key=lambda one: one.step)
-    snapshots = sorted((one for one in entries if one.is_snapshot), key=lambda one: one.step)
+    entries = sorted((entry for entry in entries if scope.has(entry)), key=lambda entry: entry.step)
+    full = [entry for entry in entries if not entry.is_snapshot]
+    snapshots = [entry for entry in entries if entry.is_snapshot]
+
+    # Of equal values the earlier step is better: the later ones bought nothing.
     sign = -1.0 if config.higher_is_better else 1.0
     ranked = sorted(
-        (sign * one.value, one.step, one.name)
-        for one in full
-        if one.is_whole and one.value is not None
+        (sign * entry.value, entry.step, entry.name)
+        for entry in full
+        if entry.is_whole and entry.value is not None
     )
     best = [name for _, _, name in ranked[: config.keep_best]]
-    older = [one for one in _older_than(full, config.keep_last) if one.name not in best]
+
+    unneeded = [entry for entry in _older_than(full, config.keep_last) if entry.name not in best]
     if config.keep_every:
-        older = [one for one in older if one.step % config.keep_every]
-    return best, [one.name for one in [*older, *_older_than(snapshots, SNAPSHOTS_KEPT)]]
+        unneeded = [entry for entry in unneeded if entry.step % config.keep_every]
+    unneeded += _older_than(snapshots, SNAPSHOTS_KEPT)
+    return best, [entry.name for entry in unneeded]
 
 
 def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
-    """All entries older than the newest `keep` complete ones."""
-    left, kept = list(entries), 0
-    while left and kept < keep:
-        kept += left.pop().is_whole
-    return left
+    """All entries older than the newest `keep` complete ones; a damaged one does not count."""
+    older = list(entries)
+    num_complete = 0
+    while older and num_complete < keep:
+        num_complete += older.pop().is_whole
+    return older
 
 
 def retain(
     checkpoints: Path,
     config: CheckpointConfig,
-    own: RunScope = RunScope(),
+    scope: RunScope = RunScope(),
     manifests: ManifestCache | None = None,
     needed: Collection[str] = (),
 ) -> list[Path]:
-    """Link best-1, best-2, ... to the best, delete what is not kept, and return what was deleted. `needed` names stay."""
+    """Link best-1, best-2, ... to the best, delete what is not kept, and return what was deleted.
+
+    `needed` names stay.
+    """
     folders = _all_folders(checkpoints)
-    found = (manifests or ManifestCache()).of(folders)
-    best, unneeded = choose(
-        [
-            Entry.of(path.name, head, config.metric)
-            for path, head in zip(folders, found, strict=True)
-        ],
-        config,
-        own,
-    )
+    summaries = (manifests or ManifestCache()).of(folders)
+    entries = [
+        Entry.of(path.name, summary, config.metric)
+        for path, summary in zip(folders, summaries, strict=True)
+    ]
+    best, unneeded = choose(entries, config, scope)
+
+    # Links move first: from here on none of them points to what is deleted. Links that a user
+    # made count as well.
     _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
-    doomed = [
-        path
-        for name in unneeded
-        if name not in needed and (path := checkpoints / name).resolve() not in linked
-    ]
-    for path in doomed:
+
+    removed: list[Path] = []
+    for name in unneeded:
+        path = checkpoints / name
+        if name in needed or path.resolve() in linked:
+            continue
         with writing(path, error=CheckpointError):
             remove_folder(path)
-    return doomed
+        removed.append(path)
+    return removed
 
 
 def _all_folders(checkpoints: Path) -> list[Path]:
-    """Checkpoints and snapshots, oldest first."""
-    full = step_folders(checkpoints, snapshots=False)
-    return sorted(
-        [
-            *full,
-            *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name)),
-        ],
-        key=step_of,
-    )
+    """Checkpoints and snapshots, oldest first.
+
+    Unlike `step_folders`, which gives one folder a step, this has also the snapshot of a step that
+    has a checkpoint: it is to be deleted one day.
+    """
+    folders = step_folders(checkpoints, snapshots=False)
+    for path in checkpoints.glob("snapshot-*"):
+        if STEP_FOLDER.fullmatch(path.name):
+            folders.append(path)
+    return sorted(folders, key=step_of)
 
 
 def _link_best(checkpoints: Path, best: list[str]) -> None:
@@ -153,7 +173,8 @@ def _link_best(checkpoints: Path, best: list[str]) -> None:
 def restore_links(checkpoints: Path) -> list[str]:
     """Make `latest` and `best-N` links again where they are folders; returns their names.
 
-    Copying a run with links followed makes copies of checkpoints of them. No link can take the place of a folder, so every save would fail.
+    Copying a run with links followed makes copies of checkpoints of them. No link can take the
+    place of a folder, so every save would fail.
     """
     if not checkpoints.is_dir():
         return []
@@ -169,19 +190,25 @@ def restore_links(checkpoints: Path) -> list[str]:
 
 
 def _restore_link(path: Path) -> None:
-    """Link to the checkpoint of which this folder is a copy. Without that one, the copy becomes it; what is neither is set aside."""
+    """Link to the checkpoint of which this folder is a copy.
+
+    Without that one, the copy becomes it; what is neither is set aside.
+    """
     try:
         step = Reader(path).step
         content = read_bounded(path / MANIFEST)
     except (CheckpointError, OSError):
         rename_folder(path, _aside_name(path))
         return
+
+    # Equal manifests mean equal checkpoints: a manifest has the checksums of all bytes.
     original = step_folder(path.parent, step)
     for candidate in (original, step_folder(path.parent, step, snapshot=True)):
         if (candidate / MANIFEST).is_file() and (candidate / MANIFEST).read_bytes() == content:
             remove_folder(path)
             link_atomic(path, candidate.name)
             return
+
     if original.exists():
         rename_folder(path, _aside_name(path))
         return
@@ -200,23 +227,29 @@ def _aside_name(path: Path) -> Path:
 
 
 def set_aside_later(checkpoints: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`: a run that continues from `step` writes its own and must not resume from these."""
+    """Rename the checkpoints of steps after `step`: a run that continues from `step` writes its own
+    and must not resume from these.
+    """
     later = [path for path in step_folders(checkpoints) if step_of(path) > step]
+    if not later:
+        return []
+
     aside: list[Path] = []
     for path in later:
         target = _aside_name(path)
         with writing(path, error=CheckpointError):
             rename_folder(path, target)
         aside.append(target)
-    if later:
-        latest = checkpoints / LATEST
-        here = [path for path in step_folders(checkpoints) if step_of(path) == step]
-        with writing(latest, error=CheckpointError):
-            if here:
-                link_atomic(latest, here[0].name)
-            else:
-                latest.unlink(missing_ok=True)
-            for path in checkpoints.iterdir():
-                if BEST_LINK.fullmatch(path.name) and not path.exists():
-                    path.unlink()
+
+    # `latest` and `best-N` may point to folders that have just lost their names.
+    latest = checkpoints / LATEST
+    current = [path for path in step_folders(checkpoints) if step_of(path) == step]
+    with writing(latest, error=CheckpointError):
+        if current:
+            link_atomic(latest, current[0].name)
+        else:
+            latest.unlink(missing_ok=True)
+        for path in checkpoints.iterdir():
+            if BEST_LINK.fullmatch(path.name) and not path.exists():
+                path.unlink()
     return aside

@@ -1,6 +1,8 @@
-"""What `--model X` means: a run folder, a checkpoint folder or a Hugging Face folder comes in, its config and a way to read its weights go out.
+"""What `--model X` means: a run folder, a checkpoint folder or a Hugging Face folder comes in, its
+config and a way to read its weights go out.
 
-runs/NAME              its final/ if training ended, else its newest good checkpoint; of several stages, the last that has one
+runs/NAME              its final/ if training ended, else its newest good checkpoint;
+                       of several stages, the last that has one
 .../step-00000500      a checkpoint: has manifest.json
 .../adapter            a PEFT adapter: has adapter_config.json, which names its base
 .../model_tp*_pp*.pt   a folder with shards of InternLM
@@ -25,16 +27,8 @@ from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.kernels.packed_layout import packed_name
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.stored import (
-    StoredAdapter,
-    base_model_of,
-    is_adapter,
-    is_scoring,
-    stored_adapter,
-)
 from headway.model.config import ModelConfig
 from headway.model.families.base import as_stored, trusting
-from headway.model.head_masks.choice import MaskSource
 from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
 from headway.model.loading.gguf_model import GgufModel, gguf_file, holds_only_gguf
@@ -46,7 +40,6 @@ from headway.model.loading.huggingface import (
     read_end_ids,
     read_weights,
 )
-from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
 from headway.model.media_files import FILES as MEDIA_FILES
@@ -60,7 +53,10 @@ from headway.tokenizer.folder import has_tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from headway.model.adapter.stored import StoredAdapter
     from headway.model.families.transformers import Wrapping
+    from headway.model.head_masks.choice import MaskSource
+    from headway.tokenizer.load import Tokenizer
 
 FINAL = "final"
 MEDIA_WEIGHTS = tuple(MEDIA_FILES.values())
@@ -86,81 +82,110 @@ class StoredModel:
 
     def mask_source(self) -> MaskSource:
         """What its own head masks are made from."""
+        from headway.model.head_masks.choice import MaskSource
+
         return MaskSource(str(self.path), self.config, self.gates, self.masks_file)
 
     def gates(self) -> TrainedGates | None:
         """The head gates it was trained with, or None."""
         if self.config.head_gates is None:
             return None
-        return TrainedGates(
-            self.config.head_gates,
-            next(value for name, value in self.weights() if name == GATES).float().cpu(),
-        )
+        log_alpha = next(value for name, value in self.weights() if name == GATES)
+        return TrainedGates(self.config.head_gates, log_alpha.float().cpu())
 
     def with_adapter(self, folder: Path) -> StoredModel:
         """This model with a PEFT adapter merged; that of a reward model brings its head."""
-        config = self.config.with_(score_head=True) if is_scoring(folder) else self.config
-        found = stored_adapter(folder, config, str(self.path), self.weights)
-        return replace(self, config=config, weights=lambda: found.merged(config), adapter=found)
+        from headway.model.adapter.stored import is_scoring, stored_adapter
+
+        config = self.config
+        if is_scoring(folder):
+            config = config.with_(score_head=True)
+        adapter = stored_adapter(folder, config, str(self.path), self.weights)
+        return replace(self, config=config, weights=lambda: adapter.merged(config), adapter=adapter)
 
     def check_head(self, *, scores: bool = False) -> None:
-        """Refuse a reward model where a language model is needed, or with `scores` the other way round."""
+        """Refuse a reward model where a language model is needed, or with `scores` the other way
+        round.
+        """
         if self.config.score_head and not scores:
             raise ConfigError(
-                f"{self.path}: is a reward model, which scores answers and writes no text. Use `headway eval reward`."
+                f"{self.path}: is a reward model, which scores answers and writes no text. "
+                "Use `headway eval reward`."
             )
         if scores and not self.config.score_head:
             raise ConfigError(
-                f"{self.path}: is a language model, not a reward model. Train one with objective: {{kind: reward}}."
+                f"{self.path}: is a language model, not a reward model. Train one with objective: "
+                f"{{kind: reward}}."
             )
 
     def of_family(self, family: str | None) -> StoredModel:
-        """This model with the user's family module that a recipe or flag names. A checkpoint alone never imports code."""
+        """This model with the user's family module that a recipe or flag names.
+
+        A checkpoint alone never imports code.
+        """
         config = trusting(self.config, family)
-        return self if config is self.config else replace(self, config=config)
+        if config is self.config:
+            return self
+        return replace(self, config=config)
 
 
 def find_model(
     path: AnyPath | str, cache_dir: Path | None = None, wrapping: Wrapping | None = None
 ) -> StoredModel:
-    """The model a path or a hub id means, opened but not read. `cache_dir` receives downloads; None: the hub's cache.
+    """The model a path or a hub id means, opened but not read.
 
-    `wrapping`: of a Hugging Face folder, the class of transformers computes, whatever families headway has.
+    `cache_dir` receives downloads; None: the hub's cache.
+
+    `wrapping`: of a Hugging Face folder, the class of transformers computes, whatever families
+    headway has.
     """
-    place = parse_path(path)
-    if isinstance(place, S3Path):
-        return _checkpoint(locate(place), wrapping)
-    path = place
+    location = parse_path(path)
+    if isinstance(location, S3Path):
+        return _checkpoint(locate(location), wrapping)
+
+    # A folder wins over a hub id of the same spelling.
+    path = location
     if not _is_dir(path) and is_hub_id(str(path)):
         path = local_or_hub(path, cache_dir=cache_dir)
+
     if not _is_dir(path):
         if _is_file(path) and (file := gguf_file(path)) is not None:
             return _gguf(file)
-        said = named_format(path)
-        if said is not None:
-            raise ConfigError(f"model is {str(path)!r}, which is {said}")
+        # A format that headway knows but does not read gets its own remedy.
+        unsupported = named_format(path)
+        if unsupported is not None:
+            raise ConfigError(f"model is {str(path)!r}, which is {unsupported}")
         raise ConfigError(
-            f"model is {str(path)[:500]!r}, which is not a folder. Give a run folder, a checkpoint folder, a Hugging Face "
+            f"model is {str(path)[:500]!r}, which is not a folder. "
+            "Give a run folder, a checkpoint folder, a Hugging Face "
             "folder, a GGUF file or a hub id (ORGANISATION/NAME)."
         )
-    if not (path / MANIFEST).is_file():
-        for folder in (path, path / FINAL):
-            if is_pretrained(folder) and not holds_only_gguf(folder):
-                return _pretrained(folder, wrapping)
-        if is_internlm(path):
-            config, weights = open_internlm(path)
-            return StoredModel(path, config, None, lambda: check_finite(weights(), path))
-        if is_adapter(path):
-            return _adapter(path)
-        if (path / STAGES).is_file():
-            return _staged(path, wrapping)
-        has_steps = (path / "checkpoints").is_dir() or bool(step_folders(path))
-        if not has_steps and (file := gguf_file(path)) is not None:
+    if (path / MANIFEST).is_file():
+        return _checkpoint(locate(path), wrapping)
+
+    # The order matters: the folder of a run that has ended has final/ as well as checkpoints.
+    for folder in (path, path / FINAL):
+        if is_pretrained(folder) and not holds_only_gguf(folder):
+            return _pretrained(folder, wrapping)
+    from headway.model.adapter.stored import is_adapter
+    from headway.model.loading.internlm import is_internlm, open_internlm
+
+    if is_internlm(path):
+        config, weights = open_internlm(path)
+        return StoredModel(path, config, None, lambda: check_finite(weights(), path))
+    if is_adapter(path):
+        return _adapter(path)
+    if (path / STAGES).is_file():
+        return _staged(path, wrapping)
+
+    has_steps = (path / "checkpoints").is_dir() or bool(step_folders(path))
+    if not has_steps:
+        if (file := gguf_file(path)) is not None:
             return _gguf(file)
-        said = None if has_steps else named_format(path)
-        if said is not None:
+        unsupported = named_format(path)
+        if unsupported is not None:
             raise ConfigError(
-                f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}"
+                f"{path}: holds neither a checkpoint nor a Hugging Face model; {unsupported}"
             )
     return _checkpoint(locate(path), wrapping)
 
@@ -181,44 +206,45 @@ def _is_file(path: Path) -> bool:
 
 def _gguf(path: Path) -> StoredModel:
     digests = read_digests(path.parent)
-    found = GgufModel(path)
+    model = GgufModel(path)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        values = found.weights()
+        values = model.weights()
         if digests is not None:
             values = digests.through([path.name], values)
         return check_finite(values, path)
 
-    return StoredModel(path, found.config, found.tokenizer_folder(), weights, found.end_ids())
+    return StoredModel(path, model.config, model.tokenizer_folder(), weights, model.end_ids())
 
 
 def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel:
     """The model a path means. `family` names the user's module of a model with its own family."""
-    found = find_model(path)
-    if family is not None and found.of_family(family) is found:
+    model = find_model(path)
+    if family is not None and model.of_family(family) is model:
         raise ConfigError(
-            f"--family is {family!r}; the config of {path} does not name this module as its family. Remove --family."
+            f"--family is {family!r}; the config of {path} does not name this module as its "
+            "family. Remove --family."
         )
-    return found.of_family(family)
+    return model.of_family(family)
 
 
 def _staged(run: Path, wrapping: Wrapping | None) -> StoredModel:
     """The model of the last stage that has left one."""
-    listed = read_object(run / STAGES, ConfigError).get("stages")
-    folders = (
-        [one.get("folder") if isinstance(one, dict) else None for one in listed]
-        if isinstance(listed, list)
-        else [None]
-    )
+    stages = read_object(run / STAGES, ConfigError).get("stages")
+    names: list[Any] = [None]
+    if isinstance(stages, list):
+        names = [stage.get("folder") if isinstance(stage, dict) else None for stage in stages]
+    # The file may come from elsewhere: no name in it may lead out of the run folder.
     if not all(
         isinstance(name, str)
         and Path(name).parts
         and "\0" not in name
         and ".." not in Path(name).parts
-        for name in folders
+        for name in names
     ):
         raise ConfigError(f"{run / STAGES}: does not list stages. Give the folder of one stage.")
-    for name in reversed(folders):
+
+    for name in reversed(names):
         folder = run / str(name)
         if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
             return find_model(folder, wrapping=wrapping)
@@ -228,16 +254,18 @@ def _staged(run: Path, wrapping: Wrapping | None) -> StoredModel:
 
 
 def _adapter(folder: Path) -> StoredModel:
+    from headway.model.adapter.stored import base_model_of
+
     base = base_model_of(folder)
     try:
-        found = find_model(base)
+        model = find_model(base)
     except HeadwayError as problem:
         raise ConfigError(f"{folder}: its base cannot be opened: {problem}") from None
     except RecursionError:
         raise ConfigError(
             f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter."
         ) from None
-    return replace(found.with_adapter(folder), path=folder)
+    return replace(model.with_adapter(folder), path=folder)
 
 
 def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
@@ -246,30 +274,35 @@ def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
     if digests is not None:
         digests.check()
         digests.check(MEDIA_WEIGHTS)
-    config = read_config(folder, wrapping)
+    base = read_config(folder, wrapping)
     if has_weights(folder):
-        check_weights(folder, config)
-    stored = read_gates(folder, config)
-    media = read_media_files(folder, config.hidden_size)
-    gated = config if stored is None else config.with_(head_gates=stored.config)
-    gated = gated if media is None else gated.with_(media=media[0])
+        check_weights(folder, base)
+
+    # Head gates and media are files of headway beside those of Hugging Face. The config of the
+    # model has them; the weight files are read with `base`, which does not know their names.
+    config = base
+    gates = read_gates(folder, base)
+    if gates is not None:
+        config = config.with_(head_gates=gates.config)
+    media = read_media_files(folder, base.hidden_size)
+    if media is not None:
+        config = config.with_(media=media[0])
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        if stored is not None:
-            yield GATES, stored.log_alpha
+        if gates is not None:
+            yield GATES, gates.log_alpha
         if media is not None:
             yield from check_finite(media[1].items(), folder)
-        yield from check_finite(read_weights(folder, config, digests), folder)
+        yield from check_finite(read_weights(folder, base, digests), folder)
 
-    table = folder / MASKS_FILE
-    tokenizer_folder = folder if has_tokenizer(folder) else None
+    masks_file = folder / MASKS_FILE
     return StoredModel(
         folder,
-        gated,
-        tokenizer_folder,
+        config,
+        folder if has_tokenizer(folder) else None,
         weights,
         read_end_ids(folder),
-        masks_file=table if table.is_file() else None,
+        masks_file=masks_file if masks_file.is_file() else None,
     )
 
 
@@ -281,57 +314,77 @@ def _checkpoint(folder: AnyPath, wrapping: Wrapping | None) -> StoredModel:
             f"{folder}: its manifest does not say what shape the model has. Use another checkpoint."
         )
     config = as_stored(validate(ModelConfig, shape))
+    # Trust is never stored: the caller who opens the checkpoint grants it.
     if wrapping is not None and wrapping.trust_remote_code and config.hf_config is not None:
         config = config.with_(trust_remote_code=True)
-    if config.aligner is not None:
+    if config.head == "vectors":
         raise ConfigError(
-            f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or `headway export aligner`."
+            f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or "
+            "`headway export aligner`."
         )
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in param_specs(config):
             yield spec.name, reader.weight(spec.name)
 
-    found = StoredModel(folder, config, reader.tokenizer_folder, weights)
-    form: Any = reader.scalars.get("adapter")
-    if not isinstance(form, dict):
-        return found
-    adapter = _adapter_of(reader, validate(AdapterConfig, form["config"]), form["base"], config)
-    return replace(found, weights=lambda: adapter.merged(config), adapter=adapter)
+    model = StoredModel(folder, config, reader.tokenizer_folder, weights)
+    saved_adapter: Any = reader.scalars.get("adapter")
+    if not isinstance(saved_adapter, dict):
+        return model
+    adapter_config = validate(AdapterConfig, saved_adapter["config"])
+    adapter = _adapter_of(reader, adapter_config, saved_adapter["base"], config)
+    return replace(model, weights=lambda: adapter.merged(config), adapter=adapter)
 
 
 def _adapter_of(
     reader: Reader, config: AdapterConfig, base: str | None, model: ModelConfig
 ) -> StoredAdapter:
     """The adapter of a checkpoint; matrices of its base may be stored quantised."""
-    names, layouts = config.shapes(model), config.layouts(model)
+    from headway.model.adapter.stored import StoredAdapter
+
+    update_names = config.shapes(model)
+    # The packed layout of each quantised matrix of the base; empty if none is.
+    layouts = config.layouts(model)
 
     def stored() -> Iterator[tuple[str, torch.Tensor]]:
+        """The base's parameters as they are stored: packed matrices under their packed names."""
         for spec in param_specs(model):
             layout = layouts.get(spec.name)
-            name = spec.name if layout is None else packed_name(spec.name, layout.form)
-            if layout is not None and tuple(reader.shape(name)) != (layout.nbytes,):
+            if layout is None:
+                yield spec.name, reader.weight(spec.name)
+                continue
+            name = packed_name(spec.name, layout.form)
+            if tuple(reader.shape(name)) != (layout.nbytes,):
                 raise CheckpointError(
-                    f"{reader.path}: {name} has shape {list(reader.shape(name))}; the model needs {layout.nbytes} bytes."
+                    f"{reader.path}: {name} has shape {list(reader.shape(name))}; "
+                    f"the model needs {layout.nbytes} bytes."
                 )
             yield name, reader.weight(name)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        """The base's parameters, dequantised."""
         from headway.model.adapter.packed_base import plain_values
 
         return plain_values(stored(), layouts)
 
     def trained() -> list[str]:
-        kept = [
-            spec.name
-            for spec in param_specs(model)
-            if spec.name != GATES and spec.name not in layouts
-        ]
-        return [name for name in kept if "master" in reader.roles(name)]
+        """Parameters of the base that were trained as well: those with a master copy."""
+        names = [spec.name for spec in param_specs(model)]
+        candidates = [name for name in names if name != GATES and name not in layouts]
+        return [name for name in candidates if "master" in reader.roles(name)]
 
     def updates() -> dict[str, torch.Tensor]:
-        return {name: reader.weight(name) for name in names}
+        return {name: reader.weight(name) for name in update_names}
 
-    return StoredAdapter(
-        config, base, weights if layouts else stored, updates, trained, stored if layouts else None
-    )
+    if not layouts:
+        return StoredAdapter(config, base, stored, updates, trained, None)
+    return StoredAdapter(config, base, weights, updates, trained, stored)
+
+
+def check_vocabulary(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+    """Refuse a tokenizer with more ids than the model."""
+    if tokenizer.vocab_size > config.vocab:
+        raise ConfigError(
+            f"{folder}: has {tokenizer.vocab_size} ids; the model has rows for {config.vocab}. "
+            "It is another model's tokenizer."
+        )

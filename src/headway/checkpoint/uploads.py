@@ -1,10 +1,11 @@
-"""Uploads to an object store: one thread sends checkpoints one at a time, so that a slow store delays no save.
+"""Uploads to an object store: one thread sends checkpoints one at a time, so that a slow store
+delays no save.
 
     saved:   10 ──▶ 20 ──▶ 30 ──▶ 40              each is complete on disk before it is put here
-    sent:    10 ───────────────▶ 40 ──▶           a newer checkpoint replaces a waiting one: 20 and 30 are never sent
+    sent:    10 ───────────────▶ 40 ──▶           40 replaces 20 and 30, which are never sent
 
-Only names wait. All ranks put the same names in the same order; rank 0 decides which is sent next, over a process group used by nothing
-else.
+Only names wait. All ranks put the same names in the same order; rank 0 decides which is sent next,
+over a process group used by nothing else.
 """
 
 from __future__ import annotations
@@ -29,25 +30,36 @@ class Uploads:
         report: Callable[[str, CheckpointError, int], None],
         writers: Writers = ALONE,
     ) -> None:
-        self._send, self._report, self.writers = send, report, writers
+        self._send = send
+        self._report = report
+        self.writers = writers
         self.hurry: Callable[[bool], None] = lambda on: None
-        """Called with whether a newer checkpoint waits; then calls to a store that is down are not retried for long."""
+        """Called with whether a newer checkpoint waits.
+
+        Then calls to a store that is down are not retried for long.
+        """
         self.failed: CheckpointError | None = None
         """Why the newest upload failed; None once one succeeds."""
         self.bug: BaseException | None = None
+        """An unexpected exception of the thread, which the saver raises in the main thread."""
         self._failures = 0
+        """Uploads in a row that failed."""
+
+        # One entry per `put`, the same on every rank. The thread takes an entry as the signal for one
+        # turn, not as the name to send: that is `_newest` of rank 0 at that moment.
         self._turns: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._newest: str | None = None
         """Sent next."""
         self._current: str | None = None
-        self._left = 0
+        """Being sent."""
+        self._turns_left = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether an upload is running or waiting."""
-        return self._left > 0
+        return self._turns_left > 0
 
     @property
     def names(self) -> set[str]:
@@ -56,10 +68,10 @@ class Uploads:
             return {name for name in (self._current, self._newest) if name is not None}
 
     def put(self, name: str) -> None:
-        """Send a checkpoint after the running upload, unless a newer one replaces it before that."""
+        """Send a checkpoint after the running upload, unless a newer one replaces it first."""
         with self._changed:
             self._newest = name
-            self._left += 1
+            self._turns_left += 1
             if self._current is not None:
                 self.hurry(True)
         self._turns.put(name)
@@ -70,12 +82,13 @@ class Uploads:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for all uploads; returns whether they are done."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0, seconds)
+            return self._changed.wait_for(lambda: self._turns_left == 0, seconds)
 
     def leave(self) -> None:
         """Stop waiting for unfinished uploads; the next start sends them."""
         with self._changed:
-            self.failed, self._left = None, 0
+            self.failed = None
+            self._turns_left = 0
 
     def _work(self) -> None:
         while True:
@@ -86,22 +99,32 @@ class Uploads:
                 self.bug = bug
             with self._changed:
                 self._current = None
-                self._left = max(0, self._left - 1)
+                # `leave` may have set it to 0 while this turn was running.
+                self._turns_left = max(0, self._turns_left - 1)
                 self._changed.notify_all()
 
     def _turn(self) -> None:
-        """One turn per name, on every rank. A turn is empty if a newer checkpoint was sent instead."""
+        """One turn per name, on every rank.
+
+        A turn is empty if a newer checkpoint was sent instead.
+        """
         with self._changed:
-            self._current, self._newest = self._newest, None
+            self._current = self._newest
+            self._newest = None
             self.hurry(False)
+
+        # Ranks save at slightly different moments, so their newest names may differ: rank 0's wins.
         name = self.writers.gather(self._current)[0]
         if name is None:
             return
+
         with self._changed:
             self._current = name
+
         try:
             self._send(name)
-            self.failed, self._failures = None, 0
+            self.failed = None
+            self._failures = 0
         except CheckpointError as problem:
             self.failed = problem
             self._failures += 1

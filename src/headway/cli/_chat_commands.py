@@ -1,4 +1,6 @@
-"""The commands of a chat: a line that begins with / comes in, something about the conversation changes, and one line says what."""
+"""The commands of a chat: a line that begins with / comes in, something about the conversation
+changes, and one line says what.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ from headway.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from headway.infer.chat import ChatAnswer, ChatSession, Responder
-    from headway.infer.stream import Say
+    from headway.infer.generate_options import Say
     from headway.media.items import MediaRef, Modality
 
 HELP = (
     ("/system TEXT", "set the system message (no text: remove it) and forget the conversation"),
     (
         "/set NAME VALUE",
-        "temperature, top_k, top_p, max_new_tokens, seed, stop; `off` removes a limit. /set alone shows them",
+        "temperature, top_k, top_p, max_new_tokens, seed, stop; `off` removes a limit. /set alone "
+        "shows them",
     ),
     ("/regenerate", "answer the last question again"),
     ("/edit TEXT", "replace the last question and answer it (no text: edit it in place)"),
@@ -38,9 +41,16 @@ HELP = (
     ("text \\", "a line that ends in \\ continues on the next"),
     ('"""', "begins and ends a text of several lines"),
 )
-NAMES = "/system, /set, /regenerate, /edit, /image, /audio, /save, /load, /show, /model, /stats, /reset, /help and /exit"
+NAMES = (
+    "/system, /set, /regenerate, /edit, /image, /audio, /save, /load, /show, /model, /stats, "
+    "/reset, /help and /exit"
+)
 
 SETTINGS = ("temperature", "top_k", "top_p", "max_new_tokens", "seed", "stop")
+MOST_FILES = 200
+"""Completions of a file name."""
+TWO_COLUMNS = 60
+"""Columns of a terminal that is wide enough for commands beside what they do."""
 
 
 @dataclass
@@ -50,49 +60,61 @@ class Chat:
     sessions: list[ChatSession]
     screen: QuietAnswer
     open_models: Callable[[Sequence[str]], list[Responder]]
+    """Loads the models that /model names."""
     edit_line: Callable[[str], str] | None = None
     """Lets a person change a line; None where nobody types."""
     waiting: list[MediaRef] = field(default_factory=list)
     """Media for the next question."""
 
     def ask(self, text: str) -> None:
-        """Say something to every model."""
-        media, self.waiting = self.waiting, []
+        """Ask every model the same question, with the media that wait for it."""
+        media = self.waiting
+        self.waiting = []
         try:
-            self.each(lambda session, say: session.ask(text, say, media))
-        except DataError:  # a file that cannot be read: it would stop the next question too
+            self.answer_all(lambda session, say: session.ask(text, say, media))
+        except DataError:
+            # A file that cannot be read. It is dropped: it would stop the next question, too.
             raise
         except BaseException:
+            # Also after Ctrl-C: the question was not answered, and is probably asked again.
             self.waiting = media
             raise
 
-    def each(self, act: Callable[[ChatSession, Say], ChatAnswer]) -> None:
+    def answer_all(self, act: Callable[[ChatSession, Say], ChatAnswer]) -> None:
         """Have every model answer, one after the other."""
         for session in self.sessions:
-            before = session.last.left_out if session.last is not None else 0
-            self.screen.begin(session.responder.name if len(self.sessions) > 1 else None)
+            left_out_before = 0
+            if session.last is not None:
+                left_out_before = session.last.left_out
+            self.begin_session(session)
+
             note = ""
             try:
                 answer = act(session, self.screen.say)
-                note = "stopped" if answer.was_interrupted else ""
+                if answer.was_interrupted:
+                    note = "stopped"
             finally:
                 self.screen.end(note)
+
             if answer.was_cut:
                 # Beside the answer, so that a pipe gets the model's words alone.
                 limit = session.options.max_new_tokens
-                reason = (
-                    f"--max-new-tokens is {limit}"
-                    if answer.stats.new_tokens >= limit
-                    else "the context is full"
-                )
+                reason = "the context is full"
+                if answer.stats.new_tokens >= limit:
+                    reason = f"--max-new-tokens is {limit}"
                 typer.echo(f"[cut after {answer.stats.new_tokens} tokens: {reason}]", err=True)
-            if answer.left_out > before:
-                what = (
-                    "oldest turn is"
-                    if answer.left_out == 1
-                    else f"{answer.left_out} oldest turns are"
-                )
-                typer.echo(f"The context is full: the {what} no longer sent.", err=True)
+            if answer.left_out > left_out_before:
+                turns = "oldest turn is"
+                if answer.left_out != 1:
+                    turns = f"{answer.left_out} oldest turns are"
+                typer.echo(f"The context is full: the {turns} no longer sent.", err=True)
+
+    def begin_session(self, session: ChatSession) -> None:
+        """Show which model answers, where several do."""
+        name = None
+        if len(self.sessions) > 1:
+            name = session.responder.name
+        self.screen.begin(name)
 
     def respond(self, line: str) -> bool:
         """Answer a line, or do what a command says; False: leave."""
@@ -101,229 +123,262 @@ class Chat:
         if not line.startswith("/"):
             self.ask(line)
             return True
-        command, _, rest = line.partition(" ")
+        # "/" at the beginning of a line is a command, also of a line that a program sends.
+        command, _, argument = line.partition(" ")
         if command in ("/exit", "/quit", "/bye"):
             return False
-        found = COMMANDS.get(command)
-        if found is None:
+        action = COMMANDS.get(command)
+        if action is None:
             raise ConfigError(
                 f"{command} is not a command; there are {NAMES}. A space before / makes it a text."
             )
-        found(self, rest.strip())
+        action(self, argument.strip())
         return True
 
 
-def _path(given: str) -> Path:
+def _path(text: str) -> Path:
     """A file as people type or paste it: with ~, in quotes."""
-    quoted = len(given) > 1 and given[0] == given[-1] and given[0] in "'\""
-    return Path(given[1:-1] if quoted else given).expanduser()
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if is_quoted:
+        text = text[1:-1]
+    return Path(text).expanduser()
 
 
 def completions(line: str) -> list[str]:
     """What a line may become: names of commands, and of files after those that take one."""
-    command, space, rest = line.partition(" ")
+    command, space, argument = line.partition(" ")
     if not space:
         return [name for name in (*COMMANDS, "/exit") if command and name.startswith(command)]
     if command == "/set":
-        return [f"/set {name} " for name in SETTINGS if name.startswith(rest)]
+        return [f"/set {name} " for name in SETTINGS if name.startswith(argument)]
     if command not in ("/save", "/load", "/image", "/audio", "/model"):
         return []
-    folder, slash, begun = rest.rpartition("/")
+
+    folder, slash, begun = argument.rpartition("/")
     try:
         inside = sorted(
-            one for one in _path(f"{folder}{slash}" or ".").iterdir() if one.name.startswith(begun)
+            path
+            for path in _path(f"{folder}{slash}" or ".").iterdir()
+            if path.name.startswith(begun)
         )
     except (OSError, ValueError, RuntimeError):  # no such folder, no such user
         return []
     return [
-        f"{command} {folder}{slash}{one.name}{'/' if one.is_dir() else ''}"
-        for one in inside[:200]
-        if begun or not one.name.startswith(".")
+        f"{command} {folder}{slash}{path.name}{'/' if path.is_dir() else ''}"
+        for path in inside[:MOST_FILES]
+        if begun or not path.name.startswith(".")
     ]
 
 
-def _reset(chat: Chat, rest: str) -> None:
+def _reset(chat: Chat, argument: str) -> None:
     chat.waiting = []
     for session in chat.sessions:
         session.reset()
 
 
-def _system(chat: Chat, rest: str) -> None:
+def _system(chat: Chat, argument: str) -> None:
+    # Answers so far were given under another system message.
     for session in chat.sessions:
-        session.system = rest or None
+        session.system = argument or None
         session.reset()
 
 
-def _save(chat: Chat, rest: str) -> None:
+def _save(chat: Chat, argument: str) -> None:
     from headway.infer.chat import save_chats
 
-    if not rest:
+    if not argument:
         raise ConfigError("/save needs the name of a .json file.")
-    save_chats(_path(rest), chat.sessions)
-    typer.echo(f"wrote {rest}", err=True)
+    save_chats(_path(argument), chat.sessions)
+    typer.echo(f"wrote {argument}", err=True)
 
 
-def _load(chat: Chat, rest: str) -> None:
+def _load(chat: Chat, argument: str) -> None:
     from headway.infer.chat import read_chats
 
-    if not rest:
+    if not argument:
         raise ConfigError("/load needs the name of a .json file.")
-    found = read_chats(_path(rest))
-    if len(found) not in (1, len(chat.sessions)):
+    conversations = read_chats(_path(argument))
+    if len(conversations) not in (1, len(chat.sessions)):
         raise ConfigError(
-            f"{rest}: holds {len(found)} conversations; {len(chat.sessions)} are open here."
+            f"{argument}: holds {len(conversations)} conversations; {len(chat.sessions)} are open "
+            "here."
         )
-    for number, session in enumerate(chat.sessions):
-        session.load(*found[number if len(found) > 1 else 0])
+
+    # One conversation is continued by every model that is open.
+    if len(conversations) == 1:
+        conversations = conversations * len(chat.sessions)
+    for session, conversation in zip(chat.sessions, conversations, strict=True):
+        session.load(*conversation)
+
     turns = len(chat.sessions[0].turns)
-    is_open = bool(turns) and chat.sessions[0].turns[-1].role == "user"
-    typer.echo(
-        f"read {rest}: {turns} messages{'; /regenerate answers the last one' if is_open else ''}",
-        err=True,
-    )
+    hint = ""
+    if turns and chat.sessions[0].turns[-1].role == "user":
+        hint = "; /regenerate answers the last one"
+    typer.echo(f"read {argument}: {turns} messages{hint}", err=True)
 
 
-def _show(chat: Chat, rest: str) -> None:
+def _show(chat: Chat, argument: str) -> None:
     for session in chat.sessions:
-        chat.screen.begin(session.responder.name if len(chat.sessions) > 1 else None)
-        for one in session.messages():
-            typer.echo(f"{one['role']}: {harmless(one['content'])}", err=True)
+        chat.begin_session(session)
+        for message in session.messages():
+            typer.echo(f"{message['role']}: {harmless(message['content'])}", err=True)
 
 
-def _regenerate(chat: Chat, rest: str) -> None:
-    chat.each(lambda session, say: session.regenerate(say))
+def _regenerate(chat: Chat, argument: str) -> None:
+    chat.answer_all(lambda session, say: session.regenerate(say))
 
 
-def _edit(chat: Chat, rest: str) -> None:
-    before = chat.sessions[0].last_question()
-    if not rest and chat.edit_line is not None:
-        rest = chat.edit_line(before)
-    if not rest.strip():
+def _edit(chat: Chat, argument: str) -> None:
+    # The question of the first session is edited, and asked of every model. It is looked up even
+    # with a text: without a question there is nothing to edit, and the session says so.
+    last_question = chat.sessions[0].last_question()
+    if not argument and chat.edit_line is not None:
+        argument = chat.edit_line(last_question)
+    if not argument.strip():
         raise ConfigError("/edit needs a text: what to ask instead of the last question.")
-    chat.each(lambda session, say: session.edit(rest, say))
+    chat.answer_all(lambda session, say: session.edit(argument, say))
 
 
 def _media(kind: Modality) -> Callable[[Chat, str], None]:
-    def attach(chat: Chat, rest: str) -> None:
+    """The command that attaches a file of this modality to the next question."""
+
+    def attach(chat: Chat, argument: str) -> None:
         from headway.media.items import MediaRef
 
-        if not rest:
+        if not argument:
             raise ConfigError(f"/{kind} needs the name of a file.")
-        lacks = next(
-            (one.responder.name for one in chat.sessions if kind not in one.responder.takes), None
-        )
-        if lacks is not None:
-            raise ConfigError(
-                f"{lacks} does not take {kind}s; a model trained with `multimodal` does."
-            )
-        ref = MediaRef(kind, _path(rest))
+        for session in chat.sessions:
+            if kind not in session.responder.takes:
+                raise ConfigError(
+                    f"{session.responder.name} does not take {kind}s; a model trained with "
+                    "`multimodal` does."
+                )
+        ref = MediaRef(kind, _path(argument))
         size = ref.size()  # refuses what is no file
         chat.waiting.append(ref)
-        typer.echo(f"{rest} ({size:,} bytes) goes with the next question.", err=True)
+        typer.echo(f"{argument} ({size:,} bytes) goes with the next question.", err=True)
 
     return attach
 
 
-def _set(chat: Chat, rest: str) -> None:
+def _set(chat: Chat, argument: str) -> None:
     options = chat.sessions[0].options
+    sampling = options.sampling
     values = (
-        options.sampling.temperature, options.sampling.top_k, options.sampling.top_p,
-        options.max_new_tokens, options.sampling.seed, list(options.stop) or None,
-    )  # fmt: skip
-    shown: dict[str, Any] = dict(zip(SETTINGS, values, strict=True))
-    if not rest:
-        typer.echo(
-            "\n".join(
-                f"{name:<15}{'off' if value is None else value}" for name, value in shown.items()
-            ),
-            err=True,
-        )
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        options.max_new_tokens,
+        sampling.seed,
+        list(options.stop) or None,
+    )
+    shown: dict[str, Any] = {}
+    for name, value in zip(SETTINGS, values, strict=True):
+        shown[name] = "off" if value is None else value
+    if not argument:
+        lines = [f"{name:<15}{value}" for name, value in shown.items()]
+        typer.echo("\n".join(lines), err=True)
         return
-    name, _, given = rest.partition(" ")
-    name, given = name.replace("-", "_"), given.strip()
+
+    # /set max-tokens 100 is understood: options of the command line are written with dashes.
+    written, _, text = argument.partition(" ")
+    name = written.replace("-", "_")
+    text = text.strip()
     if name == "max_tokens":
         name = "max_new_tokens"
     if name not in shown:
         raise ConfigError(
             f"/set {name[:40]}: there is no such setting; there are {', '.join(shown)}."
         )
-    if not given:
-        raise ConfigError(
-            f"/set {name} needs a value; it is {'off' if shown[name] is None else shown[name]} now."
-        )
-    value = _value(name, given)
+    if not text:
+        raise ConfigError(f"/set {name} needs a value; it is {shown[name]} now.")
+
+    value = _value(name, text)
     for session in chat.sessions:
-        sampling = session.options.sampling
         if name in ("max_new_tokens", "stop"):
             session.options = replace(session.options, **{name: value})
         else:
-            session.options = replace(session.options, sampling=replace(sampling, **{name: value}))
+            sampling = replace(session.options.sampling, **{name: value})
+            session.options = replace(session.options, sampling=sampling)
 
 
-def _value(name: str, given: str) -> Any:
+def _value(name: str, text: str) -> Any:
+    """The value of a setting that a person typed."""
     if name == "stop":
-        return () if given == "off" else (given,)
-    if given == "off" and name in ("top_k", "top_p"):
+        if text == "off":
+            return ()
+        return (text,)
+    if text == "off" and name in ("top_k", "top_p"):
         return None
-    kind = float if name in ("temperature", "top_p") else int
+
+    kind = int
+    expected = "whole number"
+    if name in ("temperature", "top_p"):
+        kind = float
+        expected = "number"
     try:
-        return kind(given)
+        return kind(text)
     except ValueError:
-        raise ConfigError(
-            f"/set {name} is {given[:40]!r}; it must be a {'number' if kind is float else 'whole number'}."
-        ) from None
+        raise ConfigError(f"/set {name} is {text[:40]!r}; it must be a {expected}.") from None
 
 
-def _model(chat: Chat, rest: str) -> None:
-    if not rest:
+def _model(chat: Chat, argument: str) -> None:
+    if not argument:
         typer.echo("\n".join(session.responder.name for session in chat.sessions), err=True)
         return
     from headway.infer.chat import ChatSession
 
     try:
-        names = shlex.split(rest)
+        names = shlex.split(argument)
     except ValueError as problem:
-        raise ConfigError(f"/model {rest[:200]}: {problem}.") from None
+        raise ConfigError(f"/model {argument[:200]}: {problem}.") from None
     if len(names) > 2:
         raise ConfigError(f"/model names {len(names)} models; one or two can be talked to.")
+
+    # The new models continue the conversation. Sessions are replaced only when all can take it.
     first = chat.sessions[0]
-    made = [ChatSession(one, None, first.options) for one in chat.open_models(names)]
-    for session in made:
-        unknown = next(
+    sessions = [
+        ChatSession(responder, None, first.options) for responder in chat.open_models(names)
+    ]
+    for session in sessions:
+        not_taken = next(
             (ref.modality for ref in first.media if ref.modality not in session.responder.takes),
             None,
         )
-        if unknown is not None:
+        if not_taken is not None:
             raise ConfigError(
-                f"{session.responder.name} does not take {unknown}s, and the conversation has some. /reset forgets it."
+                f"{session.responder.name} does not take {not_taken}s, and the conversation has "
+                "some. /reset forgets it."
             )
         session.copy_turns(first)
-    chat.sessions = made
+    chat.sessions = sessions
 
 
-def _stats(chat: Chat, rest: str) -> None:
+def _stats(chat: Chat, argument: str) -> None:
     for session in chat.sessions:
         facts = session.responder.describe()
-        lines = [
-            f"{session.responder.name}: {len(session.turns)} messages"
-            + (f", {session.left_out} of them not sent" if session.left_out else "")
-        ]
+        headline = f"{session.responder.name}: {len(session.turns)} messages"
+        if session.left_out:
+            headline += f", {session.left_out} of them not sent"
+        lines = [headline]
+
         if session.last is not None:
-            used, rate = session.last.stats, session.last.stats.tokens_per_second
-            lines.append(
-                f"  last answer: {used.new_tokens} tokens in {used.seconds:.2f} s"
-                + (f", {rate:.1f} tokens/s" if rate is not None else "")
-                + f", first after {used.first_seconds * 1000:.0f} ms"
+            stats = session.last.stats
+            speed = f"  last answer: {stats.new_tokens} tokens in {stats.seconds:.2f} s"
+            # One token, or none, has no rate.
+            if stats.tokens_per_second is not None:
+                speed += f", {stats.tokens_per_second:.1f} tokens/s"
+            lines.append(f"{speed}, first after {stats.first_seconds * 1000:.0f} ms")
+
+            prompt = (
+                f"  prompt: {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the "
+                "cache"
             )
-            context = facts.get("context")
-            lines.append(
-                f"  prompt: {used.prompt_tokens} tokens, {used.cached_tokens} of them from the cache"
-                + (
-                    f"; context {used.prompt_tokens + used.new_tokens} of {context}"
-                    if context
-                    else ""
-                )
-            )
+            if facts.get("context"):
+                used = stats.prompt_tokens + stats.new_tokens
+                prompt += f"; context {used} of {facts['context']}"
+            lines.append(prompt)
+
         if "cache_bytes" in facts:
             lines.append(
                 f"  cache: {_bytes(facts['cache_bytes'])} of {_bytes(facts['cache_budget_bytes'])}"
@@ -333,11 +388,15 @@ def _stats(chat: Chat, rest: str) -> None:
 
 def _help(width: int) -> str:
     """The commands: in two columns, or below each other on a narrow terminal."""
-    indent = max(len(usage) for usage, _ in HELP) + 2 if width >= 60 else 4
+    has_columns = width >= TWO_COLUMNS
+    indent = 4
+    if has_columns:
+        indent = max(len(usage) for usage, _ in HELP) + 2
+
     lines: list[str] = []
     for usage, text in HELP:
         wrapped = textwrap.wrap(text, max(16, width - indent - 1))
-        if width >= 60:
+        if has_columns:
             lines.append(usage.ljust(indent) + wrapped.pop(0))
         else:
             lines.append(usage)
@@ -353,7 +412,17 @@ def _bytes(value: int) -> str:
 
 
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {
-    "/reset": _reset, "/system": _system, "/save": _save, "/load": _load, "/show": _show, "/regenerate": _regenerate, "/edit": _edit,
-    "/image": _media("image"), "/audio": _media("audio"), "/set": _set, "/model": _model, "/stats": _stats,
-    "/help": lambda chat, rest: typer.echo(_help(shutil.get_terminal_size().columns), err=True),
-}  # fmt: skip
+    "/reset": _reset,
+    "/system": _system,
+    "/save": _save,
+    "/load": _load,
+    "/show": _show,
+    "/regenerate": _regenerate,
+    "/edit": _edit,
+    "/image": _media("image"),
+    "/audio": _media("audio"),
+    "/set": _set,
+    "/model": _model,
+    "/stats": _stats,
+    "/help": lambda chat, argument: typer.echo(_help(shutil.get_terminal_size().columns), err=True),
+}

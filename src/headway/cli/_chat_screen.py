@@ -1,7 +1,8 @@
-"""What a chat shows: pieces of an answer come in; on a terminal Markdown goes out as it grows, elsewhere the plain text.
+"""What a chat shows: pieces of an answer come in; on a terminal Markdown goes out as it grows,
+elsewhere the plain text.
 
-Blocks that are complete are printed for good. Only the last one is drawn again while it grows, so answers longer than the screen work.
-Control characters of a model's text never reach a terminal.
+Blocks that are complete are printed for good. Only the last one is drawn again while it grows, so
+answers longer than the screen work. Control characters of a model's text never reach a terminal.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from rich.markdown import Markdown
 
 REDRAW_SECONDS = 0.08
+"""Shortest time between two drawings: drawing Markdown at every token would slow the answer."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """All control characters but tab and new line; and those that change the direction of text."""
 FENCE = re.compile(r" {0,3}(```|~~~)")
+"""Begins and ends a code block, as CommonMark has it."""
 
 
 def harmless(text: str) -> str:
@@ -87,16 +90,21 @@ class MarkdownAnswer(QuietAnswer):
                     style="dim",
                 )
             )
-        self._tail, self._is_first = "", True
+        self._tail = ""
+        self._is_first = True
 
     def say(self, piece: str) -> None:
         """Draw what there is now."""
         self._tail += harmless(piece)
-        cut = _complete(self._tail) if "\n" in piece else 0
-        if cut:
-            self._print(self._tail[:cut])
-            self._tail = self._tail[cut:]
-        if cut or time.monotonic() - self._drawn >= REDRAW_SECONDS:
+
+        # Blocks end at blank lines, so that other pieces need no search.
+        complete = 0
+        if "\n" in piece:
+            complete = _complete_length(self._tail)
+        if complete:
+            self._print(self._tail[:complete])
+            self._tail = self._tail[complete:]
+        if complete or time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._draw()
 
     def end(self, note: str = "") -> None:
@@ -110,41 +118,51 @@ class MarkdownAnswer(QuietAnswer):
             self._console.print(f"[{note}]", style="dim", markup=False)
 
     def _draw(self) -> None:
+        """Draw the block that still grows, in place of its last drawing."""
         from rich.live import Live
 
         self._drawn = time.monotonic()
         live = self._live
         if live is None:
-            live = self._live = Live(
+            # Transient: what is drawn goes away when the block is printed for good.
+            live = Live(
                 console=self._console,
                 transient=True,
                 auto_refresh=False,
                 vertical_overflow="ellipsis",
             )
             live.start()
+            self._live = live
         live.update(_markdown(self._tail), refresh=True)
 
     def _print(self, text: str) -> None:
+        """Print complete blocks for good."""
         if not text.strip():
             return
+        # The blank line that stands between blocks; rich drops it at the edges of a text.
         if not self._is_first:
             self._console.print()
         self._is_first = False
         self._console.print(_markdown(text))
 
 
-def _complete(text: str) -> int:
-    """Where the last block begins that may still grow: after a blank line outside of code."""
-    cut = at = 0
-    fence = ""
+def _complete_length(text: str) -> int:
+    """Characters of the blocks that cannot grow: up to the last blank line outside of code."""
+    complete = 0
+    position = 0
+    open_fence = ""
     for line in text.splitlines(keepends=True):
-        at += len(line)
-        found = FENCE.match(line)
-        if found is not None and fence in ("", found[1]):
-            fence = "" if fence else found[1]
-        elif not fence and line.endswith("\n") and not line.strip():
-            cut = at
-    return cut
+        position += len(line)
+        fence = FENCE.match(line)
+        if fence is not None and open_fence in ("", fence[1]):
+            # ``` inside of a ~~~ block is text, so a block ends with the mark that began it.
+            if open_fence:
+                open_fence = ""
+            else:
+                open_fence = fence[1]
+        elif not open_fence and line.endswith("\n") and not line.strip():
+            complete = position
+    return complete
 
 
 def _markdown(text: str) -> Markdown:
@@ -152,14 +170,15 @@ def _markdown(text: str) -> Markdown:
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 
-    made = Markdown(text, hyperlinks=False)
-    made.parsed = (
+    # rich's own parser hides HTML, which may be what the model was asked for.
+    document = Markdown(text, hyperlinks=False)
+    document.parsed = (
         MarkdownIt("commonmark", {"html": False, "breaks": True})
         .enable("strikethrough")
         .enable("table")
         .parse(text)
     )
-    return made
+    return document
 
 
 def open_screen(*, is_quiet: bool, draws_markdown: bool) -> QuietAnswer:
@@ -167,6 +186,6 @@ def open_screen(*, is_quiet: bool, draws_markdown: bool) -> QuietAnswer:
     if is_quiet:
         return QuietAnswer()
     is_terminal = sys.stdout.isatty()
-    return (
-        MarkdownAnswer() if is_terminal and draws_markdown else PlainAnswer(is_terminal=is_terminal)
-    )
+    if is_terminal and draws_markdown:
+        return MarkdownAnswer()
+    return PlainAnswer(is_terminal=is_terminal)

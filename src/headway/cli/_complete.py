@@ -1,4 +1,7 @@
-"""What the shell offers after Tab: recipes, settings and kinds. Imports config classes only, never torch."""
+"""What the shell offers after Tab: recipes, settings and kinds.
+
+Imports config classes only, never torch.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +11,77 @@ from typing import Any, Literal, get_args, get_origin
 
 from headway.config.shipped import recipe_names
 
-MOST = 60
-"""Files that are offered at most."""
+MOST_FILES = 60
+"""A shell's list of more is of no use."""
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """The recipes, recipe files and settings (`section.key=`) that begin with a word; after `key=`, the values it takes."""
+    """The recipes, recipe files and settings (`section.key=`) that begin with a word; after `key=`,
+    the values it takes.
+    """
     key, equals, value = incomplete.partition("=")
     if equals:
-        return [f"{key}={one}" for one in _values(key) if one.startswith(value)]
-    names = {
-        one
-        for name in recipe_names()
-        for one in (name, name.rpartition("/")[2])
-        if one.startswith(incomplete)
-    }
-    found = [
-        *names,
-        *_files(incomplete),
-        *(
-            name
-            for name in _settings()
-            if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1
-        ),
-    ]
-    return sorted(set(found))
+        return [f"{key}={choice}" for choice in _values(key) if choice.startswith(value)]
+
+    words: list[str] = []
+    for recipe in recipe_names():
+        # A shipped recipe is found with its folder and without: laptop/sft, sft.
+        words += [recipe, recipe.rpartition("/")[2]]
+    for setting in _settings():
+        # Settings of the section that is being typed, and the names of sections right below it:
+        # hundreds of deeper ones would bury them.
+        if setting.count(".") <= key.count(".") + 1:
+            words.append(setting)
+
+    matching = {word for word in words if word.startswith(incomplete)}
+    return sorted(matching.union(_files(incomplete)))
 
 
 def _files(begin: str) -> list[str]:
+    """Recipe files and folders whose path begins with a text."""
     folder, _, name = begin.rpartition("/")
-    place = Path(folder or ("/" if begin.startswith("/") else "."))
-    found: list[str] = []
+    if not folder and begin.startswith("/"):
+        folder = "/"
+
+    paths: list[str] = []
     try:
-        for path in sorted(place.iterdir()):
-            if path.name.startswith(name) and not path.name.startswith("."):
-                if path.is_dir():
-                    found.append(f"{path}/")
-                elif path.suffix in (".yaml", ".yml"):
-                    found.append(str(path))
+        for path in sorted(Path(folder or ".").iterdir()):
+            if not path.name.startswith(name) or path.name.startswith("."):
+                continue
+            if path.is_dir():
+                paths.append(f"{path}/")
+            elif path.suffix in (".yaml", ".yml"):
+                paths.append(str(path))
     except OSError:
-        return []
-    return found[:MOST]
+        return []  # no such folder, or no right to read it: nothing to offer
+    return paths[:MOST_FILES]
 
 
 def _settings() -> Iterator[str]:
     """Every setting of a recipe; a section ends with a dot, a setting with `=`."""
     from headway.train.config import Recipe
 
-    yield from _below(Recipe, "")
+    yield from _settings_of(Recipe, "")
 
 
-def _below(section: Any, at: str) -> Iterator[str]:
+def _settings_of(section: Any, prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        key = f"{at}{field.alias or name}"
-        inner = _section(field.annotation)
+        key = f"{prefix}{field.alias or name}"
+        inner = _section_class(field.annotation)
         if inner is None:
             yield f"{key}="
         else:
             yield f"{key}."
-            yield from _below(inner, f"{key}.")
+            yield from _settings_of(inner, f"{key}.")
 
 
-def _section(annotation: Any) -> Any:
-    """The section class of a field, if it is one."""
+def _section_class(annotation: Any) -> Any:
+    """The section class of a field, also of `Section | None`; None if the field is a setting."""
     from pydantic import BaseModel
 
-    for one in (annotation, *get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, BaseModel):
-            return one
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
     return None
 
 
@@ -86,26 +92,42 @@ def _values(key: str) -> list[str]:
 
     section: Any = Recipe
     parts = key.split(".")
-    for at, part in enumerate(parts):
-        field = next((f for n, f in section.model_fields.items() if part in (n, f.alias)), None)
+    for index, part in enumerate(parts):
+        field = None
+        for name, candidate in section.model_fields.items():
+            # `init.from` is the field `from_`, since `from` is a word of Python.
+            if part in (name, candidate.alias):
+                field = candidate
+                break
         if field is None:
             return []
+
+        # A kind is written as `optim=adamw` or as `optim.kind=adamw`.
         package = next((mark.package for mark in field.metadata if isinstance(mark, KindIn)), None)
-        if package is not None and parts[at + 1 :] in ([], ["kind"]):
+        following = parts[index + 1 :]
+        if package is not None and following in ([], ["kind"]):
             return sorted(kind_names(package))
-        if at == len(parts) - 1:
+
+        if not following:
             return _choices(field.annotation)
-        section = _section(field.annotation)
+        section = _section_class(field.annotation)
         if section is None:
             return []
     return []
 
 
 def _choices(annotation: Any) -> list[str]:
+    """The words that a type takes, as YAML writes them; none if it takes any text or number."""
     if annotation is bool:
         return ["true", "false"]
-    if get_origin(annotation) is Literal:
-        return [
-            str(one).lower() if isinstance(one, bool) else str(one) for one in get_args(annotation)
-        ]
-    return [value for one in get_args(annotation) for value in _choices(one)]
+    if get_origin(annotation) is not Literal:
+        # A union takes what its parts take.
+        return [word for part in get_args(annotation) for word in _choices(part)]
+
+    words: list[str] = []
+    for literal in get_args(annotation):
+        word = str(literal)
+        if isinstance(literal, bool):
+            word = word.lower()
+        words.append(word)
+    return words

@@ -1,4 +1,6 @@
-"""How `headway eval` shows and writes results: tables and continuations on the screen, a report folder, TensorBoard scalars, JSON."""
+"""How `headway eval` shows and writes results: tables and continuations on the screen, a report
+folder, TensorBoard scalars, JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from headway.eval.long_context import LongResult
 
 
+COUNT_COLUMNS = 2
+"""Columns at the end of the score table that have counts."""
+
+
 def with_training(evaluation: Evaluation, model: Path) -> Evaluation:
     """With the training curves of the model, if it is given as a run folder."""
     from headway.train.history import read_training
@@ -30,25 +36,28 @@ def write(evaluations: Sequence[Evaluation], out: Path | None, tensorboard: Path
 
     if out is not None:
         write_report(out, evaluations)
-    if tensorboard is not None:
-        for one in evaluations:
-            _write_scalars(
-                tensorboard / one.model.strip("/").replace("/", "_")
-                if len(evaluations) > 1
-                else tensorboard,
-                one,
-            )
+    if tensorboard is None:
+        return
+    for evaluation in evaluations:
+        folder = tensorboard
+        if len(evaluations) > 1:
+            # TensorBoard draws each folder as a curve with its name.
+            folder = tensorboard / evaluation.model.strip("/").replace("/", "_")
+        _write_scalars(folder, evaluation)
 
 
 def _write_scalars(folder: Path, evaluation: Evaluation) -> None:
     from headway.track.tensorboard import TensorBoard
 
+    # A model that is no checkpoint, such as an export, has no step.
+    step = 0
     checkpoint = re.fullmatch(r"step-(\d+)", Path(evaluation.path).name)
+    if checkpoint:
+        step = int(checkpoint[1])
+
     tracker = TensorBoard(folder)
-    tracker.log(
-        int(checkpoint[1]) if checkpoint else 0,
-        {"eval": {name: one.scalars() for name, one in evaluation.datasets.items()}},
-    )
+    scalars = {name: scores.scalars() for name, scores in evaluation.datasets.items()}
+    tracker.log(step, {"eval": scalars})
     tracker.close()
 
 
@@ -111,17 +120,24 @@ def _print_tables(evaluations: Sequence[Evaluation]) -> None:
 
     if evaluations[0].datasets:
         _print_scores(evaluations)
-    for training in (one for evaluation in evaluations for one in evaluation.training if one.valid):
-        typer.echo(f"\nvalidation during the training of {training.run}")
-        print_table(TRAINING_COLUMNS[1:], [row[1:] for row in training_rows(training)])
+
+    for evaluation in evaluations:
+        for training in evaluation.training:
+            if training.valid:
+                typer.echo(f"\nvalidation during the training of {training.run}")
+                # The first column names the run, which the line above does.
+                print_table(TRAINING_COLUMNS[1:], [row[1:] for row in training_rows(training)])
+
+    # A continuation of one model follows its prompt on the same line; answers to a chat template,
+    # and texts of several models, stand below it.
     has_answers = evaluations[0].template is not None
-    for at, asked in enumerate(evaluations[0].samples):
-        if len(evaluations) > 1 or has_answers:
-            typer.echo(f"\n{asked.prompt}")
-            for one in evaluations:
-                typer.echo(f"  [{one.model}] {one.samples[at].text}")
-        else:
-            typer.echo(f"\n{asked.prompt}{asked.text}")
+    for index, sample in enumerate(evaluations[0].samples):
+        if len(evaluations) == 1 and not has_answers:
+            typer.echo(f"\n{sample.prompt}{sample.text}")
+            continue
+        typer.echo(f"\n{sample.prompt}")
+        for evaluation in evaluations:
+            typer.echo(f"  [{evaluation.model}] {evaluation.samples[index].text}")
 
 
 def _print_scores(evaluations: Sequence[Evaluation]) -> None:
@@ -136,27 +152,36 @@ def _print_scores(evaluations: Sequence[Evaluation]) -> None:
         score_cells,
     )
 
-    several = len(evaluations) > 1
-    # With several models the last columns, the counts, make room for the models' names; reports and --json have them.
-    shown = len(NUMBERS) - (2 if several else 0)
+    # With several models the last columns, the counts, make room for the models' names; reports and
+    # --json have them.
+    is_comparison = len(evaluations) > 1
+    columns = NUMBERS
+    model_heading: list[str] = []
+    if is_comparison:
+        columns = NUMBERS[:-COUNT_COLUMNS]
+        model_heading = ["model"]
+
+    def model_cell(evaluation: Evaluation) -> list[str]:
+        return [evaluation.model] if is_comparison else []
+
     rows: list[Sequence[str]] = []
     for name in evaluations[0].datasets:
-        for one in evaluations:
-            rows.append(
-                [name, *([one.model] if several else []), *score_cells(one.datasets[name])[:shown]]
-            )
-    print_table(["dataset", *(["model"] if several else []), *NUMBERS[:shown]], rows)
+        for evaluation in evaluations:
+            cells = score_cells(evaluation.datasets[name])[: len(columns)]
+            rows.append([name, *model_cell(evaluation), *cells])
+    print_table(["dataset", *model_heading, *columns], rows)
+
+    # The parts into which --by splits a dataset.
     for name in evaluations[0].datasets:
-        parts = [
-            (part.name, one.model, *part_cells(part))
-            for one in evaluations
-            for part in one.datasets[name].parts
-        ]
-        if parts:
+        part_rows: list[Sequence[str]] = []
+        for evaluation in evaluations:
+            for part in evaluation.datasets[name].parts:
+                part_rows.append([part.name, *model_cell(evaluation), *part_cells(part)])
+        if part_rows:
             typer.echo(f"\n{name} by part")
-            shown_parts = [row if several else (row[0], *row[2:]) for row in parts]
-            print_table(["part", *(["model"] if several else []), *PART_NUMBERS], shown_parts)
-    if several:
+            print_table(["part", *model_heading, *PART_NUMBERS], part_rows)
+
+    if is_comparison:
         typer.echo("\nmodels, and their perplexity over the datasets")
         print_table(MODELS, map(model_cells, evaluations))
     if not share_a_tokenizer(evaluations):

@@ -1,6 +1,8 @@
-"""How the command line answers a word it does not know, or none: help for nothing, the nearest verb for a mistake.
+"""How the command line answers a word it does not know, or none: help for nothing, the nearest verb
+for a mistake.
 
-In: the words after `headway` or one of its groups. Out: help with exit code 0, or one line with a suggestion and exit code 2.
+In: the words after `headway` or one of its groups. Out: help with exit code 0, or one line with a
+suggestion and exit code 2.
 """
 
 from __future__ import annotations
@@ -46,8 +48,12 @@ SECTIONS = {
     "Check": ("doctor", "verify", "config"),
     "Many machines": ("launch",),
 }
-"""The headings of `headway --help`, in the order of a first day. A verb that none of them names stands under the last heading."""
+"""The headings of `headway --help`, in the order of a first day.
+
+A verb that none of them names stands under the last heading.
+"""
 OTHER_SECTION = "More"
+MOST_SUGGESTIONS = 2
 
 
 class VerbGroup(TyperGroup):
@@ -61,44 +67,51 @@ class VerbGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The verbs under their headings, each with its whole first sentence, wrapped to the terminal."""
+        """The verbs under their headings, each with its whole first sentence, wrapped to the
+        terminal.
+        """
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         visible = {
             name: command
             for name, command in commands.items()
             if command is not None and not command.hidden
         }
-        widest = max(map(len, visible), default=0)
-        for heading, names in _sections(list(visible), is_root=ctx.parent is None).items():
+
+        # click aligns each section by itself. Names are padded to one width, so that all sections
+        # share their columns.
+        width = max(map(len, visible), default=0)
+        sections = _sections(list(visible), is_root=ctx.parent is None)
+        for heading, names in sections.items():
+            rows = [(name.ljust(width), first_sentence(visible[name].help or "")) for name in names]
             with formatter.section(heading):
-                # Names are padded to one width, so that all sections share their columns.
-                formatter.write_dl(
-                    [
-                        (name.ljust(widest), first_sentence(visible[name].help or ""))
-                        for name in names
-                    ]
-                )
+                formatter.write_dl(rows)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb; an unknown one is a ConfigError that names the nearest."""
-        if (
-            args
-            and args[0] not in self.commands
-            and not args[0].startswith("-")
-            and not ctx.resilient_parsing
-        ):
-            near = suggestions(args[0], self, ctx.find_root().command)
-            said = " or ".join(f"`{line}`" for line in near)
-            hint = f"Did you mean {said}?" if near else f"`{ctx.command_path} --help` lists them."
-            raise ConfigError(f"{ctx.command_path} has no verb {args[0][:80]!r}. {hint}")
-        return super().resolve_command(ctx, args)
+        # click explains an unknown option itself. Completion in a shell parses resiliently: it
+        # must not fail on a word that is typed half.
+        is_known = not args or args[0] in self.commands
+        if is_known or args[0].startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+
+        hint = f"`{ctx.command_path} --help` lists them."
+        near = suggestions(args[0], self, ctx.find_root().command)
+        if near:
+            command_lines = " or ".join(f"`{line}`" for line in near)
+            hint = f"Did you mean {command_lines}?"
+        raise ConfigError(f"{ctx.command_path} has no verb {args[0][:80]!r}. {hint}")
 
 
 LIST_TYPE = re.compile(r"<list\[(\w+)\]>")
+"""How typer shows the type of an option that may be repeated: `<list[str]>`."""
 
 
 class VerbCommand(TyperCommand):
-    """One verb. Its help shows arguments as they are declared, without brackets of brackets, and no types of Python."""
+    """One verb, with a help page of its own.
+
+    typer puts brackets around an argument, whose metavar has some already
+    (`[RECIPE] [section.key=value]...`). Here it is shown as it is declared.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words of the usage line after the verb."""
@@ -121,6 +134,7 @@ class VerbCommand(TyperCommand):
                 arguments.append((_argument_name(parameter), text))
             else:
                 options.append((LIST_TYPE.sub(r"<\1>", name), text))
+
         for heading, rows in (("Arguments", arguments), ("Options", options)):
             if rows:
                 with formatter.section(heading):
@@ -132,10 +146,12 @@ def _argument_name(argument: TyperArgument) -> str:
 
 
 def _argument_in_usage(argument: TyperArgument) -> str:
-    """The name, in brackets if it may be left out; a declared name that has dots says all of this itself."""
+    """The name, in brackets if it may be left out, with dots if it may be repeated."""
     name = _argument_name(argument)
+    # A metavar with dots, such as `[FILE]...`, has the brackets that it needs.
     if "..." in name:
         return name
+
     if not argument.required:
         name = f"[{name}]"
     if argument.nargs != 1:
@@ -144,8 +160,9 @@ def _argument_in_usage(argument: TyperArgument) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a help text: up to a full stop at the end of a word, or to a blank line."""
+    """The first sentence of a help text, or its first paragraph if that has one sentence."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    # "e.g. this" does not end a sentence: the next one begins with a capital letter or with code.
     return re.split(r"(?<=\.)\s+(?=[A-Z`])", paragraph, maxsplit=1)[0]
 
 
@@ -153,31 +170,47 @@ def _sections(names: list[str], *, is_root: bool) -> dict[str, list[str]]:
     """The verbs of a help page by heading; a group's own verbs are few and stand under one."""
     if not is_root:
         return {"Commands": names}
+
     sections = {
         heading: [verb for verb in verbs if verb in names] for heading, verbs in SECTIONS.items()
     }
+
+    # Verbs of plug-ins, and one of headway that has no heading yet.
     listed = {verb for verbs in SECTIONS.values() for verb in verbs}
     sections[OTHER_SECTION] = [name for name in names if name not in listed]
     return {heading: verbs for heading, verbs in sections.items() if verbs}
 
 
 def suggestions(word: str, group: Any, root: Any) -> list[str]:
-    """Up to two command lines the user may have meant: the verb in another group, another tool's word for it, or a near spelling."""
+    """Up to two command lines the user may have meant: the verb in another group, another tool's
+    word for it, or a near spelling.
+    """
     word = word.lower()
-    verbs = {
-        f"{name} {below}": below
+
+    # Every verb by its words -> the last of them, which people remember: tokenize, ppl.
+    last_words = {
+        f"{name} {verb}": verb
         for name, command in root.commands.items()
-        for below in getattr(command, "commands", ())
+        for verb in getattr(command, "commands", ())
     }
-    verbs |= {name: name for name in root.commands}
-    same = [f"headway {words}" for words, last in verbs.items() if last == word]
+    last_words |= {name: name for name in root.commands}
+
+    same = [f"headway {words}" for words, last in last_words.items() if last == word]
     if same:
-        return same[:2]
+        return same[:MOST_SUGGESTIONS]
     if word in OTHER_WORDS:
         return [f"headway {OTHER_WORDS[word]}"]
-    prefix = "headway" if group is root else f"headway {group.name}"
-    near = get_close_matches(word, group.commands, n=2, cutoff=0.6)
+
+    # A near spelling among the verbs of this group is most likely what was meant.
+    prefix = "headway"
+    if group is not root:
+        prefix = f"headway {group.name}"
+    near = get_close_matches(word, group.commands, n=MOST_SUGGESTIONS, cutoff=0.6)
     if near:
         return [f"{prefix} {name}" for name in near]
-    near = get_close_matches(word, set(verbs.values()), n=1, cutoff=0.75)
-    return [f"headway {words}" for words, last in verbs.items() if last in near][:2]
+
+    # Among the verbs of all groups a word resembles another by chance more often, so it must be
+    # nearer.
+    near = get_close_matches(word, set(last_words.values()), n=1, cutoff=0.75)
+    matching = [f"headway {words}" for words, last in last_words.items() if last in near]
+    return matching[:MOST_SUGGESTIONS]

@@ -60,25 +60,34 @@ class JobOptions:
     @staticmethod
     def named(texts: Sequence[str], where: str) -> dict[str, str]:
         """NAME and NAME=VALUE as variables; one without a value must be set in this shell."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for text in texts:
             name, equals, value = text.partition("=")
+            # What shells accept as the name of a variable.
             if not (name.isidentifier() and name.isascii()):
                 raise ConfigError(
-                    f"{where} is {text[:80]!r}; it must be NAME or NAME=VALUE, e.g. NCCL_DEBUG=INFO."
+                    f"{where} is {text[:80]!r}; it must be NAME or NAME=VALUE, e.g. "
+                    "NCCL_DEBUG=INFO."
                 )
-            if not equals and name not in os.environ:
+
+            if equals:
+                variables[name] = value
+                continue
+            if name not in os.environ:
                 raise ConfigError(
-                    f"{where} names {name}, which is not set in this shell. Set it, or give --env {name}=VALUE."
+                    f"{where} names {name}, which is not set in this shell. Set it, or give --env "
+                    f"{name}=VALUE."
                 )
-            found[name] = value if equals else os.environ[name]
-        return found
+            variables[name] = os.environ[name]
+        return variables
 
 
 def read_job(
     arguments: Sequence[str], options: JobOptions, nproc: int | None = None, nodes: int = 1
 ) -> tuple[Job, Recipe]:
-    """The job of a command line and its recipe; every mistake in them is found here, before anything starts."""
+    """The job of a command line and its recipe; every mistake in them is found here, before
+    anything starts.
+    """
     from headway.config.load import load
     from headway.config.shipped import find_recipe
     from headway.launch.targets.base import Job
@@ -88,11 +97,16 @@ def read_job(
     path, overrides = split_recipe(arguments)
     if path is None:
         raise ConfigError("no recipe is given, and a job needs one. `headway init` writes one.")
+
     file = find_recipe(path, log.info)
     recipe = load(Recipe, file, overrides, log.info, translate_key)
+
+    # The name is chosen once, here. Hosts that chose it themselves might choose another folder:
+    # by then the run of this name exists. A checkpoint to begin with keeps the recipe's name.
     if options.resume == "auto":
         recipe = with_name(recipe, file, overrides, log.info)
         overrides = [*overrides, name_override(recipe)]
+
     job = Job(
         file,
         recipe.run.folder,
@@ -107,7 +121,9 @@ def read_job(
 
 
 def follow_job(target: Target, handle: JobHandle, *, detach: bool, json: bool) -> None:
-    """Follow a job that was submitted to its end, or with `--detach` say how to; the exit code is the job's."""
+    """Follow a job that was submitted to its end, or with `--detach` say how to; the exit code is
+    the job's.
+    """
     from headway.launch.attach import attach
 
     if detach:
@@ -116,14 +132,19 @@ def follow_job(target: Target, handle: JobHandle, *, detach: bool, json: bool) -
         else:
             typer.echo(f"started; follow it with `headway launch logs {handle.run_dir} --follow`")
         return
+
+    # Lines of the job go to standard error: with --json, standard output is one JSON document.
     status = attach(target, handle, lambda line: typer.echo(line, err=True))
     if json:
         print_json(describe_job(handle, status))
     if status.state == "unknown":
         raise LaunchError(status.message)
-    exit_with(
-        status.exit_code if status.exit_code is not None else 1 if status.state == "failed" else 0
-    )
+
+    # A job that was killed from outside has failed without an exit code of its own.
+    if status.exit_code is not None:
+        exit_with(status.exit_code)
+    elif status.state == "failed":
+        exit_with(1)
 
 
 def describe_job(handle: JobHandle, status: JobStatus) -> dict[str, Any]:

@@ -1,35 +1,57 @@
-"""Options that several verbs share, each declared once: single ones as constants, those that belong together as a dataclass.
+"""Options that several verbs share, each declared once: single ones as constants, those that belong
+together as a dataclass.
 
-A verb takes a group like any parameter; `flatten` shows typer the fields of the group instead. A group is a dataclass of the command line
-(its defaults are options of typer), or the dataclass that the work takes (its fields are declared with `config/options.py`):
+A verb takes a group like any parameter; `flatten` shows typer the fields of the group instead. A
+group is a dataclass of the command line (its defaults are options of typer), or the dataclass that
+the work takes (its fields are declared with `config/options.py`):
 
-    def ppl(model: Path = MODEL, masks: MaskOptions = GROUP) -> None        # --model, --masks, --equal-per-layer, ...
-    def pack(source: Path = SOURCE, options: PackOptions = GROUP) -> None   # --pack-length, --mode, ...
+    # --model, --device, --precision
+    def reward(model: Path = MODEL, compute: ComputeOptions = GROUP) -> None
+
+    # SRC, --pack-length, --mode, ...
+    def pack(source: Path = SOURCE, options: PackOptions = GROUP) -> None
+
+    # with another default of --max-new-tokens
+    def chat(options: GenerateOptions = group(GenerateOptions(1024))) -> None
+
+    # --from alone
+    def inspect(path: str = PATH, source: ConvertOptions = group(only=("kind",))) -> None
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from functools import cache
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
 from headway.cli._complete import complete_recipe
 from headway.cli._output import exit_with
-from headway.config.options import OPTION, CommandOption
+from headway.config.options import (
+    INNER_OPTIONS,
+    OPTION,
+    PROMPT_TEMPLATE_HELP,
+    TEMPLATE_FLAGS,
+    CommandOption,
+)
 from headway.errors import ConfigError, Terminated
 from headway.runtime.process import LAUNCHER_PID
+from headway.text.record_keys import KEYS_HELP, KEYS_METAVAR
 
 if TYPE_CHECKING:
     from headway.infer.engine.request import Speculation
     from headway.infer.load import LoadedModel
+    from headway.launch.options import LaunchOptions
     from headway.model.head_masks.choice import MaskChoice
     from headway.parallel.collectives import RankGroup
     from headway.runtime.executor.work import Placement
@@ -45,13 +67,17 @@ JSON = typer.Option(
 RECIPE = typer.Argument(
     None,
     metavar="[RECIPE] [section.key=value]...",
-    help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are optional.",
+    help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are "
+    "optional.",
     autocompletion=complete_recipe,
 )
 
 
+# A class of its own marks the option: `flatten` knows by it that an argument is to be added.
 class ModelOption(OptionInfo):
-    """A --model whose value may also be given as an argument: `headway chat runs/mine`. With a default of ..., one of them is needed."""
+    """A --model whose value may also be given as an argument: `headway chat runs/mine`. With a
+    default of ..., one of them is needed.
+    """
 
 
 def model_option(default: Any, help: str, metavar: str | None = None) -> Any:
@@ -59,7 +85,10 @@ def model_option(default: Any, help: str, metavar: str | None = None) -> Any:
     return ModelOption(default=default, help=help, metavar=metavar)
 
 
-MODEL_HELP = "A run folder, a checkpoint folder, a Hugging Face folder, a GGUF file or a hub id (ORGANISATION/NAME)."
+MODEL_HELP = (
+    "A run folder, a checkpoint folder, a Hugging Face folder, a GGUF file or a hub id "
+    "(ORGANISATION/NAME)."
+)
 MODEL = model_option(..., help=MODEL_HELP)
 MODEL_ARGUMENT = "model_argument"
 """Name of the parameter that `flatten` adds for a `ModelOption`."""
@@ -70,36 +99,51 @@ MORE_INPUTS = typer.Argument(
     None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`."
 )
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
-TEMPLATE_FLAGS = ("--chat-template", "--template")
-"""One option: every verb that takes a chat template accepts both spellings."""
-CHAT_TEMPLATE = typer.Option(
-    None,
-    *TEMPLATE_FLAGS,
-    help="Treat prompts as questions in this chat template: a name, tokenizer (the model's own) or a .jinja file.",
-)
-RECORD_KEYS = typer.Option(
-    None,
-    metavar="NAME=KEY,...",
-    help="Chat, preference: names of the record's keys, e.g. prompt=question,response=answer.",
-)
-STORE_KIND = typer.Option(
-    None,
-    "--from",
-    help="Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron.",
-)
+CHAT_TEMPLATE = typer.Option(None, *TEMPLATE_FLAGS, help=PROMPT_TEMPLATE_HELP)
+RECORD_KEYS = typer.Option(None, metavar=KEYS_METAVAR, help=KEYS_HELP)
 TASKS_AT_A_TIME = typer.Option(
     None,
     "--workers",
     min=1,
-    help="With --on: tasks at a time; default: one per core, of the cluster with ray; with slurm 16 array elements.",
+    help="With --on: tasks at a time; default: one per core, of the cluster with ray; with slurm "
+    "16 array elements.",
 )
-EQUAL_PER_LAYER = typer.Option(
-    False,
-    "--equal-per-layer",
-    help="Keep the same number of full heads in every layer, the best of each.",
-)
-GROUP: Any = None
+
+
+DEFAULT_TASK_SIZE = "32MB"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Which options of a dataclass a verb takes."""
+
+    start: Any = None
+    """Has the defaults of the options and the values of all other fields; None: as the dataclass
+    declares them.
+    """
+    only: tuple[str, ...] = ()
+    """Names of fields; empty: all options."""
+
+    def fields(self, kind: Any) -> list[Field[Any]]:
+        """The fields of the dataclass that are options of this verb."""
+        return [
+            field
+            for field in fields(kind)
+            if is_option(field) and (not self.only or field.name in self.only)
+        ]
+
+    def inside(self, field: Field[Any]) -> Group:
+        """The options of a field whose value is a dataclass with options; it has their defaults."""
+        return Group(getattr(self.start, field.name, field.default))
+
+
+GROUP: Any = Group()
 """Default of a parameter that is a group of options."""
+
+
+def group(start: Any = None, only: tuple[str, ...] = ()) -> Any:
+    """Declare a group with other defaults than those of its dataclass, or with some of its options."""
+    return Group(start, only)
 
 
 @dataclass(frozen=True)
@@ -109,14 +153,17 @@ class ManyMachines:
     on: str | None = typer.Option(
         None,
         metavar="KIND",
-        help="Run as tasks on: local (processes of this machine), ray[://HOST:PORT] (without an address a cluster of this machine), "
-        "slurm[:partition=P,mem=8G,...] (array jobs). The output is the same; run again after a stop, the command continues.",
+        help="Run as tasks on: local (processes of this machine), ray[://HOST:PORT] (without an "
+        "address a cluster of this machine), "
+        "slurm[:partition=P,mem=8G,...] (array jobs). The output is the same; run again after a "
+        "stop, the command continues.",
     )
     work_dir: Path | None = typer.Option(
         None,
-        help="With --on: a folder that all machines share, for results of tasks; default: OUT.work next to the output.",
+        help="With --on: a folder that all machines share, for results of tasks; default: "
+        "OUT.work next to the output.",
     )
-    task_size: str = typer.Option("32MB", help="With --on: input bytes of one task.")
+    task_size: str = typer.Option(DEFAULT_TASK_SIZE, help="With --on: input bytes of one task.")
 
     def placement(self, workers: int | None) -> Placement | None:
         """The options as one value; None without --on, where the others have no meaning."""
@@ -124,42 +171,16 @@ class ManyMachines:
         from headway.text.sample import parse_bytes
 
         if self.on is None:
+            task_size = None
+            if self.task_size != DEFAULT_TASK_SIZE:
+                task_size = self.task_size
             refuse_flags(
-                "a run without --on",
-                {
-                    "--work-dir": self.work_dir,
-                    "--task-size": None if self.task_size == "32MB" else "",
-                },
+                "a run without --on", {"--work-dir": self.work_dir, "--task-size": task_size}
             )
             return None
-        return Placement(
-            self.on, workers, self.work_dir, parse_bytes(self.task_size, "--task-size")
-        )
 
-
-@dataclass(frozen=True)
-class MaskOptions:
-    """Head masks: which heads attend to the whole context and which only to sinks and a window."""
-
-    masks: str | None = typer.Option(
-        None,
-        metavar="own|none|FILE",
-        help="Head masks; a head at 0 keeps only sinks and a window. own: from the model's gates (the default if it has gates); "
-        "none; or a file (masks.tsv, or DuoAttention's file or folder).",
-    )
-    equal_per_layer: bool = EQUAL_PER_LAYER
-    stream_window: int | None = typer.Option(
-        None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024."
-    )
-    stream_sinks: int | None = typer.Option(
-        None, help="First tokens a streaming head keeps; default: from the masks, else 128."
-    )
-
-    def choice(self) -> MaskChoice:
-        """The masks, checked."""
-        from headway.model.head_masks.choice import MaskChoice
-
-        return MaskChoice(self.masks, self.equal_per_layer, self.stream_window, self.stream_sinks)
+        task_bytes = parse_bytes(self.task_size, "--task-size")
+        return Placement(self.on, workers, self.work_dir, task_bytes)
 
 
 @dataclass(frozen=True)
@@ -199,7 +220,8 @@ class SpeculateOptions:
     speculate: str | None = typer.Option(
         None,
         metavar="ngram|MODEL",
-        help="Guess tokens and check several at a time; the text stays the same. ngram: what followed the last tokens earlier; "
+        help="Guess tokens and check several at a time; the text stays the same. ngram: what "
+        "followed the last tokens earlier; "
         "or a small model with the same tokenizer.",
     )
     speculate_tokens: int | None = typer.Option(
@@ -215,41 +237,38 @@ class SpeculateOptions:
                 "decoding without --speculate", {"--speculate-tokens": self.speculate_tokens}
             )
             return None
-        tokens = {} if self.speculate_tokens is None else {"tokens": self.speculate_tokens}
-        return Speculation(None if self.speculate == "ngram" else self.speculate, **tokens)
 
-
-@dataclass(frozen=True)
-class RankOptions:
-    """How many ranks of this machine share the work."""
-
-    nproc: int | None = typer.Option(
-        None,
-        help="Ranks that share the work on this machine; default: one per chosen GPU, else one.",
-    )
-    gpus: str | None = typer.Option(
-        None,
-        help="GPUs: ids as in nvidia-smi (0,1), UUIDs, a type (A800), auto (all free ones) or none.",
-    )
+        # Without a draft model the tokens are guessed from n-grams of the text so far.
+        draft_model = None
+        if self.speculate != "ngram":
+            draft_model = self.speculate
+        if self.speculate_tokens is None:
+            return Speculation(draft_model)
+        return Speculation(draft_model, tokens=self.speculate_tokens)
 
 
 def with_masks(loaded: LoadedModel, choice: MaskChoice, *, is_first: bool = True) -> LoadedModel:
     """The model under the chosen masks; the first rank logs which masks are used."""
     from headway.model.head_masks.masks import in_words
 
-    chosen = loaded.with_mask_choice(choice)
-    if is_first and (choice.masks is not None or chosen.masks is not None):
-        hint = " Use --masks none to ignore them." if choice.masks is None else ""
-        log.info("%s: masks %s.%s", loaded.path, in_words(chosen.describe_masks()), hint)
-    return chosen
+    masked = loaded.with_mask_choice(choice)
+    if is_first and (choice.masks is not None or masked.masks is not None):
+        hint = ""
+        if choice.masks is None:
+            # The model has masks of its own, which nobody asked for on this command line.
+            hint = " Use --masks none to ignore them."
+        log.info("%s: masks %s.%s", loaded.path, in_words(masked.describe_masks()), hint)
+    return masked
 
 
 def read_recipe(
     arguments: Sequence[str] | None, *, makes_tokenizer: bool = False, makes_name: bool = False
 ) -> Recipe:
-    """The recipe that command-line arguments describe; without one, raw data in `data.train` chooses it.
+    """The recipe that command-line arguments describe; without one, raw data in `data.train`
+    chooses it.
 
-    `makes_tokenizer`: train the tokenizer that such a choice may need. `makes_name`: choose the folder of a run without a name.
+    `makes_tokenizer`: train the tokenizer that such a choice may need. `makes_name`: choose the
+    folder of a run without a name.
     """
     from headway.config.load import load
     from headway.config.shipped import find_recipe
@@ -257,19 +276,30 @@ def read_recipe(
     from headway.train.run_name import with_name
 
     path, overrides = split_recipe(arguments)
-    say = log.debug if LAUNCHER_PID in os.environ else log.info
-    if path is None and any(one.startswith("data.") for one in overrides):
+
+    # A launcher reads the recipe before it starts ranks, so they need not repeat its messages.
+    say = log.info
+    if LAUNCHER_PID in os.environ:
+        say = log.debug
+
+    if path is None and any(override.startswith("data.") for override in overrides):
         from headway.workflows.first_run import choose_recipe
 
         first = choose_recipe(overrides)
-        path, overrides = first.recipe, first.overrides
+        path = first.recipe
+        overrides = first.overrides
         for line in first.lines:
             say(line)
         if makes_tokenizer and first.tokenizer is not None:
             first.tokenizer.make()
-    file = None if path is None else find_recipe(path, say)
+
+    file = None
+    if path is not None:
+        file = find_recipe(path, say)
     recipe = load(Recipe, file, overrides, say, translate_key)
-    return with_name(recipe, file, overrides, say) if makes_name else recipe
+    if makes_name:
+        return with_name(recipe, file, overrides, say)
+    return recipe
 
 
 def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:
@@ -281,67 +311,104 @@ def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:
 
 def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
     """The recipe file among command-line arguments, and the overrides."""
-    given = list(arguments or ())
-    files = [argument for argument in given if "=" not in argument]
+    words = list(arguments or ())
+    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
     if len(files) > 1:
         raise ConfigError(
-            f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the form section.key=value."
+            f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the "
+            "form section.key=value."
         )
-    return Path(files[0]) if files else None, [argument for argument in given if "=" in argument]
+    if not files:
+        return None, overrides
+    return Path(files[0]), overrides
 
 
 def refuse_flags(context: str, flags: dict[str, Any]) -> None:
     """Refuse flags that have no effect in this context; a flag that was not given is None."""
-    if given := [flag for flag, value in flags.items() if value is not None]:
-        raise ConfigError(f"{given[0]} has no meaning with {context}. Leave it out.")
+    unwanted = [flag for flag, value in flags.items() if value is not None]
+    if unwanted:
+        raise ConfigError(f"{unwanted[0]} has no meaning with {context}. Leave it out.")
+
+
+def refuse_options(situation: str, context: typer.Context, names: Sequence[str]) -> None:
+    """Refuse options, given by the names of their parameters, that have no effect in this
+    situation.
+    """
+    parameters: dict[str | None, Any] = {
+        declared.name: declared for declared in context.command.params
+    }
+    flags: dict[str, Any] = {}
+    for name in names:
+        parameter = parameters[name]
+        value = context.params[name]
+        # typer does not tell a default from the same value on the command line.
+        if value == parameter.get_default(context):
+            value = None
+        flag = "/".join([parameter.opts[0], *parameter.secondary_opts])
+        flags[flag] = value
+    refuse_flags(situation, flags)
 
 
 def on_ranks(
     context: typer.Context,
     compute: ComputeOptions,
-    ranks: RankOptions,
+    ranks: LaunchOptions,
     work: Callable[[RankGroup], None],
 ) -> None:
-    """Run `work` on the ranks that the options request; each is started with the command line of this verb."""
-    from headway.launch.launcher import LaunchOptions, run_on_ranks
+    """Run `work` on the ranks that the options request; each is started with the command line of
+    this verb.
+    """
+    from headway.launch.launcher import run_on_ranks
 
-    exit_with(
-        run_on_ranks(
-            compute.device, LaunchOptions(ranks.nproc, ranks.gpus), command_line(context), work
-        )
-    )
+    exit_with(run_on_ranks(compute.device, ranks, command_line(context), work))
 
 
 def command_line(context: typer.Context) -> list[str]:
     """The verb and its options as arguments of `headway`; options at their default are left out."""
     words: list[str] = []
-    here: Any = context
-    while here.parent is not None:
-        words.insert(0, here.info_name)
-        here = here.parent
+    level: Any = context
+    while level.parent is not None:
+        words.insert(0, level.info_name)
+        level = level.parent
+
     positional: list[str] = []
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if parameter.name not in context.params or value == parameter.get_default(context):
             continue
-        values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+
+        values: list[Any] = [value]
+        if isinstance(value, list | tuple):
+            values = list(value)
+
         if parameter.param_type_name == "argument":
             positional += map(str, values)
-        elif isinstance(value, bool):
-            words += [parameter.opts[0] if value else parameter.secondary_opts[0]]
+        elif value is True:
+            words.append(parameter.opts[0])
+        elif value is False:
+            words.append(parameter.secondary_opts[0])
         else:
             # One word each, so that a value may begin with a dash.
-            words += [f"{parameter.opts[0]}={one}" for one in values]
-    return [*words, *(["--", *positional] if positional else [])]
+            words += [f"{parameter.opts[0]}={item}" for item in values]
+
+    if positional:
+        # Behind `--`, so that an argument may begin with a dash, too.
+        words += ["--", *positional]
+    return words
 
 
 def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as typer must see it.
 
-    A group of options is replaced by its fields. `--model` comes with `--revision`, and with an argument that means the same.
+    typer makes options of the parameters of a signature. So the function that is returned has a
+    signature of its own, and collects the values again for the function that is passed in:
+
+    - a group of options is replaced by its fields;
+    - `--model` comes with `--revision`, and with an argument that means the same.
     """
     hints = get_type_hints(function)
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, Group]] = {}
     parameters: list[Parameter] = []
     model_options: list[ModelOption] = []
     has_revision = False
@@ -363,6 +430,9 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
                     annotation=_or_none(annotation),
                 )
             )
+
+            # `chosen_model` refuses a missing model: typer cannot know that the argument counts.
+            # A copy, since the same declaration (`MODEL`) serves several verbs.
             default = copy(default)
             default.default = None
             annotation = _or_none(annotation)
@@ -373,94 +443,144 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
-            groups[parameter.name] = kind
-            types = get_type_hints(kind)
-            for field in option_fields(kind):
-                add(field.name, *as_typer(field, types[field.name]))
+            chosen = GROUP
+            if isinstance(parameter.default, Group):
+                chosen = parameter.default
+            groups[parameter.name] = (kind, chosen)
+            for name, declared, annotation in options_of(kind, chosen):
+                add(name, declared, annotation)
         else:
             add(parameter.name, parameter.default, kind)
+        # Other declarations of --model take lists or files, or have a --revision of their own.
         if parameter.default is MODEL:
             has_revision = True
             add("revision", REVISION, str | None)
 
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         if model_options:
-            given["model"] = chosen_model(
-                given["model"], given.pop(MODEL_ARGUMENT), model_options[0]
+            arguments["model"] = chosen_model(
+                arguments["model"], arguments.pop(MODEL_ARGUMENT), model_options[0]
             )
         if has_revision:
-            given["model"] = at_revision(given["model"], given.pop("revision"))
-        grouped = {name: fill_group(kind, given) for name, kind in groups.items()}
+            arguments["model"] = at_revision(arguments["model"], arguments.pop("revision"))
+
+        # Each group takes its fields out of `arguments`; those that are left are parameters of
+        # the function itself.
+        grouped: dict[str, Any] = {}
+        for name, (kind, chosen) in groups.items():
+            grouped[name] = fill_group(kind, chosen, arguments)
+
         try:
-            function(**given, **grouped)
-        except Terminated as stopped:  # Ctrl-C too: Interrupted is one
+            function(**arguments, **grouped)
+        # The run was saved before it stopped, also after Ctrl-C (`Interrupted` is a subclass). So
+        # this is an ordinary end with the exit code of the signal.
+        except Terminated as stopped:
             if str(stopped):
                 log.info("%s", stopped)
             raise typer.Exit(stopped.exit_code) from None
 
+    # typer takes the help from the docstring, names and defaults from the signature, and types from
+    # the annotations.
     command.__doc__ = function.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return command
 
 
-def option_fields(kind: Any) -> list[Field[Any]]:
-    """The fields of a group that are options."""
-    return [
-        field
-        for field in fields(kind)
-        if OPTION in field.metadata or isinstance(field.default, OptionInfo)
-    ]
+def is_option(field: Field[Any]) -> bool:
+    """Whether a field of a group is an option, or has options itself."""
+    return (
+        OPTION in field.metadata
+        or INNER_OPTIONS in field.metadata
+        or isinstance(field.default, OptionInfo)
+    )
 
 
-def as_typer(field: Field[Any], annotation: Any) -> tuple[Any, Any]:
-    """The default and the type of an option as typer takes them."""
-    declared: CommandOption | None = field.metadata.get(OPTION)
-    if declared is None:
-        return field.default, annotation
-    if declared.read is not None:
-        annotation = str | None
-        if declared.default is not None:
-            annotation = type(declared.default)
-    elif get_origin(annotation) is Literal:
-        # The dataclass says which words are known, in the words of headway.
-        annotation = str
-    made = typer.Option(declared.default, *declared.flags, help=declared.help, **declared.shown)
-    return made, annotation
-
-
-def option_of(kind: Any, name: str) -> Any:
-    """One option of a group, for a verb that takes no other."""
-    field = next(field for field in option_fields(kind) if field.name == name)
-    return as_typer(field, get_type_hints(kind)[name])[0]
-
-
-def fill_group(kind: Any, given: dict[str, Any]) -> Any:
-    """A group with the values that were given, which leave `given`."""
-    values: dict[str, Any] = {}
-    for field in option_fields(kind):
-        value = given.pop(field.name)
+def options_of(kind: Any, chosen: Group) -> Iterator[tuple[str, Any, Any]]:
+    """Name, declaration and type of every option of a group, as typer takes them."""
+    for field in chosen.fields(kind):
+        if INNER_OPTIONS in field.metadata:
+            yield from options_of(type_of(kind, field.name), chosen.inside(field))
+            continue
         declared: CommandOption | None = field.metadata.get(OPTION)
-        if declared is not None and declared.read is not None:
-            value = declared.read(value)
+        if declared is None:
+            yield field.name, field.default, type_of(kind, field.name)
+            continue
+
+        default = declared.default
+        if declared.read is not None:
+            # The default of the command line is text, as a person would write it. A default of
+            # `chosen.start` is a value that was read already, and cannot stand here.
+            annotation = declared.written_type
+        else:
+            annotation = written_type(type_of(kind, field.name))
+            if chosen.start is not None:
+                default = getattr(chosen.start, field.name)
+            if isinstance(default, tuple):
+                default = list(cast("tuple[Any, ...]", default))
+
+        typer_option = typer.Option(default, *declared.flags, help=declared.help, **declared.shown)
+        yield field.name, typer_option, annotation
+
+
+@cache
+def type_of(kind: Any, name: str) -> Any:
+    """The type of one field of a dataclass.
+
+    `get_type_hints` of the whole class would fail: types of fields that are no options may be
+    imported for type checkers alone.
+    """
+    owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", ()))
+    single_field = SimpleNamespace(__annotations__={name: owner.__annotations__[name]})
+    return get_type_hints(single_field, vars(sys.modules[owner.__module__]))[name]
+
+
+def written_type(annotation: Any) -> Any:
+    """The type that typer parses for a field of this type."""
+    if get_origin(annotation) is Literal:
+        # Any word: the dataclass itself refuses unknown ones, with a message of headway's.
+        return str
+    # typer repeats options of lists alone; `fill_group` makes tuples of them again.
+    if get_origin(annotation) is tuple:
+        return list[get_args(annotation)[0]]
+    return annotation
+
+
+def fill_group(kind: Any, chosen: Group, arguments: dict[str, Any]) -> Any:
+    """A group with its values of the command line, which are taken out of `arguments`."""
+    values: dict[str, Any] = {}
+    for field in chosen.fields(kind):
+        if INNER_OPTIONS in field.metadata:
+            inner = type_of(kind, field.name)
+            values[field.name] = fill_group(inner, chosen.inside(field), arguments)
+            continue
+        value = arguments.pop(field.name)
+        declared: CommandOption | None = field.metadata.get(OPTION)
+        if declared is not None:
+            if declared.read is not None:
+                value = declared.read(value)
+            elif isinstance(value, list):
+                value = tuple(value)
         values[field.name] = value
+
+    if chosen.start is not None:
+        return replace(chosen.start, **values)
     return kind(**values)
 
 
 def _or_none(annotation: Any) -> Any:
     """The type of an option that may be left out; a list may be empty anyway."""
-    return annotation if get_origin(annotation) is list else annotation | None
+    if get_origin(annotation) is list:
+        return annotation
+    return annotation | None
 
 
 def chosen_model(option: Any, argument: Any, declared: ModelOption) -> Any:
     """The model, given as --model or as an argument. Lists stay lists."""
     if option and argument:
-        words = [
-            ", ".join(map(str, one)) if isinstance(one, list) else str(one)
-            for one in (argument, option)
-        ]
         raise ConfigError(
-            f"the model is given twice: {words[0]}, and --model {words[1]}. Leave one of them out."
+            f"the model is given twice: {_listed(argument)}, and --model {_listed(option)}. "
+            "Leave one of them out."
         )
     if declared.default is ... and not option and not argument:
         raise ConfigError(
@@ -469,18 +589,27 @@ def chosen_model(option: Any, argument: Any, declared: ModelOption) -> Any:
     return argument or option
 
 
+def _listed(models: Any) -> str:
+    if isinstance(models, list):
+        return ", ".join(map(str, cast("list[Any]", models)))
+    return str(models)
+
+
 def at_revision(model: Path, revision: str | None) -> Path:
     """The model with `--revision` in its name; refused where the name is a folder."""
     if revision is None:
         return model
     from headway.text.hub import is_hub_id, split_revision
 
+    # A folder wins over a hub id of the same name wherever a model is opened.
     if model.exists() or not is_hub_id(str(model)):
         raise ConfigError(
-            f"--revision is {revision!r}, and --model {model} is no hub id (ORGANISATION/NAME). Leave --revision out."
+            f"--revision is {revision!r}, and --model {model} is no hub id (ORGANISATION/NAME). "
+            "Leave --revision out."
         )
-    name, own = split_revision(str(model))
-    if own not in (None, revision):
+
+    name, named_revision = split_revision(str(model))
+    if named_revision not in (None, revision):
         raise ConfigError(
             f"--model {model} names a revision, and --revision is {revision!r}. Give one of them."
         )

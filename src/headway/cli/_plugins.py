@@ -1,7 +1,10 @@
-"""Verbs of other packages. In: entry points of the group `headway.verbs` (`hello = "my_lab.verbs:hello"`); out: verbs beside headway's own.
+"""Verbs of other packages.
 
-Only the names are read until such a verb is called, and only for help and for a word headway does not know: other verbs start as fast as
-without plug-ins, and a broken one breaks nothing but itself.
+In: entry points of the group `headway.verbs` (`hello = "my_lab.verbs:hello"`); out: verbs beside
+headway's own.
+
+Only the names are read until such a verb is called, and only for help and for a word headway does
+not know: other verbs start as fast as without plug-ins, and a broken one breaks nothing but itself.
 """
 
 from __future__ import annotations
@@ -27,23 +30,25 @@ class RootGroup(VerbGroup):
 
     def plugins(self) -> dict[str, TyperCommand]:
         """The verbs of other packages by name."""
-        if self._plugins is None:
-            self._plugins = {}
-            for entry in _entry_points():
-                if entry.name in self.commands:
-                    log.warning(
-                        "the verb %s of %s is left out: headway has a verb of this name",
-                        entry.name,
-                        _package(entry),
-                    )
-                elif entry.name.replace("-", "_").isidentifier():
-                    self._plugins[entry.name] = PluginCommand(entry)
-                else:
-                    log.warning(
-                        "the verb %r of %s is left out: a verb is one word of letters and dashes",
-                        entry.name,
-                        _package(entry),
-                    )
+        if self._plugins is not None:
+            return self._plugins
+
+        self._plugins = {}
+        for entry in _entry_points():
+            if entry.name in self.commands:
+                log.warning(
+                    "the verb %s of %s is left out: headway has a verb of this name",
+                    entry.name,
+                    _package(entry),
+                )
+            elif entry.name.replace("-", "_").isidentifier():
+                self._plugins[entry.name] = PluginCommand(entry)
+            else:
+                log.warning(
+                    "the verb %r of %s is left out: a verb is one word of letters and dashes",
+                    entry.name,
+                    _package(entry),
+                )
         return self._plugins
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -56,12 +61,11 @@ class RootGroup(VerbGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb; one of another package if headway has none of this name."""
-        if (
-            args
-            and args[0] not in self.commands
-            and (found := self.plugins().get(args[0])) is not None
-        ):
-            return args[0], found, args[1:]
+        # headway's verbs come first: reading the entry points of all packages takes a while.
+        if args and args[0] not in self.commands:
+            plugin = self.plugins().get(args[0])
+            if plugin is not None:
+                return args[0], plugin, args[1:]
         return super().resolve_command(ctx, args)
 
 
@@ -69,6 +73,7 @@ class PluginCommand(TyperCommand):
     """A verb of another package, imported when it is called."""
 
     def __init__(self, entry: Any) -> None:
+        # Every word after the verb, --help included, goes to the plug-in's own parser.
         settings = {
             "ignore_unknown_options": True,
             "allow_extra_args": True,
@@ -89,18 +94,25 @@ class PluginCommand(TyperCommand):
 
 
 def _as_command(entry: Any) -> Any:
-    """The verb's function as a command with options; a plug-in that cannot be imported is one line."""
-    place = f"the verb {entry.name} of {_package(entry)} ({entry.value})"
+    """The verb's function as a command with options.
+
+    A plug-in that cannot be imported ends in one line, not in a traceback of code that is not the
+    user's.
+    """
+    verb = f"the verb {entry.name} of {_package(entry)} ({entry.value})"
     try:
         function = entry.load()
     except HeadwayError:
-        raise
+        raise  # it is one line already
     except Exception as error:  # a plug-in's import may raise anything
         raise ConfigError(
-            f"{place} cannot be imported: {type(error).__name__}: {first_line(error)}. Reinstall or remove it."
+            f"{verb} cannot be imported: {type(error).__name__}: {first_line(error)}. Reinstall "
+            "or remove it."
         ) from error
     if not callable(function):
-        raise ConfigError(f"{place} is no function. Ask its authors.")
+        raise ConfigError(f"{verb} is no function. Ask its authors.")
+
+    # An application of one command: typer then leaves the name of the command out.
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     help_names = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
     try:
@@ -108,7 +120,8 @@ def _as_command(entry: Any) -> Any:
         return typer.main.get_command(app)
     except (RuntimeError, TypeError, KeyError, NameError) as error:
         raise ConfigError(
-            f"{place} has parameters that are no options: {first_line(error)}. They need types such as str or Path."
+            f"{verb} has parameters that are no options: {first_line(error)}. They need types "
+            "such as str or Path."
         ) from error
 
 
@@ -123,4 +136,6 @@ def _entry_points() -> list[Any]:
 
 
 def _package(entry: Any) -> str:
-    return "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    if entry.dist is None:
+        return "an unknown package"
+    return f"{entry.dist.name} {entry.dist.version}"

@@ -1,4 +1,6 @@
-"""`headway board`, `headway top` and `headway report`: all runs on a web page, in a terminal, in one file."""
+"""`headway board`, `headway top` and `headway report`: all runs on a web page, in a terminal, in
+one file.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ SSH_CONFIG = typer.Option(
     None, help="A configuration file for ssh (ssh -F); default: the user's own."
 )
 READ_SECONDS = 60.0
+"""How long `headway top` waits for the first answer of another machine, and when it prints once,
+for runs to be read.
+"""
 
 
 def board(
@@ -50,6 +55,7 @@ def board(
             print_table(("run", "state", "step", "loss", "tokens/s", "source"), cells)
         return
 
+    # Called when the server listens: with port 0 its address is known only then.
     def started(facts: dict[str, object]) -> None:
         if json:
             print_json(facts)
@@ -82,12 +88,13 @@ def top(
         return
     console = Console(highlight=False)
     with Board(sources) as opened:
+        # The first screen has the runs of other machines already, if they answer in time.
         for source in sources:
-            if not source.is_here:
-                opened.wait_until(
-                    lambda source=source: source.problem != "connecting", READ_SECONDS
-                )
-                opened.look(source)
+            if source.is_here:
+                continue
+            opened.wait_until(lambda source=source: source.problem != "connecting", READ_SECONDS)
+            opened.look(source)
+
         if once or not console.is_terminal:
             show_once(opened, console, READ_SECONDS)
         else:
@@ -109,12 +116,17 @@ def report(
         print_json(written)
     else:
         typer.echo(
-            f"report: {written['report']}  ({len(written['runs'])} runs, {written['bytes'] / 1e6:.1f} MB)"
+            f"report: {written['report']}  ({len(written['runs'])} runs, "
+            f"{written['bytes'] / 1e6:.1f} MB)"
         )
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return str(value)
 
 
 VERBS = {"board": board, "report": report, "top": top}

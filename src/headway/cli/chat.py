@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,24 +21,30 @@ from headway.cli._options import (
     JSON,
     MODEL_HELP,
     REVISION,
-    MaskOptions,
     SpeculateOptions,
     at_revision,
+    group,
     model_option,
     refuse_flags,
     with_masks,
 )
 from headway.cli._output import print_json
-from headway.cli.generate import CHUNK_TOKENS, DEVICE, MAX_NEW_TOKENS_HELP, SEED, STOP, TOP_K, TOP_P
+from headway.cli.generate import DEVICE
 from headway.errors import ConfigError, HeadwayError
+from headway.infer.generate_options import GenerateOptions
+from headway.infer.sampling import Sampling
+from headway.model.head_masks.choice import MaskChoice
 
 if TYPE_CHECKING:
     from headway.infer.chat import Responder
-    from headway.infer.generate import GenerateOptions
 
 TOKEN = "HEADWAY_SERVE_TOKEN"
+"""The environment variable that `headway serve` reads, too."""
 BLOCK = '"""'
+"""Begins and ends a text of several lines."""
 MOST_MODELS = 2
+NARROWEST = 20
+"""Columns of a terminal; narrower ones break the lines themselves."""
 
 
 @dataclass(frozen=True)
@@ -48,51 +54,53 @@ class ChatModels:
     model: list[Path] = model_option(
         [],
         metavar="MODEL",
-        help=f"{MODEL_HELP} Given twice: two models side by side. With --url: the name of a model there; default: its first.",
+        help=f"{MODEL_HELP} Given twice: two models side by side. With --url: the name of a model "
+        "there; default: its first.",
     )
     revision: str | None = REVISION
     url: str | None = typer.Option(
         None,
         metavar="ADDRESS",
-        help=f"Talk to a running headway serve instead, e.g. http://127.0.0.1:8000; its token is read from {TOKEN}.",
+        help="Talk to a running headway serve instead, e.g. http://127.0.0.1:8000; its token is "
+        f"read from {TOKEN}.",
     )
     chat_template: str | None = CHAT_TEMPLATE
-    chunk_tokens: int = CHUNK_TOKENS
     device: str = DEVICE
 
-    def opener(self, masks: MaskOptions) -> Callable[[Sequence[str]], list[Responder]]:
-        """What opens models by their names."""
+    def opener(self, choice: MaskChoice) -> Callable[[Sequence[str]], list[Responder]]:
+        """A function that opens models by their names; those that are open stay loaded."""
         if self.url is not None:
-            used = {
-                "--masks": masks.masks,
-                "--stream-window": masks.stream_window,
-                "--stream-sinks": masks.stream_sinks,
+            local_flags = {
+                "--masks": choice.masks,
+                "--stream-window": choice.stream_window,
+                "--stream-sinks": choice.stream_sinks,
+                "--chat-template": self.chat_template,
+                "--revision": self.revision,
             }
-            used |= {"--chat-template": self.chat_template, "--revision": self.revision}
-            refuse_flags("--url: the server has loaded its models", used)
+            refuse_flags("--url: the server has loaded its models", local_flags)
             return self._from_server
-        choice = masks.choice()
+
         opened: dict[str, Responder] = {}
 
-        def open_one(name: str) -> Responder:
+        def open_model(name: str) -> Responder:
             from headway.infer.chat_engine import EngineResponder
             from headway.infer.load import load_model
             from headway.runtime.device import choose_compute
 
-            if name not in opened:
-                compute = choose_compute(self.device, "auto")
-                path = at_revision(Path(name), self.revision)
-                loaded = with_masks(
-                    load_model(path, device=compute.device, dtype=compute.dtype), choice
-                )
-                opened[name] = EngineResponder(loaded, self.chat_template, name)
+            if name in opened:
+                return opened[name]
+            compute = choose_compute(self.device, "auto")
+            path = at_revision(Path(name), self.revision)
+            loaded = load_model(path, device=compute.device, dtype=compute.dtype)
+            opened[name] = EngineResponder(with_masks(loaded, choice), self.chat_template, name)
             return opened[name]
 
         def open_models(names: Sequence[str]) -> list[Responder]:
-            found = [open_one(name) for name in names]
-            for name in opened.keys() - set(names):  # its memory is needed
+            responders = [open_model(name) for name in names]
+            # After /model: the memory of a model that no longer answers is needed.
+            for name in opened.keys() - set(names):
                 del opened[name]
-            return found
+            return responders
 
         return open_models
 
@@ -100,6 +108,7 @@ class ChatModels:
         from headway.infer.chat_server import ChatServer, ServerResponder
 
         assert self.url is not None
+        # Never an option: those are seen by everybody who lists the processes of a machine.
         server = ChatServer(self.url, os.environ.get(TOKEN))
         known = server.models()
         if not known:
@@ -113,7 +122,8 @@ class ChatModels:
         """The models, checked."""
         if not self.model and self.url is None:
             raise ConfigError(
-                f"no model is given. Name it after the verb or with --model, or give --url. {MODEL_HELP}"
+                "no model is given. Name it after the verb or with --model, or give --url. "
+                f"{MODEL_HELP}"
             )
         names = [str(path) for path in self.model or ()]
         if len(names) > MOST_MODELS:
@@ -128,15 +138,11 @@ def chat(
     system: str | None = typer.Option(
         None, metavar="TEXT", help="A system message before the conversation."
     ),
-    max_new_tokens: int = typer.Option(1024, help=MAX_NEW_TOKENS_HELP),
-    temperature: float = typer.Option(
-        0.7, help="0 takes the most likely token each time; above 0 samples."
+    options: GenerateOptions = group(
+        GenerateOptions(1024, sampling=Sampling(0.7)),
+        ("max_new_tokens", "stop", "sampling", "chunk_tokens"),
     ),
-    top_k: int | None = TOP_K,
-    top_p: float | None = TOP_P,
-    stop: list[str] = STOP,
-    seed: int = SEED,
-    masks: MaskOptions = GROUP,
+    choice: MaskChoice = GROUP,
     guess: SpeculateOptions = GROUP,
     markdown: bool = typer.Option(
         True, "--markdown/--no-markdown", help="On a terminal, draw Markdown instead of its signs."
@@ -145,33 +151,29 @@ def chat(
 ) -> None:
     """Talk to a model in the terminal; lines of standard input are the questions. With --json the conversation is printed at the end."""
     from headway.infer.chat import ChatSession
-    from headway.infer.generate import GenerateOptions
-    from headway.infer.sampling import Sampling
 
     if models.url is not None:
         refuse_flags("--url: the server decides how it decodes", {"--speculate": guess.speculate})
-    names, open_models = models.names(), models.opener(masks)
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    options: GenerateOptions = GenerateOptions(
-        max_new_tokens,
-        tuple(stop),
-        sampling=sampling,
-        chunk_tokens=models.chunk_tokens,
-        speculation=guess.speculation(),
-    )
-    sessions = [ChatSession(one, None, options, system) for one in open_models(names)]
+
+    names = models.names()
+    open_models = models.opener(choice)
+    options = replace(options, speculation=guess.speculation())
+    sessions = [ChatSession(responder, None, options, system) for responder in open_models(names)]
+
+    # From a pipe or a file come questions of a program, which needs neither hints nor a prompt,
+    # and whose mistakes end the verb.
     is_person = sys.stdin is not None and sys.stdin.isatty()
     screen = open_screen(is_quiet=json, draws_markdown=markdown)
     talk = Chat(sessions, screen, open_models, _edited if is_person else None)
     if is_person:
         named = " and ".join(session.responder.name for session in sessions)
-        hint = f"{named}: say something. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
-        typer.echo(
-            textwrap.fill(
-                hint, max(20, shutil.get_terminal_size().columns - 1), break_long_words=False
-            ),
-            err=True,
+        hint = (
+            f"{named}: say something. /help lists the commands, Ctrl-C stops an answer, Ctrl-D "
+            "leaves."
         )
+        width = max(NARROWEST, shutil.get_terminal_size().columns - 1)
+        typer.echo(textwrap.fill(hint, width, break_long_words=False), err=True)
+
     for line in _lines(is_person):
         try:
             if not talk.respond(line):
@@ -180,13 +182,16 @@ def chat(
             if not is_person:
                 raise
             typer.echo(f"error: {error}", err=True)
-    if json:
-        records = [session.record() for session in talk.sessions]
-        named = [
-            {"model": session.responder.name, **record}
-            for session, record in zip(talk.sessions, records, strict=True)
-        ]
-        print_json(records[0] if len(records) == 1 else {"conversations": named})
+
+    if not json:
+        return
+    if len(talk.sessions) == 1:
+        print_json(talk.sessions[0].record())
+        return
+    conversations = [
+        {"model": session.responder.name, **session.record()} for session in talk.sessions
+    ]
+    print_json({"conversations": conversations})
 
 
 def _lines(is_person: bool) -> Iterator[str]:
@@ -207,16 +212,24 @@ def _lines(is_person: bool) -> Iterator[str]:
 
 
 def _complete_lines() -> None:
-    """Give the prompt a history, editing, and completion of commands and files, where readline is there."""
+    """Give the prompt a history, editing, and completion of commands and files, where readline is
+    there.
+    """
     try:
         import readline
     except ImportError:
         return
+
+    # Without delimiters the completer sees the whole line: which files fit depends on the command.
     readline.set_completer_delims("")
+    # readline asks for completion 0, 1, ... until it gets None.
     readline.set_completer(lambda text, state: dict(enumerate(completions(text))).get(state))
-    readline.parse_and_bind(
-        "bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete"
-    )
+
+    # macOS has libedit under the name of readline, with another syntax of key bindings.
+    binding = "tab: complete"
+    if "libedit" in (readline.__doc__ or ""):
+        binding = "bind ^I rl_complete"
+    readline.parse_and_bind(binding)
 
 
 def _text(line: str) -> str:
@@ -227,7 +240,11 @@ def _text(line: str) -> str:
         while not lines[-1].rstrip().endswith(BLOCK):
             lines.append(input("… "))
         lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
-        return " " * lines[0].startswith("/") + "\n".join(lines).strip("\n")
+        text = "\n".join(lines).strip("\n")
+        # A block is never a command; a space in front makes a / a text.
+        if lines[0].startswith("/"):
+            text = f" {text}"
+        return text
     while line.endswith("\\"):
         line = f"{line[:-1]}\n{input('… ')}"
     return line

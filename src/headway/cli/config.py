@@ -31,22 +31,28 @@ def diff(
     """Show the settings in which two recipes or runs differ, defaults included."""
     from headway.train.compare import compare_recipes
 
-    def shown(value: object) -> str:
-        return value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
+    def cell(value: object) -> str:
+        if isinstance(value, str):
+            return value
+        return json_module.dumps(value, ensure_ascii=False)
 
     differences = compare_recipes(first, second)
     if json:
         print_json(
             {
                 "differences": [
-                    {"setting": one.key, "a": one.first, "b": one.second} for one in differences
+                    {"setting": difference.key, "a": difference.first, "b": difference.second}
+                    for difference in differences
                 ]
             }
         )
     elif differences:
         print_table(
             ("setting", str(first), str(second)),
-            [(one.key, shown(one.first), shown(one.second)) for one in differences],
+            [
+                (difference.key, cell(difference.first), cell(difference.second))
+                for difference in differences
+            ],
         )
     else:
         typer.echo("no setting differs")
@@ -89,16 +95,19 @@ def import_verb(
     from headway.workflows.import_config import import_config
     from headway.workflows.import_config.rules import shown
 
+    # An imported recipe is edited afterwards; a second import must not undo that.
     if out is not None and out.exists():
         raise ConfigError(f"--out {out} exists already. Give another name, or remove it first.")
+
     imported = import_config(source, system)
     if out is not None:
         write_atomic(out, imported.as_yaml())
+
     if json:
         print_json(
             {
                 "recipe": imported.recipe,
-                "keys": [one.as_json() for one in imported.report],
+                "keys": [entry.as_json() for entry in imported.report],
                 "not_installed": imported.not_installed(),
                 "out": out and str(out),
             }
@@ -106,15 +115,21 @@ def import_verb(
     elif out is None:
         typer.echo(imported.as_yaml(), nl=False)
     else:
-        listed = [one for one in imported.report if one.outcome != "empty"]
+        # Keys without a value say nothing, and some systems write all of them.
+        listed = [entry for entry in imported.report if entry.outcome != "empty"]
         print_table(
             (imported.system, "value", "", "headway", "note"),
-            [(one.key, shown(one.value, 40), one.outcome, one.headway, one.note) for one in listed],
+            [
+                (entry.key, shown(entry.value, 40), entry.outcome, entry.headway, entry.note)
+                for entry in listed
+            ],
         )
         lost = len(imported.not_carried_over)
         typer.echo(
-            f"\nrecipe: {out} ({lost} {'key is' if lost == 1 else 'keys are'} not carried over). Check it: headway config show {out}"
+            f"\nrecipe: {out} ({lost} {'key is' if lost == 1 else 'keys are'} not carried over). "
+            f"Check it: headway config show {out}"
         )
+    # Standard output may be the recipe itself.
     if not json:
         for line in imported.not_installed():
             typer.echo(f"note: {line}", err=True)
@@ -124,11 +139,13 @@ def list_kinds(json: bool = JSON) -> None:
     """Show families, presets, objectives and every other kind a recipe can name."""
     from headway.train.settings_page import catalogue
 
-    found = catalogue()
+    kinds = catalogue()
     if json:
-        print_json(found)
+        print_json(kinds)
     else:
-        print_table(["what", "names"], [(what, ", ".join(names)) for what, names in found.items()])
+        print_table(
+            ["what", "names"], [(label, ", ".join(names)) for label, names in kinds.items()]
+        )
 
 
 VERBS = {

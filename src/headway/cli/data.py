@@ -1,57 +1,62 @@
-"""`headway data`: raw records become token stores, which are inspected, merged, packed and converted."""
+"""`headway data`: raw records become token stores, which are inspected, merged, packed and
+converted. `data prepare` makes everything that a recipe reads, before it trains.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
 import typer
 
-from headway.cli._documents import print_document
 from headway.cli._options import (
     GROUP,
     INPUTS,
     JSON,
     MORE_INPUTS,
+    RECIPE,
     RECORD_KEYS,
-    STORE_KIND,
-    TEMPLATE_FLAGS,
     ManyMachines,
-    option_of,
+    group,
+    read_recipe,
     refuse_flags,
+    refuse_options,
 )
-from headway.cli._output import print_json, print_table
+from headway.cli._output import print_document, print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
-from headway.config.options import parse_shard
+from headway.config.options import TEMPLATE_FLAGS
 from headway.errors import ConfigError
+from headway.prepare.build_options import BuildOptions
 from headway.prepare.pack_options import PackOptions
+from headway.store.convert_options import ConvertOptions
 
 BAR_WIDTH = 40
-TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
+"""Characters of the longest bar of a histogram."""
+TEMPLATES = (
+    "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the "
+    "tokenizer's own) or a .jinja file"
+)
 TEMPLATE_DEFAULT = "default: the tokenizer's own, else chatml."
 
 
+TEXT_ONLY = ("text_key", "split", "append_eos", "bos", "clean", "shard")
+"""Options of `data tokenize` for plain text."""
+RECORDS_ONLY = ("max_length", "valid_fraction", "drop_bad", "keys", "seed")
+"""Those for all other kinds of records."""
+
+
 def tokenize(
+    context: typer.Context,
     more: list[str] = MORE_INPUTS,
     inputs: list[str] = INPUTS,
     tokenizer: Path = typer.Option(
         ..., help="A tokenizer folder, a tokenizer.json or a sentencepiece .model."
     ),
     out: Path = typer.Option(..., help="The folder of the new token store."),
-    kind: str = typer.Option(
-        "text",
-        help="What the records are: text, chat, preference (pairs) or unpaired (labelled answers).",
-    ),
     format: str | None = typer.Option(
         None,
         help="Your module or file that reads the input, e.g. ./my_format.py; default: by suffix.",
-    ),
-    to: str = typer.Option(
-        "headway", help="Format of the result: headway, internlm, zero2all, mds."
-    ),
-    text_key: str = typer.Option(
-        None, help="Text: key that holds the text of a record; default: text."
     ),
     template: str = typer.Option(
         None,
@@ -63,131 +68,94 @@ def tokenize(
     ),
     split: str = typer.Option(
         None,
-        help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm).",
+        help="Text: a .txt file is one document (file), or each line is one (line, the default to "
+        "internlm).",
     ),
-    eos: bool = typer.Option(
-        None,
-        "--append-eos/--no-eos",
-        help="Text: end documents with the end token; default: if there is one.",
-    ),
-    bos: bool = typer.Option(
-        False, "--bos", help="Text: begin each document with the begin token."
-    ),
-    clean: bool = typer.Option(
-        False, "--clean", help="Text: drop bad texts and (near) duplicates, as `data clean` does."
-    ),
-    max_length: int = typer.Option(None, help="All but text: maximum tokens of a conversation."),
-    too_long: str = typer.Option(
-        None,
-        help="Chat: what to do with longer ones: truncate_right (default), truncate_left, drop.",
-    ),
-    valid_fraction: float = typer.Option(
-        None,
-        help="All but text: share of the records for validation (OUT/valid); the rest is in OUT/train.",
-    ),
-    drop_bad: bool = typer.Option(
-        False,
-        "--drop-bad",
-        help="All but text: drop and count bad records instead of refusing them.",
-    ),
-    keys: str = RECORD_KEYS,
-    seed: int = typer.Option(None, help="All but text: chooses the records for validation."),
+    options: BuildOptions = GROUP,
     type_name: str = typer.Option(
         None, "--type", help="To internlm: the data type (folder); default: en."
     ),
     begin_id: int = typer.Option(
         None, help="To zero2all: the begin token; default: the token all documents start with."
     ),
-    workers: int = typer.Option(
-        None, min=1, help="Worker processes; default: one per core. With --on: tasks at a time."
-    ),
     many: ManyMachines = GROUP,
-    shard: str = typer.Option(
-        None,
-        metavar="I/N",
-        help="Text: do only part I (from 0) of N; `headway data merge` joins the parts.",
-    ),
     json: bool = JSON,
 ) -> None:
     """Turn raw text, conversations, preference pairs or labelled answers into a token store. Run again after a kill, it resumes."""
-    from headway.prepare.build import BuildOptions, BuildReport, build_converted, build_store
+    from headway.prepare.build import BuildReport, build_converted, build_store
     from headway.records.base import is_user_kind, record_kind, tokenized_kinds
     from headway.runtime.storage import check_writable
-    from headway.store.convert import ConvertOptions
-    from headway.text.clean import CleanRules
-    from headway.text.record_keys import KeyMap
     from headway.tokenizer.chat import default_template
     from headway.tokenizer.load import load_tokenizer
 
+    kind = options.kind
     if not is_user_kind(kind) and kind not in tokenized_kinds():
         raise ConfigError(
-            f"--kind is {kind!r}; it must be one of {', '.join(tokenized_kinds())}. Media: `headway data prepare RECIPE --workers N`."
+            f"--kind is {kind!r}; it must be one of {', '.join(tokenized_kinds())}. Media: "
+            "`headway data prepare RECIPE --workers N`."
         )
     records = record_kind(kind)
-    is_text = records.is_text
     check_writable(out)
-    for_text = {
-        "--text-key": text_key,
-        "--split": split,
-        "--append-eos/--no-eos": eos,
-        "--bos": bos or None,
-        "--clean": clean or None,
-    }
-    for_text["--shard"] = shard
-    for_records = {
-        "--max-length": max_length,
-        "--valid-fraction": valid_fraction,
-        "--drop-bad": drop_bad or None,
-        "--keys": keys,
-    }
-    for_records["--seed"] = seed
-    refuse_flags(
-        f"--kind {kind}",
-        (for_records if is_text else for_text)
-        | {"--too-long": None if records.may_drop_long else too_long},
+
+    # Options that have no effect for this kind or format are refused, not ignored.
+    refuse_options(f"--kind {kind}", context, RECORDS_ONLY if records.is_text else TEXT_ONLY)
+    if not records.may_drop_long:
+        refuse_options(f"--kind {kind}", context, ("too_long",))
+    if options.to != "internlm":
+        refuse_options(f"--to {options.to}", context, ("type_name",))
+    if options.to != "zero2all":
+        refuse_options(f"--to {options.to}", context, ("begin_id",))
+
+    # --template is a text template of plain text, and a chat template of all other records. For
+    # those the default of --type is set here, so that its folder is checked before anything is
+    # tokenized. --begin-id is for text: zero2all's format for records has no begin token.
+    if records.is_text:
+        options = replace(
+            options,
+            layout=ConvertOptions(type=type_name, begin_id=begin_id),
+            text_template=template,
+        )
+    else:
+        options = replace(
+            options,
+            layout=ConvertOptions(type=type_name or "en"),
+            chat_template=template or default_template(load_tokenizer(tokenizer)),
+        )
+    options = replace(
+        options, split=_split(split, options.to), placement=many.placement(options.workers)
     )
-    refuse_flags(
-        f"--to {to}",
-        {
-            "--type": type_name if to != "internlm" else None,
-            "--begin-id": begin_id if to != "zero2all" else None,
-        },
-    )
-    chat_template = "chatml"
-    if not is_text:
-        chat_template = template or default_template(load_tokenizer(tokenizer))
-    layout = (
-        ConvertOptions(type=type_name, begin_id=begin_id)
-        if is_text
-        else ConvertOptions(type=type_name or "en")
-    )
-    options = BuildOptions(
-        kind, workers, to, layout, text_key or "text", template if is_text else None, _split(split, to), eos, bos,
-        None if shard is None else parse_shard(shard), CleanRules() if clean else None,
-        chat_template=chat_template, max_length=max_length,
-        too_long=too_long or "truncate_right",  # pyright: ignore[reportArgumentType] - checked there
-        valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys), placement=many.placement(workers),
-    )  # fmt: skip
-    build = build_converted if is_text and to != "headway" else build_store
+
+    # Plain text in another format is written as a store first, which is converted.
+    build = build_store
+    if records.is_text and options.to != "headway":
+        build = build_converted
     report = build(_inputs([*inputs, *(more or [])], format), tokenizer, out, options)
-    print_json(
-        report.fields() if isinstance(report, BuildReport) else vars(report)
-    ) if json else typer.echo(report.describe())
+
+    # Stores and conversions have reports of their own.
+    if not json:
+        typer.echo(report.describe())
+    elif isinstance(report, BuildReport):
+        print_json(report.fields())
+    else:
+        print_json(vars(report))
 
 
 def _inputs(paths: list[str], format: str | None) -> list[str]:
     """The files to read; those of the user's own format as JSONL."""
     from headway.prepare.own_format import read_own_format
 
-    return paths if format is None else [str(read_own_format(path, format)) for path in paths]
+    if format is None:
+        return paths
+    return [str(read_own_format(path, format)) for path in paths]
 
 
 def _split(split: str | None, to: str) -> Literal["file", "line"]:
     """How .txt files are split; InternLM's own tool makes each line a document."""
-    chosen = split or ("line" if to == "internlm" else "file")
-    if chosen not in ("file", "line"):
+    if not split:
+        return "line" if to == "internlm" else "file"
+    if split not in ("file", "line"):
         raise ConfigError(f"--split is {split!r}; it must be 'file' or 'line'.")
-    return chosen
+    return split
 
 
 def validate(
@@ -230,6 +198,7 @@ def validate(
     if not is_user_kind(kind) and kind not in validated_kinds():
         raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(validated_kinds())}.")
     records = record_kind(kind)
+    # Media have a report of their own: files are decoded, and nothing is tokenized.
     if records.holds_media:
         other = {
             "--tokenizer": tokenizer,
@@ -241,50 +210,56 @@ def validate(
         validate_multimodal(paths, MultimodalChecks(schema, media_dir, KeyMap.parse(keys)), json)
         return
     refuse_flags(f"--kind {kind}", {"--schema": schema, "--media-dir": media_dir})
-    for_records, for_text = (
-        {"--template": template, "--keys": keys},
-        {"--text-key": text_key, "--text-template": text_template},
-    )
-    refuse_flags(f"--kind {kind}", for_records if records.is_text else for_text)
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    if records.is_text:
+        refuse_flags(f"--kind {kind}", {"--template": template, "--keys": keys})
+    else:
+        text_flags = {"--text-key": text_key, "--text-template": text_template}
+        refuse_flags(f"--kind {kind}", text_flags)
+
+    loaded = None
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
     options = ValidateOptions(
         kind, loaded, template, KeyMap.parse(keys), TextOf(text_key or "text", text_template)
     )
     report = validate_records(paths, options)
     bins = report.histogram()
+
     if json:
-        counts = {
+        result = {
             name: getattr(report, name)
             for name in ("kind", "files", "records", "good", "unit", "total", "longest")
         }
-        counts |= {
-            "unread": {
-                key.partition(":")[2]: number for key, number in sorted(report.unread.items())
-            }
+        # Keys of records that nothing reads are counted under `unread:KEY`.
+        result["unread"] = {
+            key.partition(":")[2]: number for key, number in sorted(report.unread.items())
         }
-        print_json(
-            counts
-            | {
-                "bad": [asdict(one) for one in report.bad],
-                "histogram": [asdict(one) for one in bins],
-            }
-        )
+        result["bad"] = [asdict(problem) for problem in report.bad]
+        result["histogram"] = [asdict(bin) for bin in bins]
+        print_json(result)
     else:
-        for one in report.bad:
-            typer.echo(f"{one.place}: {one.message}")
+        for problem in report.bad:
+            typer.echo(f"{problem.place}: {problem.message}")
         typer.echo(
-            f"{report.records} records in {report.files} files: {report.good} good, {len(report.bad)} bad"
+            f"{report.records} records in {report.files} files: {report.good} good, "
+            f"{len(report.bad)} bad"
         )
-        if (unread := describe_unread(report.unread)) is not None:
+        unread = describe_unread(report.unread)
+        if unread is not None:
             typer.echo(unread)
         if report.good:
             typer.echo(
-                f"{report.total} {report.unit}, {report.total / report.good:.0f} on average, {report.longest} at most"
+                f"{report.total} {report.unit}, {report.total / report.good:.0f} on average, "
+                f"{report.longest} at most"
             )
-        most = max((one.records for one in bins), default=1)
-        for one in bins:
-            bar = "█" * round(BAR_WIDTH * one.records / most) or ("▏" if one.records else "")
-            typer.echo(f"{one.low:>9} to {one.high:>9} {report.unit}  {bar} {one.records}")
+        most = max((bin.records for bin in bins), default=1)
+        for bin in bins:
+            bar = "█" * round(BAR_WIDTH * bin.records / most)
+            if not bar and bin.records:
+                # Few records differ from none.
+                bar = "▏"
+            typer.echo(f"{bin.low:>9} to {bin.high:>9} {report.unit}  {bar} {bin.records}")
+
     if report.bad:
         raise typer.Exit(1)
 
@@ -297,35 +272,41 @@ def inspect(
         None, help="Show samples as text, with the loss mask in colour; count raw text in tokens."
     ),
     samples: int = typer.Option(3, min=0, help="Number of samples to show."),
-    kind: str = STORE_KIND,
+    source: ConvertOptions = group(only=("kind",)),
     json: bool = JSON,
 ) -> None:
     """Describe what a path holds: its format, the number of documents and tokens, and some samples."""
     from headway.prepare.inspect import inspect as inspect_path
     from headway.prepare.inspect import preview_documents
-    from headway.store.open import parse_kind
     from headway.tokenizer.load import load_tokenizer
 
-    chosen = parse_kind(kind) if kind else None
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
-    found = inspect_path(path, chosen, loaded)
+    loaded = None
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
+    description = inspect_path(path, source.kind, loaded)
     if json:
-        print_json(asdict(found))
+        print_json(asdict(description))
         return
+
     rows = [
         (name, value)
-        for name, value in asdict(found).items()
+        for name, value in asdict(description).items()
         if name not in ("types", "files") and value is not None
     ]
-    print_table(("", ""), [*rows, ("files", len(found.files))], title=path)
-    if found.types:
+    print_table(("", ""), [*rows, ("files", len(description.files))], title=path)
+
+    if description.types:
         print_table(
             ("type", "documents", "tokens"),
-            [(name or "(none)", one.documents, one.tokens) for name, one in found.types.items()],
+            [
+                (name or "(none)", counts.documents, counts.tokens)
+                for name, counts in description.types.items()
+            ],
         )
-    if loaded is not None and found.kind != "raw" and samples:
-        for sample in preview_documents(path, loaded, samples, kind=chosen):
-            print_document(sample, bool(found.masked))
+    # Samples of raw files would be the files themselves.
+    if loaded is not None and description.kind != "raw" and samples:
+        for sample in preview_documents(path, loaded, samples, kind=source.kind):
+            print_document(sample, bool(description.masked))
 
 
 def merge(
@@ -369,46 +350,50 @@ def convert(
     ),
     out: Path = typer.Argument(..., metavar="DST", help="The folder of the new store."),
     to: str = typer.Option("headway", help="headway, internlm, zero2all or mds."),
-    kind: str = STORE_KIND,
     tokenizer: Path = typer.Option(
         None,
-        help="The tokenizer that made the ids: they are checked against it, and a headway store records its fingerprint.",
+        help="The tokenizer that made the ids: they are checked against it, and a headway store "
+        "records its fingerprint.",
     ),
-    rebuild_index: bool = typer.Option(
-        False,
-        "--rebuild-index",
-        help="InternLM, zero2all: rebuild the index from the data, ignore index files.",
-    ),
-    begin_id: int = typer.Option(
-        None, help="zero2all: the token every document begins with; default: taken from the data."
-    ),
-    seq_len: int = typer.Option(
-        2048, min=1, help="To zero2all: tokens of a sample in the index map."
-    ),
-    type_name: str = typer.Option(
-        None,
-        "--type",
-        help="To internlm: one data type (folder) for all; default: the source's types, else en.",
-    ),
-    compression: str = option_of(PackOptions, "compression"),
+    options: ConvertOptions = GROUP,
     json: bool = JSON,
 ) -> None:
     """Write a token store in another format."""
-    from headway.store.convert import ConvertOptions
     from headway.store.convert import convert as convert_store
-    from headway.store.open import parse_kind
     from headway.tokenizer.load import load_tokenizer
 
-    options = ConvertOptions(
-        parse_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression
-    )
-    report = convert_store(
-        source, out, to, options, load_tokenizer(tokenizer) if tokenizer else None
-    )
+    loaded = None
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
+    report = convert_store(source, out, to, options, loaded)
     if json:
         print_json(vars(report))
     else:
         typer.echo(report.describe())
+
+
+def prepare(
+    arguments: list[str] = RECIPE,
+    workers: int = typer.Option(
+        None,
+        min=1,
+        help="Processes that tokenize; default: one per core. The result does not depend on them.",
+    ),
+    json: bool = JSON,
+) -> None:
+    """Download, tokenize and encode the data of a recipe into its cache, where training finds it; media pass their encoders here, too."""
+    from headway.runtime.log import start_logging
+    from headway.train.batches import prepare_data
+
+    with start_logging():
+        sources = prepare_data(read_recipe(arguments, makes_tokenizer=True), workers)
+    if json:
+        print_json({"sources": [asdict(source) for source in sources]})
+        return
+    print_table(
+        ("set", "source", "documents", "tokens"),
+        [(source.set, source.source, source.documents, source.tokens) for source in sources],
+    )
 
 
 VERBS = {
@@ -416,6 +401,7 @@ VERBS = {
     "data inspect": inspect,
     "data merge": merge,
     "data pack": pack,
+    "data prepare": prepare,
     "data tokenize": tokenize,
     "data validate": validate,
 }

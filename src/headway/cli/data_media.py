@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import JSON
+from headway.cli._options import GROUP, JSON
 from headway.cli._output import print_json
+from headway.media.synthetic_options import SyntheticMedia
 
 if TYPE_CHECKING:
     from headway.text.record_keys import KeyMap
@@ -31,11 +32,13 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
     from headway.prepare.validate_media import ValidateMediaOptions, validate_media
     from headway.records.base import describe_unread
 
-    schema = None if checks.schema is None else load_schema(checks.schema)
-    report = validate_media(
-        paths,
-        ValidateMediaOptions(MediaOptions(checks.media_dir, video_frames=0), checks.keys, schema),
-    )
+    schema = None
+    if checks.schema is not None:
+        schema = load_schema(checks.schema)
+
+    # 0 frames: a video is checked, not turned into pictures.
+    media_options = MediaOptions(checks.media_dir, video_frames=0)
+    report = validate_media(paths, ValidateMediaOptions(media_options, checks.keys, schema))
     if json:
         counts = {
             name: getattr(report, name)
@@ -50,7 +53,7 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
             )
         }
         unread = {key.partition(":")[2]: number for key, number in sorted(report.unread.items())}
-        bad = [asdict(one) for one in report.bad]
+        bad = [asdict(problem) for problem in report.bad]
         print_json(
             {
                 "kind": "multimodal",
@@ -62,22 +65,23 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
             }
         )
     else:
-        for one in report.bad:
-            typer.echo(f"{one.place}: {one.message}")
+        for problem in report.bad:
+            typer.echo(f"{problem.place}: {problem.message}")
         typer.echo(
-            f"{report.records} records in {report.files} files: {report.good} good, {report.bad_records} bad"
+            f"{report.records} records in {report.files} files: {report.good} good, "
+            f"{report.bad_records} bad"
         )
-        if (unread_line := describe_unread(report.unread)) is not None:
+        unread_line = describe_unread(report.unread)
+        if unread_line is not None:
             typer.echo(unread_line)
         if report.good:
-            media = (
-                ", ".join(
-                    f"{number} {modality}" for modality, number in sorted(report.media.items())
-                )
-                or "no media"
-            )
+            counts_by_modality = [
+                f"{number} {modality}" for modality, number in sorted(report.media.items())
+            ]
+            media = ", ".join(counts_by_modality) or "no media"
             typer.echo(
-                f"{report.captions} captions and {report.conversations} conversations with {media}; {report.text_only} of text alone"
+                f"{report.captions} captions and {report.conversations} conversations with "
+                f"{media}; {report.text_only} of text alone"
             )
     if report.bad:
         raise typer.Exit(1)
@@ -85,23 +89,13 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
 
 def synthetic_media(
     out: Path = typer.Argument(..., metavar="OUT", help="The folder of the new set."),
-    samples: int = typer.Option(
-        600, help="Scenes for training; every question about one is a conversation."
-    ),
-    heldout: int = typer.Option(120, help="Scenes with combinations that training never shows."),
-    seed: int = typer.Option(
-        0, min=0, help="Chooses the scenes; the same seed gives the same bytes."
-    ),
-    image_size: int = typer.Option(64, help="Width and height of a picture."),
-    missing: float = typer.Option(
-        0.1, help="Share of the scenes with a picture alone, and share with a sound alone."
-    ),
+    options: SyntheticMedia = GROUP,
     json: bool = JSON,
 ) -> None:
     """Write a small set of pictures (shapes, colours, places) and tones with captions and questions, to try things out."""
-    from headway.media.synthetic import SyntheticMedia, write_media
+    from headway.media.synthetic import write_media
 
-    files = write_media(out, SyntheticMedia(samples, heldout, seed, image_size, missing=missing))
+    files = write_media(out, options)
     if json:
         print_json(files)
     else:

@@ -1,4 +1,6 @@
-"""`headway data teacher-logits`: what a teacher expects at every position of token stores, written once for distillation."""
+"""`headway data teacher-logits`: what a teacher expects at every position of token stores, written
+once for distillation.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ def teacher_logits(
     ),
     teacher: Path = typer.Option(
         ...,
-        help="The model to learn from: a run, a checkpoint, a Hugging Face folder, a GGUF file or a hub id.",
+        help="The model to learn from: a run, a checkpoint, a Hugging Face folder, a GGUF file or "
+        "a hub id.",
     ),
     out: Path = typer.Option(
         None,
-        help="Folder of the logits, for several stores of one folder each; default: beside the store, STORE.logits.",
+        help="Folder of the logits, for several stores of one folder each; default: beside the "
+        "store, STORE.logits.",
     ),
     options: LogitsOptions = GROUP,
     compute: ComputeOptions = GROUP,
@@ -41,6 +45,7 @@ def teacher_logits(
     """
     from headway.infer.teacher_logits import write_logits
 
+    # The teacher is loaded last: it takes longest, and mistakes in the rest are found before.
     compute.check()
     stores = _stores(sources)
     folders = _folders(stores, out, options.shard)
@@ -50,19 +55,19 @@ def teacher_logits(
         for store, folder in zip(stores, folders, strict=True)
     ]
     if json:
-        print_json({"logits": [asdict(one) for one in results]})
+        print_json({"logits": [asdict(result) for result in results]})
         return
     rows = [
         (
-            one.store,
-            one.out,
-            one.documents,
-            one.tokens,
-            f"{one.bytes / 1e6:.1f} MB",
-            f"{one.coverage:.2%}",
-            f"{one.seconds:.1f} s",
+            result.store,
+            result.out,
+            result.documents,
+            result.tokens,
+            f"{result.bytes / 1e6:.1f} MB",
+            f"{result.coverage:.2%}",
+            f"{result.seconds:.1f} s",
         )
-        for one in results
+        for result in results
     ]
     print_table(
         ("store", "logits", "documents", "tokens", "size", "probability kept", "time"), rows
@@ -70,11 +75,14 @@ def teacher_logits(
 
 
 def _stores(sources: list[str]) -> list[Store]:
+    """The stores that are named, or those that a recipe reads; each one once."""
     from headway.store.reader import Store, is_store, open_store
     from headway.store.source import SourceView
 
+    # A recipe is a file or a name; a folder that is no store gets the message of `open_store`.
     if is_store(Path(sources[0])) or Path(sources[0]).is_dir():
         return [open_store(path) for path in sources]
+
     recipe = read_recipe(sources)
     if recipe.stages:
         raise ConfigError(
@@ -82,34 +90,38 @@ def _stores(sources: list[str]) -> list[Store]:
         )
     if recipe.data.train is None:
         raise ConfigError(
-            "data.train is null: the data is generated while training. Set data.train, or give token stores."
+            "data.train is null: the data is generated while training. Set data.train, or give "
+            "token stores."
         )
     from headway.train.batches import open_run_data
     from headway.train.resolve import resolve
 
-    recipe = recipe.model_copy(
-        update={
-            "objective": type(recipe)
-            .model_fields["objective"]
-            .get_default(call_default_factory=True)
-        }
-    )
-    data, found = open_run_data(resolve(recipe)), dict[str, Store]()
-    for one in (one for many in (data.train, *data.valid.values()) for one in many):
-        source = one.selection.source
-        while isinstance(source, SourceView):
-            source = source.source
-        if not isinstance(source, Store):
-            raise ConfigError(
-                f"{source.name}: not a headway store. Make one with `headway data convert`."
-            )
-        found[source.manifest.content] = source
-    return list(found.values())
+    # Distillation needs the logits that are about to be written, so the data is opened as for the
+    # default objective.
+    objective = type(recipe).model_fields["objective"].get_default(call_default_factory=True)
+    recipe = recipe.model_copy(update={"objective": objective})
+    data = open_run_data(resolve(recipe))
+
+    # By content: the training and validation parts of one store are two views of it.
+    stores: dict[str, Store] = {}
+    for part in (data.train, *data.valid.values()):
+        for entry in part:
+            source = entry.selection.source
+            while isinstance(source, SourceView):
+                source = source.source
+            if not isinstance(source, Store):
+                raise ConfigError(
+                    f"{source.name}: not a headway store. Make one with `headway data convert`."
+                )
+            stores[source.manifest.content] = source
+    return list(stores.values())
 
 
 def _folders(stores: list[Store], out: Path | None, part: tuple[int, int]) -> list[Path]:
-    """Where the logits of each store go."""
-    ending = "" if part[1] == 1 else f"-{part[0]}-of-{part[1]}"
+    """Where the logits of each store go. `part` is (index, number of parts), as --shard has it."""
+    ending = ""
+    if part[1] != 1:
+        ending = f"-{part[0]}-of-{part[1]}"
     if out is None:
         return [store.folder.with_name(f"{store.folder.name}.logits{ending}") for store in stores]
     if len(stores) == 1:

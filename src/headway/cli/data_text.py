@@ -1,11 +1,13 @@
-"""`headway data clean | dedup | sample | self-instruct` and `headway download`: raw text before it becomes tokens."""
+"""`headway data clean | dedup | sample | self-instruct` and `headway download`: raw text before it
+becomes tokens.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,23 +16,17 @@ from headway.cli._options import (
     JSON,
     TASKS_AT_A_TIME,
     ManyMachines,
-    option_of,
+    group,
     refuse_flags,
 )
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 from headway.text.clean_rules import ONLY_DUPLICATES, CleanRules
 from headway.text.document import Reading
+from headway.text.self_instruct.settings import KEY_VARIABLE, Endpoint, SelfInstruct
 
 if TYPE_CHECKING:
     from headway.runtime.executor.work import Placement
-
-
-MAX_MEMORY = typer.Option(
-    "4GB",
-    help="Memory of the near-duplicate index; when it is full, the oldest documents are forgotten. With --on: an upper bound "
-    "for each task, and nothing is forgotten.",
-)
 
 
 def clean(
@@ -40,7 +36,6 @@ def clean(
         help="Raw files, folders or globs, and last the output: .jsonl or .parquet.",
     ),
     rules: CleanRules = GROUP,
-    max_memory: str = MAX_MEMORY,
     reading: Reading = GROUP,
     many: ManyMachines = GROUP,
     workers: int = TASKS_AT_A_TIME,
@@ -49,14 +44,9 @@ def clean(
         "--simplified",
         help="Convert Chinese text to simplified characters first (needs OpenCC, the extra zh).",
     ),
-    seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
     json: bool = JSON,
 ) -> None:
     """Drop bad and duplicate documents and report what was dropped and why. With --template, the text is written under the key text."""
-    from headway.text.sample import parse_bytes
-
-    memory = parse_bytes(max_memory, "--max-memory")
-    rules = replace(rules, seed=seed, max_memory_bytes=memory)
     _clean(paths, rules, reading, _placement(many, workers), simplified, json)
 
 
@@ -69,23 +59,16 @@ def dedup(
     duplicates: str = typer.Option(
         "near", help="exact: drop exact duplicates; near: drop near ones too."
     ),
-    similarity: float = option_of(CleanRules, "similarity"),
-    max_memory: str = MAX_MEMORY,
+    rules: CleanRules = group(ONLY_DUPLICATES, ("similarity", "seed", "max_memory_bytes")),
     reading: Reading = GROUP,
     many: ManyMachines = GROUP,
     workers: int = TASKS_AT_A_TIME,
-    seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
     json: bool = JSON,
 ) -> None:
     """Drop duplicate and blank documents, and nothing else. The first of similar documents is kept."""
-    from headway.text.sample import parse_bytes
-
     if duplicates not in ("exact", "near"):
         raise ConfigError(f"--duplicates is {duplicates!r}; it must be exact or near.")
-    found = {"duplicates": duplicates, "similarity": similarity, "seed": seed}
-    rules = replace(
-        ONLY_DUPLICATES, **found, max_memory_bytes=parse_bytes(max_memory, "--max-memory")
-    )
+    rules = replace(rules, duplicates=duplicates)
     _clean(paths, rules, reading, _placement(many, workers), False, json)
 
 
@@ -112,32 +95,36 @@ def _clean(
         raise ConfigError(
             "give at least one source and, last, the output: headway data clean SRC... DST.jsonl"
         )
-    out = Path(paths[-1])
-    if placement is None:
-        report = clean_files(
-            paths[:-1],
-            out,
-            rules,
-            convert=simplifier("--simplified") if simplified else None,
-            **asdict(reading),
-        )
+
+    *sources, last = paths
+    out = Path(last)
+    if placement is not None:
+        report = clean_files_on(sources, out, rules, placement, reading, simplified=simplified)
     else:
-        report = clean_files_on(paths[:-1], out, rules, placement, reading, simplified=simplified)
+        convert = None
+        if simplified:
+            convert = simplifier("--simplified")
+        report = clean_files(sources, out, rules, convert=convert, **asdict(reading))
+
     if json:
-        print_json({"out": paths[-1], **report.to_dict()})
+        print_json({"out": last, **report.to_dict()})
         return
+
+    # Empty input has no bytes.
     share = 100 * report.kept_bytes / max(1, report.bytes)
     typer.echo(
-        f"{paths[-1]}: kept {report.kept_documents} of {report.documents} documents, {share:.1f} % of the bytes\n"
+        f"{last}: kept {report.kept_documents} of {report.documents} documents, {share:.1f} "
+        "% of the bytes\n"
     )
     removed = [
-        (why, n, report.removed_bytes[why], report.examples[why][0])
-        for why, n in report.removed_documents.most_common()
+        (reason, number, report.removed_bytes[reason], report.examples[reason][0])
+        for reason, number in report.removed_documents.most_common()
     ]
     print_table(("reason", "documents", "bytes", "first"), removed)
     if report.forgotten_documents:
         typer.echo(
-            f"\nThe index was full: {report.forgotten_documents} documents were forgotten before the end. Raise --max-memory, or use --on "
+            f"\nThe index was full: {report.forgotten_documents} documents were forgotten before "
+            "the end. Raise --max-memory, or use --on "
             "local, which forgets nothing."
         )
 
@@ -162,85 +149,58 @@ def sample(
     from headway.text.tasks.sample import sample_on
 
     placement = _placement(many, workers)
-    shares, total = [SourceShare.parse(share) for share in inputs], parse_bytes(size, "--bytes")
+    shares = [SourceShare.parse(share) for share in inputs]
+    total = parse_bytes(size, "--bytes")
     if placement is None:
         taken = draw(shares, total, out, seed=seed, **asdict(reading))
     else:
         taken = sample_on(shares, total, out, placement, reading, seed=seed)
-    documents, num_bytes = sum(t.documents for t in taken), sum(t.bytes for t in taken)
+
+    documents = sum(source.documents for source in taken)
+    num_bytes = sum(source.bytes for source in taken)
     if json:
         print_json(
             {
                 "out": out,
                 "documents": documents,
                 "bytes": num_bytes,
-                "sources": [vars(t) for t in taken],
+                "sources": [vars(source) for source in taken],
             }
         )
         return
-    rows = [(t.path, t.documents, t.bytes, t.available_documents, t.available_bytes) for t in taken]
+
+    rows = [
+        (
+            source.path,
+            source.documents,
+            source.bytes,
+            source.available_documents,
+            source.available_bytes,
+        )
+        for source in taken
+    ]
     print_table(("source", "documents taken", "bytes taken", "of documents", "of bytes"), rows)
     typer.echo(f"{out}: {documents} documents, {num_bytes} bytes")
 
 
 def self_instruct(
-    endpoint: str = typer.Option(
-        ...,
-        help="An OpenAI-compatible server, e.g. http://localhost:8000/v1. The API key is read from OPENAI_API_KEY only.",
-    ),
-    model: str = typer.Option(..., help="The model's name on that server."),
-    num: int = typer.Option(..., help="Total number of tasks to keep."),
-    out: Path = typer.Option(
-        ..., help="Output folder: tasks.jsonl. Run again after a kill, the command resumes there."
-    ),
-    seeds: Path = typer.Option(
-        None,
-        help="Your own seed tasks: records with instruction, input, output. Default: headway's.",
-    ),
-    language: str = typer.Option("en", help="Language of prompts and tasks: en or zh."),
-    temperature: float = typer.Option(1.0, help="Sampling temperature."),
-    max_tokens: int = typer.Option(
-        3072, help="Maximum tokens of an answer; a task cut off there is dropped."
-    ),
-    requests_per_round: int = typer.Option(5, help="Concurrent requests."),
-    per_request: int = typer.Option(20, help="Tasks per request."),
-    rate_limit: float = typer.Option(0.0, help="Maximum requests per minute; 0: no limit."),
-    timeout: float = typer.Option(120.0, help="Seconds to wait for an answer before a retry."),
-    max_retries: int = typer.Option(
-        8, help="Retries of one request (429, 5xx, no answer, invalid answer) before the run ends."
-    ),
-    give_up_after: int = typer.Option(
-        20, help="End after this many answers in a row without a task to keep."
-    ),
-    seed: int = typer.Option(0, help="Seed of the choice of examples."),
+    endpoint: Endpoint = GROUP,
+    wanted: SelfInstruct = GROUP,
     json: bool = JSON,
 ) -> None:
     """Let a model write new instruction tasks from a few seed tasks; keep the readable and new ones that need no images or files."""
-    from headway.text.self_instruct.endpoint import KEY_VARIABLE, Endpoint
-    from headway.text.self_instruct.generate import SelfInstruct
     from headway.text.self_instruct.generate import self_instruct as generate_tasks
-    from headway.text.self_instruct.tasks import Language
 
+    # From the environment: options are seen by everybody who lists the processes of a machine.
     key = os.environ.get(KEY_VARIABLE, "").strip() or None
-    server = Endpoint(
-        endpoint, model, key, temperature, max_tokens, timeout, max_retries, rate_limit
-    )
-    settings = SelfInstruct(
-        num,
-        out,
-        cast(Language, language),
-        seeds,
-        per_request,
-        requests_per_round,
-        seed,
-        give_up_after,
-    )
-    report = generate_tasks(settings, server)
+    report = generate_tasks(wanted, replace(endpoint, key=key))
     if json:
         print_json(asdict(report))
         return
-    rows = [("kept", report.kept), *((f"dropped: {why}", n) for why, n in report.dropped.items())]
-    rows += [(f"retried: {why}", n) for why, n in report.retries.items()]
+
+    rows = [("kept", report.kept)]
+    rows += [(f"dropped: {reason}", number) for reason, number in report.dropped.items()]
+    rows += [(f"retried: {reason}", number) for reason, number in report.retries.items()]
     print_table(("tasks", "count"), rows)
     tokens = f"{report.prompt_tokens} prompt and {report.completion_tokens} answer tokens"
     typer.echo(f"{report.tasks}: {report.kept} tasks from {report.requests} requests, {tokens}")

@@ -28,6 +28,7 @@ def demo(
     if multimodal:
         _multimodal(out or Path("demo-multimodal"), json=json)
         return
+
     out = out or Path("demo")
     check_writable(out)
     with start_logging():
@@ -35,14 +36,16 @@ def demo(
     if json:
         print_json(summary)
         return
+
     typer.echo(f"\nThe demo took {summary['seconds']:.0f} s and made:")
     print_table(["what", "result", "where"], _rows(summary, out))
-    one = summary["answers"][0]
+    answers = summary["answers"][0]
     typer.echo(
-        f"\nA sample:\n{summary['sample']}\n\nAn answer, before and after ({summary['report']} has more):\n  {one['question']}"
+        f"\nA sample:\n{summary['sample']}\n\nAn answer, before and after ({summary['report']} "
+        f"has more):\n  {answers['question']}"
     )
     for name in ("pretrain", "sft", "dpo"):
-        typer.echo(f"  {name + ':':10}{' '.join(one[name].split())}")
+        typer.echo(f"  {name + ':':10}{' '.join(answers[name].split())}")
     typer.echo("\nTry next:")
     for line in summary["next"]:
         typer.echo(f"  {line}")
@@ -60,7 +63,8 @@ def _multimodal(out: Path, *, json: bool) -> None:
         print_json(summary)
         return
     typer.echo(
-        f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['candidates']} held-out samples:"
+        f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among "
+        f"{summary['candidates']} held-out samples:"
     )
     chance = f"{1 / summary['candidates']:.1%}"
     print_table(
@@ -70,64 +74,77 @@ def _multimodal(out: Path, *, json: bool) -> None:
     typer.echo("\nPhase 2, right answers about held-out combinations:")
     kinds = ("seen", "blank", "left_out", "chance")
     rows = [
-        (question, *(f"{one[key]:.1%}" for key in kinds))
-        for question, one in summary["answers"].items()
+        (question, *(f"{shares[key]:.1%}" for key in kinds))
+        for question, shares in summary["answers"].items()
     ]
     print_table(["question", "right", "grey and silent", "media left out", "chance"], rows)
     typer.echo(f"\nPictures and sounds beside every answer: {summary['report']}")
-    image, prompt = out / "media/images/000000.png", "What colour is the shape?"
+    # The first picture of the generated set.
+    image = out / "media/images/000000.png"
+    prompt = "What colour is the shape?"
     typer.echo(
-        f"\nTry next:\n  headway generate --model {out / 'runs/tune'} --image {image} --prompt '{prompt}'"
+        f"\nTry next:\n  headway generate --model {out / 'runs/tune'} --image {image} --prompt "
+        f"'{prompt}'"
     )
 
 
-def _rows(found: dict[str, Any], out: Path) -> list[tuple[str, str, Path]]:
-    full, learned, random = found["sparse"]["losses"].values()
-    cache = found["sparse"]["kv"][1][6]
+def _rows(summary: dict[str, Any], out: Path) -> list[tuple[str, str, Path]]:
+    """The table at the end: what was made, the number that shows it worked, and where it is."""
+    # Losses without masks, with learned masks and with random ones of the same sparsity; the
+    # second row of the cache table is that of the learned masks.
+    full, learned, random = summary["sparse"]["losses"].values()
+    cache = summary["sparse"]["kv"][1][6]
     runs = out / "runs"
     return [
         (
             "corpus",
-            f"{found['modules']} modules of the standard library, {found['corpus_bytes'] / 1e6:.1f} MB",
+            f"{summary['modules']} modules of the standard library, "
+            f"{summary['corpus_bytes'] / 1e6:.1f} MB",
             out / "corpus",
         ),
-        ("tokenizer", f"{found['vocabulary']} tokens, byte-level BPE", out / "tokenizer"),
+        ("tokenizer", f"{summary['vocabulary']} tokens, byte-level BPE", out / "tokenizer"),
         (
             "token store",
-            f"{found['documents']} documents, {found['tokens']:,} tokens",
+            f"{summary['documents']} documents, {summary['tokens']:,} tokens",
             out / "store",
         ),
         (
             "instructions",
-            f"{found['conversations']} questions and answers from docstrings, loss on answers",
+            f"{summary['conversations']} questions and answers from docstrings, loss on answers",
             out / "instructions",
         ),
         (
             "run",
-            f"validation loss {found['first_valid_loss']:.3f} -> {found['last_valid_loss']:.3f}",
+            f"validation loss {summary['first_valid_loss']:.3f} -> "
+            f"{summary['last_valid_loss']:.3f}",
             runs / "pretrain",
         ),
         (
             "evaluation",
-            f"{found['bits_per_byte']:.3f} bits per byte (bigram {found['bigram_bits_per_byte']:.3f})",
+            f"{summary['bits_per_byte']:.3f} bits per byte (bigram "
+            f"{summary['bigram_bits_per_byte']:.3f})",
             out / "summary.json",
         ),
         (
             "fine-tuning",
-            f"loss on held-out answers {found['sft_first_valid_loss']:.3f} -> {found['sft_last_valid_loss']:.3f}",
+            f"loss on held-out answers {summary['sft_first_valid_loss']:.3f} -> "
+            f"{summary['sft_last_valid_loss']:.3f}",
             runs / "sft",
         ),
         (
             "preference",
-            f"reward accuracy {found['reward_accuracy']:.2f} on {found['valid_pairs']} held-out pairs",
+            f"reward accuracy {summary['reward_accuracy']:.2f} on {summary['valid_pairs']} "
+            "held-out "
+            "pairs",
             runs / "dpo",
         ),
         (
             "sparse heads",
-            f"cache {cache} smaller at 256 tokens: loss {full:.3f} -> {learned:.3f} (random heads {random:.3f})",
-            found["sparse"]["report"],
+            f"cache {cache} smaller at 256 tokens: loss {full:.3f} -> {learned:.3f} (random heads "
+            f"{random:.3f})",
+            summary["sparse"]["report"],
         ),
-        ("Hugging Face", "loads with AutoModelForCausalLM and AutoTokenizer", found["export"]),
+        ("Hugging Face", "loads with AutoModelForCausalLM and AutoTokenizer", summary["export"]),
     ]
 
 

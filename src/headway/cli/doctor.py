@@ -3,29 +3,29 @@
 import json as json_text
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from headway.cli._complete import complete_recipe
-from headway.cli._options import GROUP, JSON, RECIPE, RankOptions, command_line, read_recipe
-from headway.cli._output import exit_with, print_json, print_table
+from headway.cli._options import GROUP, JSON, RECIPE, command_line, read_recipe
+from headway.cli._output import exit_with, print_document, print_json, print_table
 from headway.errors import ConfigError
+from headway.launch.options import LaunchOptions
 
 if TYPE_CHECKING:
-    from headway.diagnose.check import Check
+    from headway.diagnose.check import Check, RanksReport
     from headway.diagnose.doctor import DoctorPlan
-    from headway.diagnose.rank_report import RanksReport
-    from headway.launch.launcher import LaunchOptions
     from headway.parallel.collectives import RankGroup
     from headway.workflows.doctor_data import SourceSamples
 
 DATA = typer.Argument(
     ...,
     metavar="RECIPE|FILE [section.key=value]...",
-    help="A recipe and overrides, or data (raw files or a token store) with tokenizer=PATH or init.from=MODEL.",
+    help="A recipe and overrides, or data (raw files or a token store) with tokenizer=PATH or "
+    "init.from=MODEL.",
     autocompletion=complete_recipe,
 )
 
@@ -61,8 +61,9 @@ def doctor(
     port: int | None = typer.Option(
         None, help="Also check that this port is free.", min=1, max=65535
     ),
-    ranks: RankOptions = GROUP,
+    ranks: LaunchOptions = GROUP,
     nodes: NodeOptions = GROUP,
+    # Hidden: the process that starts ranks gives it to them.
     report: Path | None = typer.Option(None, hidden=True),
     json: bool = JSON,
 ) -> None:
@@ -70,42 +71,40 @@ def doctor(
 
     Each line is ok, warn or fail, with a remedy; the exit code is 1 if one failed.
     """
+    # `headway doctor data` comes here first: the verb is also the callback of its group.
     if context.invoked_subcommand is not None:
         _refuse_own_options(context)
         return
+
     from headway.diagnose.doctor import DoctorPlan
     from headway.launch.external import external_launcher
-    from headway.launch.launcher import LaunchOptions, is_launched
+    from headway.launch.launcher import is_launched
     from headway.launch.nodes import parse_nodes
 
     plan = DoctorPlan(run_dir, cache_dir, port)
     if fast:
         _check_fast(context, plan, json)
         return
-    launching = LaunchOptions(
-        ranks.nproc,
-        ranks.gpus,
-        parse_nodes(nodes.nnodes, nodes.node_rank, nodes.master, nodes.node_timeout),
-    )
-    if (
-        is_launched(os.environ)
-        or external_launcher(os.environ)
-        or ranks.nproc not in (None, 1)
-        or ranks.gpus
-        or nodes.nnodes > 1
-    ):
-        _check_ranks(context, plan, launching, report, json)
+
+    machines = parse_nodes(nodes.nnodes, nodes.node_rank, nodes.master, nodes.node_timeout)
+    is_rank = is_launched(os.environ) or external_launcher(os.environ)
+    needs_ranks = ranks.nproc not in (None, 1) or ranks.gpus or nodes.nnodes > 1
+    if is_rank or needs_ranks:
+        _check_ranks(context, plan, replace(ranks, nodes=machines), report, json)
         return
+
     from headway.diagnose.doctor import examine
 
     show_checks(examine(plan, os.environ), json)
 
 
 def _refuse_own_options(context: typer.Context) -> None:
-    given = command_line(context)[1:]
-    if given:
+    """Refuse options of `doctor` in front of one of its verbs, which would not see them."""
+    options = command_line(context)[1:]
+    if options:
         raise ConfigError(
-            f"{given[0]} stands before `{context.invoked_subcommand}`, where it has no meaning. Put it behind, or leave it out."
+            f"{options[0]} stands before `{context.invoked_subcommand}`, where it has no meaning. "
+            "Put it behind, or leave it out."
         )
 
 
@@ -115,7 +114,8 @@ def _check_fast(context: typer.Context, plan: "DoctorPlan", json: bool) -> None:
     for name in ("nproc", "gpus", "master", "cache_dir"):
         if context.params[name] is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no meaning with --fast, which checks this machine alone. Leave one out."
+                f"--{name.replace('_', '-')} has no meaning with --fast, which checks this "
+                "machine alone. Leave one out."
             )
     facts, checks = host_checks(plan.folder, HostNeeds(port=plan.port), os.environ)
     show_checks(checks, json, {"facts": facts.to_json()})
@@ -124,17 +124,20 @@ def _check_fast(context: typer.Context, plan: "DoctorPlan", json: bool) -> None:
 def _check_ranks(
     context: typer.Context,
     plan: "DoctorPlan",
-    launching: "LaunchOptions",
+    launching: LaunchOptions,
     report: Path | None,
     json: bool,
 ) -> None:
-    """Start ranks, or be one. The first rank of a node leaves its report for the process that started it, which prints it."""
-    from headway.diagnose.rank_report import RanksReport
+    """Start ranks, or be one.
+
+    The first rank of a node leaves its report for the process that started it, which prints it.
+    """
+    from headway.diagnose.check import RanksReport
     from headway.launch.launcher import is_launched, run_on_ranks
     from headway.runtime.process import from_environment
     from headway.runtime.temporary import temporary_folder
 
-    found: list[RanksReport] = []
+    reports: list[RanksReport] = []
 
     def work(group: "RankGroup") -> None:
         from headway.diagnose.rank_checks import check_ranks
@@ -142,21 +145,26 @@ def _check_ranks(
 
         process = from_environment()
         compute = choose_compute("auto", "auto", process.local_rank)
-        found.append(check_ranks(group, process, compute.device, plan, os.environ))
+        # The same on all ranks: the checks end with a gather.
+        reports.append(check_ranks(group, process, compute.device, plan, os.environ))
         if report is not None and process.local_rank == 0:
-            report.write_text(json_text.dumps(found[0].to_json()), encoding="utf-8")
+            report.write_text(json_text.dumps(reports[0].to_json()), encoding="utf-8")
 
+    # A rank of the process below, which prints for all.
     if is_launched(os.environ):
         exit_with(run_on_ranks("auto", launching, [], work))
         return
+
     with temporary_folder("doctor") as folder:
         path = folder / "report.json"
         code = run_on_ranks("auto", launching, [*command_line(context), f"--report={path}"], work)
         exit_with(code)
+        # Without the file, `work` ran in this process and `reports` has its result already.
         if path.exists():
-            found.append(RanksReport.from_json(json_text.loads(path.read_text(encoding="utf-8"))))
+            reports.append(RanksReport.from_json(json_text.loads(path.read_text(encoding="utf-8"))))
+
     is_first = launching.nodes.rank == 0 and from_environment().is_first
-    show_ranks(found[0], json, is_first=is_first)
+    show_ranks(reports[0], json, is_first=is_first)
 
 
 def show_ranks(report: "RanksReport", json: bool, *, is_first: bool) -> None:
@@ -168,13 +176,13 @@ def show_ranks(report: "RanksReport", json: bool, *, is_first: bool) -> None:
     if not json:
         rows = [
             (
-                one.collective.replace("_", "-"),
-                f"{one.bytes / 1e6:.2f}",
-                f"{one.seconds * 1e6:,.0f}",
-                f"{one.algorithm / 1e9:.2f}",
-                f"{one.bus / 1e9:.2f}",
+                bandwidth.collective.replace("_", "-"),
+                f"{bandwidth.bytes / 1e6:.2f}",
+                f"{bandwidth.seconds * 1e6:,.0f}",
+                f"{bandwidth.algorithm / 1e9:.2f}",
+                f"{bandwidth.bus / 1e9:.2f}",
             )
-            for one in report.bandwidths
+            for bandwidth in report.bandwidths
         ]
         print_table(("collective", "MB", "µs", "GB/s", "bus GB/s"), rows, "Between all ranks")
         typer.echo()
@@ -196,53 +204,54 @@ def data(
 
     Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
     """
-    from headway.cli._documents import print_document
     from headway.workflows.doctor_data import SampleOptions, check_data
 
     if any(number < 0 for number in document):
         raise ConfigError(f"--document is {min(document)}; documents are counted from 0.")
     recipe = read_recipe(_as_data(arguments), makes_tokenizer=True)
-    found = check_data(recipe, SampleOptions(samples, max_tokens, tuple(document)))
+    stage_reports = check_data(recipe, SampleOptions(samples, max_tokens, tuple(document)))
+
+    checks: list[Check] = []
+    json_samples: list[dict[str, Any]] = []
+    for stage_report in stage_reports:
+        # A recipe without stages has one report, whose checks need no name before theirs.
+        stage = stage_report.stage
+        for check in stage_report.checks:
+            checks.append(check if stage is None else check.on(stage))
+        for source in stage_report.samples:
+            json_samples.append(_sample_json(stage, source))
+            if json:
+                continue
+            typer.echo(f"\n{source.source}:" if stage is None else f"\n{stage}: {source.source}:")
+            for preview in source.documents:
+                print_document(preview, source.masked)
     if not json:
-        for one in found:
-            for source in one.samples:
-                typer.echo(
-                    f"\n{source.source}:"
-                    if one.stage is None
-                    else f"\n{one.stage}: {source.source}:"
-                )
-                for shown in source.documents:
-                    print_document(shown, source.masked)
         typer.echo()
-    show_checks(
-        [
-            check if one.stage is None else check.on(one.stage)
-            for one in found
-            for check in one.checks
-        ],
-        json,
-        {"samples": [_sample_json(one.stage, source) for one in found for source in one.samples]},
-    )
+
+    show_checks(checks, json, {"samples": json_samples})
 
 
 def _as_data(arguments: list[str]) -> list[str]:
     """A data file or store in the place of a recipe becomes data.train of a run without a recipe."""
     from headway.config.shipped import recipe_names
 
-    first, *rest = arguments
+    first, *overrides = arguments
     if "=" in first or first in recipe_names() or Path(first).suffix in (".yaml", ".yml"):
         return arguments
-    folders = {name.partition("/")[0] for name in recipe_names()}
-    if not Path(first).exists() and (
-        first.partition("/")[0] in folders or not set("/.") & set(first)
-    ):
-        return arguments  # the name of a recipe, perhaps misspelt
-    return [f"data.train={first}", *rest]
+
+    # A word that no file has, without a folder or a suffix, is a recipe's name, perhaps misspelt:
+    # the recipe reader suggests the right one.
+    recipe_folders = {name.partition("/")[0] for name in recipe_names()}
+    looks_like_recipe = first.partition("/")[0] in recipe_folders or not set("/.") & set(first)
+    if looks_like_recipe and not Path(first).exists():
+        return arguments
+    return [f"data.train={first}", *overrides]
 
 
 def _sample_json(stage: str | None, source: "SourceSamples") -> dict[str, Any]:
     documents = [
-        {**one._asdict(), "runs": [run._asdict() for run in one.runs]} for one in source.documents
+        {**document._asdict(), "runs": [run._asdict() for run in document.runs]}
+        for document in source.documents
     ]
     return {
         "stage": stage,
@@ -256,7 +265,8 @@ def recipe(
     arguments: list[str] = RECIPE,
     gpu: str | None = typer.Option(
         None,
-        help="GPU it will run on, as in `headway plan`: h200, a100, 4090, ...; default: this machine.",
+        help="GPU it will run on, as in `headway plan`: h200, a100, 4090, ...; default: this "
+        "machine.",
     ),
     world: int | None = typer.Option(None, help="Number of GPUs it will run on.", min=1),
     step: bool = typer.Option(
@@ -274,10 +284,15 @@ def recipe(
         raise ConfigError(
             f"--world is {world} without --gpu. Give the kind of GPU too, such as --gpu h100."
         )
-    found = read_recipe(arguments, makes_tokenizer=True)
-    checks = check_recipe(found, RecipeTarget(None if gpu is None else find_gpu(gpu), world))
+    loaded = read_recipe(arguments, makes_tokenizer=True)
+    hardware = None
+    if gpu is not None:
+        hardware = find_gpu(gpu)
+    checks = check_recipe(loaded, RecipeTarget(hardware, world))
+
+    # A recipe that training would refuse cannot be built.
     if step and not any(check.state == "fail" for check in checks):
-        checks.append(check_step(found))
+        checks.append(check_step(loaded))
     show_checks(checks, json)
 
 
@@ -291,7 +306,7 @@ def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | No
     else:
         print_table(
             ["state", "check", "found", "remedy"],
-            [(c.state, c.name, c.detail, c.remedy or "") for c in checks],
+            [(check.state, check.name, check.detail, check.remedy or "") for check in checks],
         )
     if failed:
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,36 +12,34 @@ import typer
 
 from headway.cli import _eval_output as output
 from headway.cli._options import (
-    CHAT_TEMPLATE,
     GROUP,
     JSON,
     MODEL,
-    TEMPLATE_FLAGS,
     ComputeOptions,
-    MaskOptions,
-    RankOptions,
     on_ranks,
     with_masks,
 )
 from headway.cli._output import print_json, print_report_path, print_table
+from headway.config.options import inner_options
 from headway.errors import ConfigError
+from headway.eval.options import (
+    HarnessPlan,
+    LongPlan,
+    ReadOptions,
+    SamplePlan,
+)
+from headway.launch.options import LaunchOptions
+from headway.model.head_masks.choice import MaskChoice, MaskSpec
 
 if TYPE_CHECKING:
     from headway.eval.evaluate import EvalPlan
     from headway.parallel.collectives import RankGroup
 
-MAX_DIGITS = 12
 BATCH_TOKENS = typer.Option(
     8192,
     help="Tokens that go through the model at once, padding included; a longer window goes alone.",
 )
 OUT = typer.Option(None, help="Write results.json, report.md and plots into this folder.")
-BOS = typer.Option(
-    None,
-    "--bos/--no-bos",
-    help="Put the begin token before each window; default: if the tokenizer or its chat template does.",
-)
-TASKS_HELP = "Tasks, comma separated; default: all. needle_* hide numbers, passkey, key_value, variable_tracking, common_words."
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,8 @@ class EvalOptions:
     )
     suite: str | None = typer.Option(
         None,
-        help="Also score a suite: default (wikitext-2, wikitext-103, ptb, lambada). --data NAME=PATH gives the path of a member.",
+        help="Also score a suite: default (wikitext-2, wikitext-103, ptb, lambada). --data "
+        "NAME=PATH gives the path of a member.",
     )
     window: int | None = typer.Option(
         None, help="Tokens of a window; default: the model's max_seq_len."
@@ -65,100 +64,53 @@ class EvalOptions:
         None, help="Tokens between the starts of two windows; default: the window (no overlap)."
     )
     batch_tokens: int = BATCH_TOKENS
-    max_samples: int | None = typer.Option(
-        None, help="Score only the first documents of each dataset, this many."
-    )
-    split: str = typer.Option(
-        "file", help="A .txt file is one document (file), or each of its lines is one (line)."
-    )
-    text_key: str | None = typer.Option(
-        None, help="Key that holds the text of a record; default: the suite's key, else text."
-    )
-    by: str | None = typer.Option(
-        None,
-        help="Also split each dataset: by file, or by this key of its records (nested: meta.source).",
-    )
-    bos: bool | None = BOS
-    prompt: list[str] = typer.Option([], help="Also continue this text; may be repeated.")
+    reading: ReadOptions = inner_options(ReadOptions())
+    samples: SamplePlan = inner_options(SamplePlan())
     prompts_file: Path | None = typer.Option(
         None, help="More prompts: one per line, or a .jsonl file with a key `prompt`."
     )
-    chat_template: str | None = CHAT_TEMPLATE
-    samples: int | None = typer.Option(None, help="Continuations of each prompt; default: 1.")
-    max_new_tokens: int = typer.Option(64, help="Maximum tokens of a continuation.")
-    temperature: float = typer.Option(
-        0.8, help="Temperature of the continuations; 0 takes the most likely token each time."
-    )
-    seed: int = typer.Option(0, help="Seed of the continuations.")
     out: Path | None = OUT
     tensorboard: Path | None = typer.Option(
         None, help="Write the numbers as TensorBoard scalars here, at the step of the checkpoint."
     )
 
     def plan(self, *, needs_data: bool, window: Callable[[], int | None]) -> EvalPlan:
-        """What to measure. Without `needs_data`, prompts alone are enough; `window` gives the default window."""
-        from headway.eval.dataset import ReadOptions, parse_datasets
-        from headway.eval.evaluate import EvalPlan, SamplePlan
+        """What to measure.
+
+        Without `needs_data`, prompts alone are enough; `window` gives the default window.
+        """
+        from headway.eval.dataset import parse_datasets
+        from headway.eval.evaluate import EvalPlan
         from headway.infer.generate import read_prompts
 
-        prompts = (
-            *self.prompt,
-            *(read_prompts(self.prompts_file) if self.prompts_file is not None else ()),
-        )
-        if self.samples is not None and not prompts:
-            raise ConfigError(
-                f"--samples is {self.samples}, but there is no prompt to continue. Give --prompt TEXT."
-            )
-        times = 1 if self.samples is None else self.samples
+        samples = self.samples
+        if self.prompts_file is not None:
+            samples = replace(samples, prompts=(*samples.prompts, *read_prompts(self.prompts_file)))
+
+        # `parse_datasets` refuses a command line that names no data.
+        datasets = []
+        if needs_data or self.data or self.suite or not samples.prompts:
+            datasets = parse_datasets(self.data, self.suite)
+
+        window_tokens = self.window
+        if window_tokens is None:
+            window_tokens = window()
         return EvalPlan(
-            parse_datasets(self.data, self.suite)
-            if needs_data or self.data or self.suite or not prompts
-            else [],
-            ReadOptions(self.split, self.text_key, self.bos, self.max_samples, self.by),
-            window() if self.window is None else self.window,
-            self.stride,
-            self.batch_tokens,
-            SamplePlan(
-                prompts, times, self.max_new_tokens, self.temperature, self.seed, self.chat_template
-            ),
+            datasets, self.reading, window_tokens, self.stride, self.batch_tokens, samples
         )
-
-
-@dataclass(frozen=True)
-class LongOptions:
-    """Questions in long prompts."""
-
-    depths: str = typer.Option(
-        "0,0.25,0.5,0.75,1", help="Positions of the answer, 0 = the beginning, comma separated."
-    )
-    samples: int = typer.Option(2, help="Questions per task, length and depth.")
-    data: list[str] = typer.Option(
-        [], "--data", "--input", help="Also score this text by tokens of context; may be repeated."
-    )
-    chat_template: str | None = typer.Option(
-        None,
-        *TEMPLATE_FLAGS,
-        help="Ask in this chat template: a name, tokenizer (the model's own) or a .jinja file; default: plain text.",
-    )
-    bos: bool | None = BOS
-    chunk_tokens: int | None = typer.Option(
-        None, help="Prefill chunk in tokens; default: length/8, at most 4096."
-    )
-    rows: int = typer.Option(4, help="Prompts computed at once.")
-    seed: int = typer.Option(0, help="Seed of the questions and of random masks.")
 
 
 def ppl(
     context: typer.Context,
     model: Path = MODEL,
     options: EvalOptions = GROUP,
-    masks: MaskOptions = GROUP,
+    choice: MaskChoice = GROUP,
     compute: ComputeOptions = GROUP,
-    ranks: RankOptions = GROUP,
+    ranks: LaunchOptions = GROUP,
     json: bool = JSON,
 ) -> None:
     """Perplexity, bits per byte, accuracy and calibration of a model on text; longer documents are read with a sliding window."""
-    choice = masks.choice()
+    # Without a window each model takes the longest it was made for.
     plan = options.plan(needs_data=True, window=lambda: None)
     check_start(compute, options.out, tensorboard=options.tensorboard)
 
@@ -182,15 +134,14 @@ def compare(
         help="Run folders, checkpoint folders or Hugging Face folders.",
     ),
     options: EvalOptions = GROUP,
-    masks: MaskOptions = GROUP,
+    choice: MaskChoice = GROUP,
     compute: ComputeOptions = GROUP,
-    ranks: RankOptions = GROUP,
+    ranks: LaunchOptions = GROUP,
     json: bool = JSON,
 ) -> None:
     """Compare models on the same data and prompts, with the training curves of those that are runs; one is loaded at a time."""
     from headway.checkpoint.stored_model import find_model
 
-    choice = masks.choice()
     if len(models) < 2 or len(set(models)) < len(models):
         names = ", ".join(map(str, models))
         raise ConfigError(
@@ -206,6 +157,7 @@ def compare(
     def work(group: RankGroup) -> None:
         from headway.eval.evaluate import evaluate
 
+        # One model at a time: the next is loaded when the last one is freed.
         masked = partial(with_masks, choice=choice, is_first=group.rank == 0)
         results = [
             evaluate(masked(compute.load(model)), plan, name=str(model), group=group)
@@ -222,24 +174,8 @@ def compare(
 def harness(
     context: typer.Context,
     model: Path = MODEL,
-    tasks: list[str] = typer.Option(
-        ..., help="Names or patterns of tasks (`lm-eval ls tasks`); repeated or comma separated."
-    ),
-    task_dir: Path | None = typer.Option(
-        None, help="A folder with your own tasks as YAML; code that they name is run."
-    ),
-    limit: int | None = typer.Option(
-        None, help="Only the first documents of each task, this many."
-    ),
-    shots: int | None = typer.Option(
-        None, help="Few-shot examples before each question; default: as each task says."
-    ),
+    plan: HarnessPlan = GROUP,
     batch_tokens: int = BATCH_TOKENS,
-    online: bool = typer.Option(
-        False,
-        "--online",
-        help="Let tasks download their data from the hub; else it must be on this machine.",
-    ),
     log_samples: bool = typer.Option(
         False,
         "--log-samples",
@@ -248,36 +184,22 @@ def harness(
     out: Path | None = typer.Option(
         None, help="Write results.json and report.md into this folder."
     ),
-    masks: MaskOptions = GROUP,
+    choice: MaskChoice = GROUP,
     compute: ComputeOptions = GROUP,
-    ranks: RankOptions = GROUP,
+    ranks: LaunchOptions = GROUP,
     json: bool = JSON,
 ) -> None:
     """Run tasks of lm-evaluation-harness. Without masks, results equal those of its `--model hf` on the exported model."""
     from headway.checkpoint.stored_model import find_model
-    from headway.eval.harness import (
-        COLUMNS,
-        HarnessPlan,
-        check_installed,
-        run_harness,
-        write_results,
-    )
+    from headway.eval.harness import COLUMNS, check_installed, run_harness, write_results
 
     check_installed()
-    choice = masks.choice()
     if log_samples and out is None:
         raise ConfigError(
             "--log-samples is given without --out. Give a folder with --out, or leave it out."
         )
-    plan = HarnessPlan(
-        [name for given in tasks for name in given.split(",") if name],
-        task_dir,
-        limit,
-        shots,
-        online,
-    )
     check_start(compute, out)
-    find_model(model)
+    find_model(model)  # refuses a wrong path before ranks are started
 
     def work(group: RankGroup) -> None:
         from headway.eval.harness_model import HarnessModel
@@ -286,6 +208,7 @@ def harness(
         result = run_harness(
             HarnessModel(loaded, batch_tokens=batch_tokens, group=group), plan, name=str(model)
         )
+        # lm_eval gives the results to the first rank alone.
         if result is None:
             return
         if out is not None:
@@ -293,7 +216,7 @@ def harness(
         if json:
             print_json(result.to_json())
         else:
-            print_table(list(COLUMNS), [one.cells() for one in result.metrics])
+            print_table(list(COLUMNS), [metric.cells() for metric in result.metrics])
             print_report_path(out)
 
     on_ranks(context, compute, ranks, work)
@@ -301,20 +224,11 @@ def harness(
 
 def long(
     model: Path = MODEL,
-    tasks: str | None = typer.Option(None, help=TASKS_HELP),
-    lengths: str = typer.Option(
-        "4096", help="Tokens of the prompts, comma separated; 4k means 4096."
+    plan: LongPlan = GROUP,
+    masks: MaskSpec = GROUP,
+    data: list[str] = typer.Option(
+        [], "--data", "--input", help="Also score this text by tokens of context; may be repeated."
     ),
-    sparsities: str | None = typer.Option(
-        None, help="Also measure masks at these shares of streaming heads (0.3,0.5,0.7)."
-    ),
-    random_masks: bool = typer.Option(
-        False,
-        "--random-masks",
-        help="Also measure random masks with as many heads, for comparison.",
-    ),
-    masks: MaskOptions = GROUP,
-    options: LongOptions = GROUP,
     out: Path | None = OUT,
     compute: ComputeOptions = GROUP,
     json: bool = JSON,
@@ -322,38 +236,20 @@ def long(
     """Long-context tasks (made offline), without and with head masks, and the size and speed of the KV cache."""
     from headway.checkpoint.stored_model import find_model
     from headway.eval.dataset import read_texts
-    from headway.eval.long_context import LongPlan, evaluate_long
+    from headway.eval.long_context import evaluate_long
     from headway.eval.long_report import write_long_report
-    from headway.eval.long_tasks import task_names
-    from headway.model.head_masks.choice import MaskSpec
 
-    plan = LongPlan(
-        tuple(tasks.split(",")) if tasks is not None else tuple(task_names()),
-        parse_lengths(lengths),
-        parse_numbers("--depths", options.depths),
-        options.samples,
-        options.seed,
-        options.chunk_tokens,
-        options.rows,
-        options.chat_template,
-        options.bos,
-    )
-    spec = MaskSpec(
-        masks.choice(),
-        parse_numbers("--sparsities", sparsities) if sparsities is not None else (),
-        random_masks,
-    )
     check_start(compute, out)
-    variants = spec.variants(find_model(model).mask_source())
+    variants = masks.variants(find_model(model).mask_source())
+
+    # With --out, each measurement is kept when it is done: a command that was stopped continues.
+    results_dir = None
+    if out is not None:
+        results_dir = out / "parts"
     loaded = compute.load(model)
-    texts = read_texts(options.data, loaded, options.bos)
+    texts = read_texts(data, loaded, plan.questions.bos)
     result = evaluate_long(
-        loaded,
-        variants,
-        plan,
-        name=str(model),
-        texts=texts,
-        results_dir=None if out is None else out / "parts",
+        loaded, variants, plan, name=str(model), texts=texts, results_dir=results_dir
     )
     if out is not None:
         write_long_report(out, result)
@@ -367,7 +263,9 @@ def long(
 def check_start(
     compute: ComputeOptions, *folders: Path | None, tensorboard: Path | None = None
 ) -> None:
-    """Refuse an unknown device or precision, and folders that cannot be written, before anything is measured."""
+    """Refuse an unknown device or precision, and folders that cannot be written, before anything is
+    measured.
+    """
     from headway.runtime.optional import need
     from headway.runtime.storage import check_writable
 
@@ -382,37 +280,15 @@ def check_start(
 
 def _check_name(folder: Path) -> None:
     """Refuse a name that no file system or report can hold."""
+    # Python reads bytes that are no UTF-8 from the command line as lone surrogates.
     try:
-        text = str(folder).encode()
+        is_text = b"\0" not in str(folder).encode()
     except UnicodeEncodeError:
-        text = b"\0"
-    if b"\0" in text:
+        is_text = False
+    if not is_text:
         raise ConfigError(
             f"the name of the folder {str(folder)!r} is not valid text. Give another one."
         )
-
-
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Numbers of tokens separated by commas; k means 1024."""
-    return tuple(map(_parse_tokens, text.split(",")))
-
-
-def _parse_tokens(text: str) -> int:
-    plain = text.strip().lower()
-    digits, scale = (plain[:-1], 1024) if plain.endswith("k") else (plain, 1)
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS):
-        raise ConfigError(
-            f"--lengths holds {text!r}; write whole numbers of tokens, 4096 or 4k, comma separated."
-        )
-    return int(digits) * scale
-
-
-def parse_numbers(flag: str, text: str) -> tuple[float, ...]:
-    """Numbers between commas."""
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; write numbers, comma separated.") from None
 
 
 VERBS = {"eval compare": compare, "eval harness": harness, "eval long": long, "eval ppl": ppl}

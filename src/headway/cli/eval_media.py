@@ -1,4 +1,6 @@
-"""`headway eval multimodal` and `eval retrieval`: answers about pictures and sounds, and what an aligner finds, with a picture report."""
+"""`headway eval multimodal` and `eval retrieval`: answers about pictures and sounds, and what an
+aligner finds, with a picture report.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ def multimodal(
     model: Path = MODEL,
     data: str = typer.Option(
         ...,
-        help="Records with pictures and sounds, as training reads them; their last answers are expected.",
+        help="Records with pictures and sounds, as training reads them; their last answers are "
+        "expected.",
     ),
     limit: int = typer.Option(None, min=1, help="Only the first records, this many."),
     blank: bool = typer.Option(
@@ -48,35 +51,39 @@ def multimodal(
     from headway.media.schema import load_schema
     from headway.runtime.device import choose_compute
 
+    # Before the model is loaded and every record is answered.
     if report is not None:
         check_report_path(report)
-    checks = None if schema is None else load_schema(schema)
+    checks = None
+    if schema is not None:
+        checks = load_schema(schema)
+
     compute = choose_compute(device, "auto")
     loaded = load_model(model, device=compute.device, dtype=compute.dtype)
     options = GenerateOptions(max_new_tokens, rows=rows)
-    scores = evaluate_multimodal(
-        loaded,
-        data,
-        MultimodalPlan(template_of(loaded, chat_template), options, checks, blank, limit, drop_bad),
-    )
+    template = template_of(loaded, chat_template)
+    plan = MultimodalPlan(template, options, checks, blank, limit, drop_bad)
+    scores = evaluate_multimodal(loaded, data, plan)
     if report is not None:
-        write_picture_report(
-            report, PictureReport(f"{model} on {data}", scores.figures(), scores.rows)
-        )
+        pictures = PictureReport(f"{model} on {data}", scores.figures(), scores.rows)
+        write_picture_report(report, pictures)
+
     if json:
         print_json({**as_json(scores), "report": report})
         return
+
+    # Shares are floats, counts are not.
     for name, value in scores.figures().items():
         typer.echo(f"{name}: {value:.1%}" if isinstance(value, float) else f"{name}: {value}")
     if scores.questions:
         cells = [
             (
-                one.question,
-                one.records,
-                f"{one.right:.1%}",
-                "" if one.blank is None else f"{one.blank:.1%}",
+                question.question,
+                question.records,
+                f"{question.right:.1%}",
+                "" if question.blank is None else f"{question.blank:.1%}",
             )
-            for one in scores.questions
+            for question in scores.questions
         ]
         print_table(("question", "records", "right", "with blank media"), cells)
     if report is not None:
@@ -100,45 +107,36 @@ def retrieval(
         check_report_path(report)
     scores, rows = evaluate_retrieval(model, data, limit)
     if report is not None:
-        figures = {f"{one.pair} recall@1 of {one.candidates}": one.recall_at_1 for one in scores}
+        figures = {
+            f"{score.pair} recall@1 of {score.candidates}": score.recall_at_1 for score in scores
+        }
         write_picture_report(report, PictureReport(f"{model} on {data}", figures, retrievals=rows))
+
     if json:
         print_json(
             {
-                "pairs": [{**vars(one), "chance_at_1": one.chance} for one in scores],
+                "pairs": [{**vars(score), "chance_at_1": score.chance} for score in scores],
                 "report": report,
             }
         )
         return
-    names = (
-        "chance",
-        "ceiling",
-        "recall_at_1",
-        "recall_at_5",
-        "recall_at_10",
-        "mrr",
-        "median_rank",
-        "modality_gap",
-    )
+
+    # Fields of the scores and their headings.
+    numbers = {
+        "chance": "chance",
+        "ceiling": "ceiling",
+        "recall_at_1": "recall@1",
+        "recall_at_5": "recall@5",
+        "recall_at_10": "recall@10",
+        "mrr": "MRR",
+        "median_rank": "median rank",
+        "modality_gap": "modality gap",
+    }
     cells = [
-        (one.pair, one.candidates, *(f"{getattr(one, name):.3f}" for name in names))
-        for one in scores
+        (score.pair, score.candidates, *(f"{getattr(score, name):.3f}" for name in numbers))
+        for score in scores
     ]
-    print_table(
-        (
-            "pair",
-            "candidates",
-            "chance",
-            "ceiling",
-            "recall@1",
-            "recall@5",
-            "recall@10",
-            "MRR",
-            "median rank",
-            "modality gap",
-        ),
-        cells,
-    )
+    print_table(("pair", "candidates", *numbers.values()), cells)
 
 
 VERBS = {"eval multimodal": multimodal, "eval retrieval": retrieval}

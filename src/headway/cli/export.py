@@ -1,12 +1,15 @@
-"""`headway export` and `headway masks`: a trained model, its adapter or its head masks in files that other tools read."""
+"""`headway export` and `headway masks`: a trained model, its adapter or its head masks in files
+that other tools read.
+"""
 
 from pathlib import Path
 
 import typer
 
-from headway.cli._options import EQUAL_PER_LAYER, JSON, MODEL, model_option
+from headway.cli._options import JSON, MODEL, group, model_option
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+from headway.model.head_masks.choice import MaskChoice
 from headway.runtime.optional import need
 
 GATES_HELP = "A run folder, a checkpoint folder or a Hugging Face folder with head gates."
@@ -22,12 +25,14 @@ def hf(
     out: Path = typer.Option(..., help="The folder to write; an earlier export there is replaced."),
     dtype: str = typer.Option(
         "float32",
-        help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16).",
+        help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, "
+        "fp16).",
     ),
     remote_code: bool = typer.Option(
         False,
         "--remote-code",
-        help="Add a model class for a model that transformers does not have (Qwen 3 with no_rope_layers); "
+        help="Add a model class for a model that transformers does not have (Qwen 3 with "
+        "no_rope_layers); "
         "it loads only with trust_remote_code=True.",
     ),
     adapter: bool = typer.Option(
@@ -44,18 +49,22 @@ def hf(
     from headway.export.huggingface import export_model, parse_dtype
     from headway.runtime.storage import check_writable
 
+    # The export is written beside its place and moved there when it is complete.
     chosen = parse_dtype(dtype)
     check_writable(out.parent)
+
     if adapter:
         from headway.export.adapter import export_adapter
 
         if remote_code:
             raise ConfigError(
-                "--adapter and --remote-code are both given; an adapter needs no model class. Leave one of them out."
+                "--adapter and --remote-code are both given; an adapter needs no model class. "
+                "Leave one of them out."
             )
         export_adapter(model, out, dtype=chosen, family=family)
     else:
         export_model(model, out, dtype=chosen, remote_code=remote_code, family=family)
+
     if json:
         print_json(
             {"out": str(out), "dtype": chosen, "remote_code": remote_code, "adapter_only": adapter}
@@ -69,7 +78,8 @@ def llava(
     out: Path = typer.Option(..., help="The folder to write; it must not exist yet."),
     dtype: str = typer.Option(
         "float32",
-        help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16).",
+        help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, "
+        "fp16).",
     ),
     json: bool = JSON,
 ) -> None:
@@ -132,24 +142,27 @@ def masks_export(
         "--raw",
         help="Write log_alpha, E[z], P(z=0) and P(z=1) of every head instead of a decision.",
     ),
-    equal_per_layer: bool = EQUAL_PER_LAYER,
+    choice: MaskChoice = group(only=("equal_per_layer",)),
     json: bool = JSON,
 ) -> None:
     """Write which KV heads keep the whole context (1) and which only sinks and a window (0): one row per layer, tab separated."""
     from headway.checkpoint.stored_model import find_model
     from headway.model.head_masks.file import write_masks
 
-    if raw and (sparsity is not None or equal_per_layer):
+    if raw and (sparsity is not None or choice.equal_per_layer):
         raise ConfigError(
-            "--raw writes the gates and makes no decision; leave out --sparsity and --equal-per-layer."
+            "--raw writes the gates and makes no decision; leave out --sparsity and "
+            "--equal-per-layer."
         )
+
     gates = find_model(model).mask_source().trained_gates()
+    # How far a streaming head sees: the last tokens, and the first ones.
     reach = {"window": gates.config.window, "sinks": gates.config.sinks}
     if raw:
         gates.write_raw(out)
         result = {"out": str(out), "raw": True, "heads": gates.log_alpha.numel(), **reach}
     else:
-        masks = gates.masks(sparsity, equal_per_layer=equal_per_layer)
+        masks = gates.masks(sparsity, equal_per_layer=choice.equal_per_layer)
         write_masks(masks, out)
         heads = masks.num_layers * masks.num_kv_heads
         result = {
@@ -160,13 +173,15 @@ def masks_export(
             "sparsity": masks.sparsity,
             **reach,
         }
+
     if json:
         print_json(result)
     elif raw:
         typer.echo(f"wrote {out}: log_alpha of {result['heads']} heads")
     else:
         typer.echo(
-            f"wrote {out}: {result['full_heads']} of {result['heads']} heads full, sparsity {result['sparsity']:.4f}"
+            f"wrote {out}: {result['full_heads']} of {result['heads']} heads full, sparsity "
+            f"{result['sparsity']:.4f}"
         )
 
 
@@ -176,7 +191,7 @@ def masks_show(
     sparsity: float | None = typer.Option(
         None, help="Share of streaming heads; default: from the gates or the file."
     ),
-    equal_per_layer: bool = EQUAL_PER_LAYER,
+    choice: MaskChoice = group(only=("equal_per_layer",)),
     out: Path | None = typer.Option(None, help="Also draw layers x heads into this PNG file."),
     json: bool = JSON,
 ) -> None:
@@ -191,40 +206,51 @@ def masks_show(
         raise ConfigError(
             f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png."
         )
+    # Before the model is read, which may take a while.
     if out is not None:
         need("matplotlib", f"--out {out}")
-    gates = None if model is None else find_model(model).mask_source().trained_gates()
-    if gates is not None:
-        found = gates.masks(sparsity, equal_per_layer=equal_per_layer)
+
+    log_alpha = None
+    if model is not None:
+        gates = find_model(model).mask_source().trained_gates()
+        head_masks = gates.masks(sparsity, equal_per_layer=choice.equal_per_layer)
+        log_alpha = gates.log_alpha
     else:
         assert masks is not None
-        found = read_masks(masks, sparsity, equal_per_layer=equal_per_layer)
-    log_alpha = None if gates is None else gates.log_alpha
+        head_masks = read_masks(masks, sparsity, equal_per_layer=choice.equal_per_layer)
     if out is not None:
-        draw_masks(found, out, log_alpha)
+        draw_masks(head_masks, out, log_alpha)
+
     if json:
         print_json(
             {
-                "layers": found.num_layers, "kv_heads": found.num_kv_heads, "full_heads": found.num_full, "sparsity": found.sparsity,
-                "window": found.window, "sinks": found.sinks, "full": [[int(is_full) for is_full in row] for row in found.full],
-                "log_alpha": None if log_alpha is None else log_alpha.tolist(), "picture": None if out is None else str(out),
+                "layers": head_masks.num_layers,
+                "kv_heads": head_masks.num_kv_heads,
+                "full_heads": head_masks.num_full,
+                "sparsity": head_masks.sparsity,
+                "window": head_masks.window,
+                "sinks": head_masks.sinks,
+                "full": [[int(is_full) for is_full in row] for row in head_masks.full],
+                "log_alpha": None if log_alpha is None else log_alpha.tolist(),
+                "picture": None if out is None else str(out),
             }
-        )  # fmt: skip
+        )
         return
-    print_table(
-        ("layer", "heads (# full, . streaming)", "full"),
-        [
-            (layer, "".join("#" if is_full else "." for is_full in row), sum(row))
-            for layer, row in enumerate(found.full)
-        ],
+
+    rows = [
+        (layer, "".join("#" if is_full else "." for is_full in row), sum(row))
+        for layer, row in enumerate(head_masks.full)
+    ]
+    print_table(("layer", "heads (# full, . streaming)", "full"), rows)
+
+    # A mask file of DuoAttention need not say how far its streaming heads see.
+    heads = head_masks.num_layers * head_masks.num_kv_heads
+    reach = "window and sinks unknown"
+    if head_masks.window is not None:
+        reach = f"window {head_masks.window}, sinks {head_masks.sinks}"
+    typer.echo(
+        f"{head_masks.num_full} of {heads} heads full, sparsity {head_masks.sparsity:.4f}; {reach}"
     )
-    heads = found.num_layers * found.num_kv_heads
-    reach = (
-        "window and sinks unknown"
-        if found.window is None
-        else f"window {found.window}, sinks {found.sinks}"
-    )
-    typer.echo(f"{found.num_full} of {heads} heads full, sparsity {found.sparsity:.4f}; {reach}")
     if out is not None:
         typer.echo(f"wrote {out}")
 
@@ -233,7 +259,8 @@ def aligner(
     model: Path = ALIGNER,
     out: Path = typer.Option(
         ...,
-        help="A file ending in .safetensors, or in .pt for PurrSight; or a folder: the heads and the trained encoders.",
+        help="A file ending in .safetensors, or in .pt for PurrSight; or a folder: the heads and "
+        "the trained encoders.",
     ),
     json: bool = JSON,
 ) -> None:

@@ -15,36 +15,26 @@ from headway.cli._options import (
     GROUP,
     JSON,
     MODEL,
-    MaskOptions,
     SpeculateOptions,
     refuse_flags,
     with_masks,
 )
 from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError
+from headway.infer.generate_options import AnswerGrammar, GenerateOptions
+from headway.model.head_masks.choice import MaskChoice
 from headway.runtime.optional import need
 
 if TYPE_CHECKING:
-    from headway.infer.generate import AnswerGrammar, GenerateOptions
     from headway.infer.load import LoadedModel
     from headway.media.schema import AnswerSchema
     from headway.records.chat import Conversation
 
-MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
-TOP_K = typer.Option(None, help="Sample from the k most likely tokens.")
-TOP_P = typer.Option(
-    None, help="Sample from the smallest set of tokens with this total probability."
-)
-STOP = typer.Option([], help="Stop before this text; may be repeated.")
-SEED = typer.Option(0, help="Seed of the sampling.")
 DEVICE = typer.Option("auto", help="auto, cpu, cuda or mps.")
 TENSOR = typer.Option(
     1,
     help="Ranks that share the model's layers: GPUs of this machine, or processes on its CPU.",
     min=1,
-)
-CHUNK_TOKENS = typer.Option(
-    4096, help="Prefill chunk: tokens of each prompt that go through the model at once."
 )
 
 
@@ -59,7 +49,8 @@ class AskOptions:
     messages: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="Conversations to answer, .json or .jsonl in OpenAI's shape: {messages: [{role, content}, ...]}.",
+        help="Conversations to answer, .json or .jsonl in OpenAI's shape: {messages: [{role, "
+        "content}, ...]}.",
     )
     system: str | None = typer.Option(
         None, metavar="TEXT", help="A system message before the questions."
@@ -79,19 +70,22 @@ class AskOptions:
     input: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="A .jsonl file with `prompt`, `messages` or `text` in each line; answers go to --output. With a model that takes pictures and "
+        help="A .jsonl file with `prompt`, `messages` or `text` in each line; answers go to "
+        "--output. With a model that takes pictures and "
         "sounds: records as training reads them.",
     )
     output: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="Answers to --input: one line of JSON each, in order. The same command continues after a stop.",
+        help="Answers to --input: one line of JSON each, in order. The same command continues "
+        "after a stop.",
     )
     n: int = typer.Option(1, "--n", min=1, help="With --input: answers to each line.")
     schema: str | None = typer.Option(
         None,
         metavar="FILE",
-        help="JSON schema that answers follow (needs headway[serve]), or purrsight_v3; an invalid answer: exit code 1.",
+        help="JSON schema that answers follow (needs headway[serve]), or purrsight_v3; an invalid "
+        "answer: exit code 1.",
     )
 
     @property
@@ -115,59 +109,52 @@ class AskOptions:
         if self.input is not None:
             if self.prompt or self.prompts_file or self.messages or self.has_media:
                 raise ConfigError(
-                    "--input has its own questions and media. Leave --prompt, --messages, --image, --audio and --video out."
+                    "--input has its own questions and media. Leave --prompt, --messages, "
+                    "--image, --audio and --video out."
                 )
             return []
+
         if self.n != 1:
             raise ConfigError(
                 "--n is given without --input. Repeat --prompt for several samples of a prompt."
             )
         if self.messages is not None and self.has_media:
             raise ConfigError(
-                "--messages with --image, --audio or --video: put the files into the records and use --input."
+                "--messages with --image, --audio or --video: put the files into the records and "
+                "use --input."
             )
-        found = [
-            *self.prompt,
-            *(read_prompts(self.prompts_file) if self.prompts_file is not None else []),
-        ]
+
+        texts = list(self.prompt)
+        if self.prompts_file is not None:
+            texts += read_prompts(self.prompts_file)
         if self.messages is not None:
-            if found:
+            if texts:
                 raise ConfigError("--messages and a prompt are both given. Leave one of them out.")
             return []
-        if not found:
+        if not texts:
             raise ConfigError(
                 "no prompt is given. Use --prompt TEXT, --prompts-file FILE or --messages FILE."
             )
-        if "" in found:
+        # A model continues tokens, and an empty text has none.
+        if "" in texts:
             raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
-        return found
+        return texts
 
     @property
     def template(self) -> str | None:
         """The chat template to use; None: prompts are continued as plain text."""
         is_chat = self.messages is not None or self.system is not None
-        return "tokenizer" if self.chat_template is None and is_chat else self.chat_template
+        if self.chat_template is None and is_chat:
+            return "tokenizer"
+        return self.chat_template
 
 
 def generate(
     model: Path = MODEL,
     ask: AskOptions = GROUP,
-    max_new_tokens: int = typer.Option(128, help=MAX_NEW_TOKENS_HELP),
-    temperature: float = typer.Option(
-        0.0, help="0 takes the most likely token each time; above 0 samples."
-    ),
-    top_k: int | None = TOP_K,
-    top_p: float | None = TOP_P,
-    stop: list[str] = STOP,
-    special: bool = typer.Option(
-        False,
-        "--special",
-        help="Read special tokens written in a prompt, such as <|im_start|>, as tokens, not as text.",
-    ),
-    seed: int = SEED,
-    masks: MaskOptions = GROUP,
+    options: GenerateOptions = GROUP,
+    choice: MaskChoice = GROUP,
     guess: SpeculateOptions = GROUP,
-    chunk_tokens: int = CHUNK_TOKENS,
     device: str = DEVICE,
     tensor: int = TENSOR,
     stream: bool | None = typer.Option(
@@ -176,33 +163,29 @@ def generate(
     json: bool = JSON,
 ) -> None:
     """Continue prompts, or answer questions and conversations, with a trained model."""
-    from headway.infer.generate import GenerateOptions
-    from headway.infer.sampling import Sampling
-
     if json:
         refuse_flags("--json", {"--stream": stream or None})
-    choice = masks.choice()
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    options = GenerateOptions(
-        max_new_tokens,
-        tuple(stop),
-        special=special,
-        sampling=sampling,
-        chunk_tokens=chunk_tokens,
-        speculation=guess.speculation(),
-    )
-    if ask.template is not None and special:
+    options = replace(options, speculation=guess.speculation())
+    if ask.template is not None and options.special:
         raise ConfigError(
-            "--chat-template and --special are both given; the template writes the special tokens. Leave --special out."
+            "--chat-template and --special are both given; the template writes the special "
+            "tokens. Leave --special out."
         )
-    shows = not json and (sys.stdout.isatty() if stream is None else stream)
+    shows = sys.stdout.isatty()
+    if stream is not None:
+        shows = stream
+    shows = shows and not json
+
     from headway.infer.engine.ranks import close_ranks, load_on_ranks
     from headway.infer.messages import read_messages
     from headway.runtime.device import choose_compute
 
     # Read once, since they may be pipes, and before the model, so that mistakes are found early.
-    asked = ask.prompts(), [] if ask.messages is None else read_messages(ask.messages, ask.system)
-    choose_compute(device, "auto")
+    prompts = ask.prompts()
+    conversations: list[Conversation] = []
+    if ask.messages is not None:
+        conversations = read_messages(ask.messages, ask.system)
+    choose_compute(device, "auto")  # refuses an unknown device
     if ask.input is not None and not ask.input.is_file():
         raise ConfigError(f"--input is {str(ask.input)!r}; there is no such file.")
     schema = None
@@ -211,8 +194,10 @@ def generate(
 
         schema = load_schema(ask.schema)
         options = replace(options, grammar=_answer_grammar(schema))
+
     loaded = load_on_ranks(model, tensor, device)
     try:
+        asked = (prompts, conversations)
         _generate(with_masks(loaded, choice), ask, asked, options, schema, stream=shows, json=json)
     finally:
         close_ranks(loaded)
@@ -220,11 +205,11 @@ def generate(
 
 def _answer_grammar(schema: AnswerSchema) -> AnswerGrammar:
     """The grammar of the answers that a schema allows; keys that it does not name are forbidden."""
-    from headway.infer.generate import AnswerGrammar
     from headway.media.schema_branches import closed_schema
     from headway.serve.api_errors import ApiError
     from headway.serve.constraints import constraints_of, schema_grammar
 
+    # Answers are constrained while they are generated, as `headway serve` does it.
     need("llguidance", "--schema")
     try:
         return AnswerGrammar(schema_grammar(closed_schema(schema.rules)), constraints_of)
@@ -241,10 +226,10 @@ def _checked(schema: AnswerSchema | None, texts: Sequence[str]) -> list[dict[str
 
 def _end_checked(checks: Sequence[dict[str, Any]]) -> None:
     """Exit with 1 where an answer is not valid: it was cut, or the model cannot be constrained."""
-    wrong = [check for check in checks if not check.get("valid", True)]
-    for check in wrong:
+    invalid = [check for check in checks if not check.get("valid", True)]
+    for check in invalid:
         typer.echo("not valid by the schema: " + "; ".join(check["problems"]), err=True)
-    if wrong:
+    if invalid:
         exit_with(1)
 
 
@@ -258,25 +243,33 @@ def _generate(
     stream: bool,
     json: bool,
 ) -> None:
+    """Print what the model makes of the prompts or conversations; `asked` has both."""
     from headway.infer import generate as infer
 
     prompts, conversations = asked
     template = ask.template
-    heads = [""] * len(conversations) or [
-        prompt if template is None else f"{prompt}\n" for prompt in prompts
-    ]
+
+    # What is printed before each text: a continued prompt stands in front of its continuation, a
+    # question on a line of its own.
+    if conversations:
+        heads = [""] * len(conversations)
+    elif template is None:
+        heads = prompts
+    else:
+        heads = [f"{prompt}\n" for prompt in prompts]
     shown = StreamedTexts(heads)
     on_text = shown if stream else None
-    if ask.input is not None and loaded.config.media is None:
+
+    takes_media = loaded.config.media is not None
+    if ask.input is not None and not takes_media:
         _answer_file(loaded, ask, options, json=json)
         return
-    if (
-        ask.input is not None
-        or ask.has_media
-        or (loaded.config.media is not None and template is not None and not conversations)
-    ):
+    # A model that takes media answers every question on the same path, with media and without.
+    is_question = template is not None and not conversations
+    if ask.input is not None or ask.has_media or (takes_media and is_question):
         _answer_media(loaded, ask, prompts, options, schema, on_text, json=json)
         return
+
     if template is None:
         results = infer.generate(loaded, prompts, options, on_text)
     elif conversations:
@@ -285,13 +278,13 @@ def _generate(
         results = infer.answer(
             loaded, prompts, template, options, system=ask.system, on_text=on_text
         )
+
     checks = _checked(schema, [result.text for result in results])
     if json:
         listed = [
             {**asdict(result), **check} for result, check in zip(results, checks, strict=True)
         ]
-        found = listed[0] if len(listed) == 1 else {"generations": listed}
-        print_json({**found, "masks": loaded.describe_masks()})
+        print_json({**_single_or_list(listed), "masks": loaded.describe_masks()})
     elif stream:
         shown.end()
     else:
@@ -300,15 +293,24 @@ def _generate(
     _end_checked(checks)
 
 
+def _single_or_list(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """With one answer its fields are at the top level, as a script reads them."""
+    if len(answers) == 1:
+        return answers[0]
+    return {"generations": answers}
+
+
 def _answer_file(
     loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, json: bool
 ) -> None:
+    """Answer --input with a model of text alone."""
     from headway.infer.batch import BatchOptions, answer_file
 
     assert ask.input is not None and ask.output is not None
     if ask.schema is not None:
         raise ConfigError(
-            "--schema with --input is for models that take pictures and sounds. Use --prompts-file FILE instead of --input."
+            "--schema with --input is for models that take pictures and sounds. Use "
+            "--prompts-file FILE instead of --input."
         )
     report = answer_file(
         loaded, ask.input, ask.output, BatchOptions(options, ask.template, ask.system, ask.n)
@@ -316,10 +318,15 @@ def _answer_file(
     if json:
         print_json(asdict(report))
     else:
-        speed = report.generated_tokens / report.seconds if report.seconds else 0.0
-        failed = f", {report.failed} with an error" if report.failed else ""
+        speed = 0.0
+        if report.seconds:
+            speed = report.generated_tokens / report.seconds
+        failed = ""
+        if report.failed:
+            failed = f", {report.failed} with an error"
         typer.echo(
-            f"{report.output}: {report.lines} lines, {report.answered} of them new{failed}; {speed:.0f} tokens/s"
+            f"{report.output}: {report.lines} lines, {report.answered} of them new{failed}; "
+            f"{speed:.0f} tokens/s"
         )
     if report.failed:
         exit_with(1)
@@ -335,45 +342,48 @@ def _answer_media(
     *,
     json: bool,
 ) -> None:
+    """Answer --input, or prompts about the media of the command line, with a model that takes
+    media.
+    """
     from headway.infer.media import answer_media, answer_records, question_about, template_of
     from headway.media.items import MODALITIES, MediaRef
 
     template = template_of(loaded, ask.chat_template)
     if ask.n != 1:
         raise ConfigError(
-            f"--n is {ask.n}; a model that takes pictures and sounds gives one answer to each record. Leave --n out."
+            f"--n is {ask.n}; a model that takes pictures and sounds gives one answer to each "
+            "record. Leave --n out."
         )
     if ask.input is not None and ask.output is not None:
         report = answer_records(loaded, ask.input, ask.output, template, options, schema)
         if json:
             print_json(asdict(report))
         else:
-            noted = [f"{report.failed} could not be read"] if report.failed else []
-            noted += (
-                [] if report.exact is None else [f"{report.exact:.1%} equal to the data's answers"]
-            )
-            noted += [] if report.valid is None else [f"{report.valid:.1%} valid by the schema"]
-            typer.echo(
-                "; ".join(
-                    [
-                        f"{report.output}: {report.records} answers, {report.answered} of them new",
-                        *noted,
-                    ]
-                )
-            )
+            facts = [f"{report.output}: {report.records} answers, {report.answered} of them new"]
+            if report.failed:
+                facts.append(f"{report.failed} could not be read")
+            if report.exact is not None:
+                facts.append(f"{report.exact:.1%} equal to the data's answers")
+            if report.valid is not None:
+                facts.append(f"{report.valid:.1%} valid by the schema")
+            typer.echo("; ".join(facts))
         if report.valid is not None and report.valid < 1:
             exit_with(1)
         return
+
+    # All media of the command line go with every prompt.
     media = [MediaRef(modality, path) for modality in MODALITIES for path in ask.files[modality]]
-    asked = [question_about(prompt, media, ask.system) for prompt in prompts]
-    results = answer_media(loaded, asked, template, options, on_text)
+    questions = [question_about(prompt, media, ask.system) for prompt in prompts]
+    results = answer_media(loaded, questions, template, options, on_text)
     checks = _checked(schema, [result.text for result in results])
     if json:
-        found = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
+        answers = [
+            {**asdict(result), **check} for result, check in zip(results, checks, strict=True)
+        ]
         files = {
             f"{modality}s": [str(path) for path in paths] for modality, paths in ask.files.items()
         }
-        print_json({**(found[0] if len(found) == 1 else {"generations": found}), **files})
+        print_json({**_single_or_list(answers), **files})
     elif on_text is not None:
         on_text.end()
     else:
@@ -383,7 +393,9 @@ def _answer_media(
 
 
 class StreamedTexts:
-    """Prints texts piece by piece, each after its head; together they are what the verb prints at once elsewhere."""
+    """Prints texts piece by piece, each after its head; together they are what the verb prints at
+    once elsewhere.
+    """
 
     def __init__(self, heads: Sequence[str]) -> None:
         self.heads = heads
@@ -399,8 +411,11 @@ class StreamedTexts:
         typer.echo()
 
     def _begin(self, number: int) -> None:
+        """Print the heads up to this text; texts come in order, so the one before has ended."""
         while self.begun <= number:
-            typer.echo(("\n" if self.begun else "") + self.heads[self.begun], nl=False)
+            if self.begun:
+                typer.echo("\n", nl=False)
+            typer.echo(self.heads[self.begun], nl=False)
             self.begun += 1
 
 

@@ -32,19 +32,21 @@ def init(
             raise ConfigError(
                 f"{(overrides or ['--out'])[0]}: which recipe? Give a name, e.g. headway init lora."
             )
-        found = shipped_recipes()
+        recipes = shipped_recipes()
         if json:
-            print_json({"recipes": found})
+            print_json({"recipes": recipes})
         else:
-            print_table(["recipe", "what it does"], list(found.items()))
+            print_table(["recipe", "what it does"], list(recipes.items()))
             typer.echo(
                 "\nheadway init NAME writes one to edit; headway train NAME runs it as it is."
             )
         return
+
     shipped = find_shipped(path)
     if shipped is None:
         raise unknown_recipe(path)
-    target = out if out is not None else Path(shipped.name)
+    # laptop/sft becomes sft.yaml here.
+    target = out or Path(shipped.name)
     if target.exists() and not force:
         raise ConfigError(
             f"{target}: exists already. Add --force to replace it, or --out FILE for another name."

@@ -31,27 +31,26 @@ def status(run: Path = RUN, json: bool = JSON) -> None:
     from headway.launch.targets.base import open_target, read_handle
 
     handle = read_handle(run)
-    found = open_target(handle.kind).status(handle)
+    job_status = open_target(handle.kind).status(handle)
     if json:
-        print_json(describe_job(handle, found))
+        print_json(describe_job(handle, job_status))
     else:
-        shown = {
+        facts = {
             "run": handle.run_dir,
             "target": handle.kind,
             **handle.ids,
-            "state": found.state,
-            "attempt": found.attempt,
+            "state": job_status.state,
+            "attempt": job_status.attempt,
+            "hosts": ", ".join(job_status.hosts),
+            "step": job_status.step,
+            "exit code": job_status.exit_code,
+            "message": job_status.message,
         }
-        shown |= {
-            "hosts": ", ".join(found.hosts),
-            "step": found.step,
-            "exit code": found.exit_code,
-            "message": found.message,
-        }
-        print_table(
-            ("", ""), [(key, value) for key, value in shown.items() if value not in (None, "")]
-        )
-    exit_with(1 if found.state in ("failed", "unknown") else 0)
+        known = [(name, value) for name, value in facts.items() if value not in (None, "")]
+        print_table(("", ""), known)
+
+    if job_status.state in ("failed", "unknown"):
+        exit_with(1)
 
 
 def logs(
@@ -73,15 +72,17 @@ def cancel(run: Path = RUN, json: bool = JSON) -> None:
     """Make a job save a checkpoint and stop; the second call kills it."""
     from headway.launch.targets.base import open_target, read_handle
 
+    # The run folder says which target the job was submitted to, from whichever shell.
     handle = read_handle(run)
     target = open_target(handle.kind)
     target.cancel(handle)
-    found = target.status(handle)
+    job_status = target.status(handle)
     if json:
-        print_json(describe_job(handle, found))
+        print_json(describe_job(handle, job_status))
         return
     typer.echo(
-        f"{run}: a stop was requested; the job is {found.state}. Cancel it again to kill it without a save."
+        f"{run}: a stop was requested; the job is {job_status.state}. Cancel it again to kill it "
+        "without a save."
     )
 
 

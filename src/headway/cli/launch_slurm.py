@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from headway.train.config import Recipe
     from headway.train.slurm_config import SlurmConfig
 
-ARRAY_HELP = 'One job per set of overrides, each in run folder RUN/K: "optim.lr=1e-3 seed=1", or a file with a set per line; repeatable.'
+ARRAY_HELP = (
+    'One job per set of overrides, each in run folder RUN/K: "optim.lr=1e-3 seed=1", or a file '
+    "with a set per line; repeatable."
+)
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,21 @@ class SlurmOptions:
         from headway.config.load import validate
         from headway.train.config import Recipe
 
-        given = recipe.launch.slurm.model_dump(mode="json")
-        here = {
+        recipe_settings = recipe.launch.slurm.model_dump(mode="json")
+        option_settings = {
             name: value
             for name, value in vars(self).items()
             if name != "sbatch" and value is not None
         }
-        data = {
-            **given,
-            **here,
-            "sbatch": [*given["sbatch"], *(one.removeprefix("--") for one in self.sbatch)],
-        }
+
+        # Further options of sbatch add to those of the recipe; all others replace them.
+        sbatch = [
+            *recipe_settings["sbatch"],
+            *(option.removeprefix("--") for option in self.sbatch),
+        ]
+        data = {**recipe_settings, **option_settings, "sbatch": sbatch}
+
+        # As part of a recipe, so that a mistake is named by its key: launch.slurm.time.
         return validate(Recipe, {"launch": {"slurm": data}}).launch.slurm
 
 
@@ -90,14 +97,15 @@ def slurm(
     job, recipe = read_job(arguments, options)
     if at_once is not None and not array:
         raise ConfigError("--at-once is given without --array. Leave it out.")
-    how = Submission(
-        asked.settings(recipe),
-        read_elements(array),
-        at_once,
-        chain,
-        None if after is None else find_job(after),
+
+    earlier_job = None
+    if after is not None:
+        earlier_job = find_job(after)
+    submission = Submission(
+        asked.settings(recipe), read_elements(array), at_once, chain, earlier_job
     )
-    plan = plan_submission(job, how)
+    plan = plan_submission(job, submission)
+
     if dry_run:
         if json:
             print_json(
@@ -111,16 +119,23 @@ def slurm(
         else:
             typer.echo(plan.text, nl=False)
         return
-    target = SlurmTarget(how)
+
+    target = SlurmTarget(submission)
     handle = target.submit_plan(plan, job)
     if json:
         print_json(describe_job(handle, target.status(handle)))
         return
-    ids = ", ".join(dict.fromkeys(one["job"].partition("_")[0] for one in handle.options["jobs"]))
-    count = f" with {len(plan.elements)} elements" if plan.elements else ""
+    # Elements of an array are 123_0, 123_1, ...: one job. Stages of a chain are several.
+    ids = ", ".join(
+        dict.fromkeys(queued["job"].partition("_")[0] for queued in handle.options["jobs"])
+    )
+    count = ""
+    if plan.elements:
+        count = f" with {len(plan.elements)} elements"
     status = f"`headway launch status {job.run_dir}`"
     typer.echo(
-        f"queued as job {ids}{count}; where it is: {status}, what it prints: `headway launch logs {job.run_dir}`"
+        f"queued as job {ids}{count}; where it is: {status}, what it prints: `headway launch logs "
+        f"{job.run_dir}`"
     )
 
 

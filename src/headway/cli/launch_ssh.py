@@ -54,8 +54,10 @@ def ssh(
 
     if hosts is not None and hostfile is not None:
         raise ConfigError("--hosts and --hostfile are both given. Give one of them.")
+
+    # Options of the command line replace the settings of launch.ssh.
     job, recipe = read_job(arguments, options, nproc)
-    given = {
+    overrides = {
         "python": python,
         "workdir": workdir,
         "config": ssh_config,
@@ -63,46 +65,59 @@ def ssh(
         "nproc": nproc,
     }
     settings = recipe.launch.ssh.model_copy(
-        update={name: value for name, value in given.items() if value is not None}
+        update={name: value for name, value in overrides.items() if value is not None}
     )
-    chosen = (
-        parse_hosts(hosts)
-        if hosts is not None
-        else read_hostfile(hostfile)
-        if hostfile is not None
-        else None
-    )
+
+    chosen = None
+    if hosts is not None:
+        chosen = parse_hosts(hosts)
+    elif hostfile is not None:
+        chosen = read_hostfile(hostfile)
     plan = plan_ssh(settings, chosen)
+
+    # A variable of --env replaces one of the recipe.
     variables = {**options.named(settings.env, "launch.ssh.env"), **job.environment}
     job = replace(
         job, num_nodes=len(plan.hosts), ranks_per_node=settings.nproc, environment=variables
     )
+
     target = SshTarget(plan)
     if dry_run:
-        found = target.check(job)
-        _show_plan(target.handle(job, found), plan, found, json=json)
+        host_checks = target.check(job)
+        _show_plan(target.handle(job, host_checks), plan, host_checks, json=json)
         return
     follow_job(target, target.submit(job), detach=detach, json=json)
 
 
-def _show_plan(handle: JobHandle, plan: SshPlan, found: HostsFound, *, json: bool) -> None:
+def _show_plan(handle: JobHandle, plan: SshPlan, host_checks: HostsFound, *, json: bool) -> None:
     from headway.launch.targets.ssh import describe_commands
 
     commands = describe_commands(handle, plan)
     if json:
-        hosts = [{"host": host.label, "ranks": ranks, "command": command}
-                 for host, ranks, command in zip(plan.hosts, found.ranks, commands, strict=True)]  # fmt: skip
-        print_json({
-            "run": str(handle.run_dir), "target": "ssh", "hosts": hosts, "arguments": list(handle.arguments), "master": list(plan.master),
-            "checks": [check.to_json() for check in found.checks],
-        })  # fmt: skip
-        return
-    for check in found.checks:
-        typer.echo(f"{check.state:4}  {check.name}: {check.detail}")
-    for host, ranks, command in zip(plan.hosts, found.ranks, commands, strict=True):
-        typer.echo(
-            f"{host.label}: {'ranks by --gpus' if ranks is None else f'{ranks} ranks'}: {command}"
+        hosts = [
+            {"host": host.label, "ranks": ranks, "command": command}
+            for host, ranks, command in zip(plan.hosts, host_checks.ranks, commands, strict=True)
+        ]
+        print_json(
+            {
+                "run": str(handle.run_dir),
+                "target": "ssh",
+                "hosts": hosts,
+                "arguments": list(handle.arguments),
+                "master": list(plan.master),
+                "checks": [check.to_json() for check in host_checks.checks],
+            }
         )
+        return
+
+    for check in host_checks.checks:
+        typer.echo(f"{check.state:4}  {check.name}: {check.detail}")
+    for host, ranks, command in zip(plan.hosts, host_checks.ranks, commands, strict=True):
+        # None: `headway train --gpus` on the host decides when it starts.
+        ranks_text = "ranks by --gpus"
+        if ranks is not None:
+            ranks_text = f"{ranks} ranks"
+        typer.echo(f"{host.label}: {ranks_text}: {command}")
     typer.echo("nothing was started")
 
 

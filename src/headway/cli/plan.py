@@ -13,7 +13,9 @@ from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 
 MAX_WORLD = 1 << 17
+"""GPUs; a bound against typing errors."""
 MAX_TOKENS = 1e18
+"""Limit of the number before the unit of --tokens."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -62,42 +64,58 @@ def plan(
     for flag, number in (("--network-gbps", network_gbps), ("--price", price)):
         if number is not None and not math.isfinite(number):
             raise ConfigError(f"{flag} is {number}; it must be a finite number.")
-    budget = None if tokens is None else parse_tokens(tokens)
-    if price is not None and budget is None:
+
+    token_budget = None
+    if tokens is not None:
+        token_budget = parse_tokens(tokens)
+    if price is not None and token_budget is None:
         raise ConfigError(
-            f"--price is {price:g}, but --tokens is not given. Give the token budget, such as --tokens 300B."
+            f"--price is {price:g}, but --tokens is not given. Give the token budget, such as "
+            "--tokens 300B."
         )
-    job = plan_job(
-        read_recipe(arguments),
-        PlanTarget(find_gpu(gpu).with_network(network_gbps, gpus_per_node), world),
-    )
-    made = make_plan(job)
-    best = best_plans(job) if search else []
-    near = [] if made.fits else nearest_fitting(job)
+
+    recipe = read_recipe(arguments)
+    hardware = find_gpu(gpu).with_network(network_gbps, gpus_per_node)
+    job = plan_job(recipe, PlanTarget(hardware, world))
+    estimate = make_plan(job)
+
+    # All work is done before anything is printed, so that an error does not end a half table.
+    best = []
+    if search:
+        best = best_plans(job)
+    nearest = []
+    if not estimate.fits:
+        nearest = nearest_fitting(job)
     if plot is not None:
         from headway.plan.picture import draw_plan
 
-        draw_plan(made, plot)
-    cost = None if budget is None else made.budget(budget, price)
+        draw_plan(estimate, plot)
+    cost = None
+    if token_budget is not None:
+        cost = estimate.budget(token_budget, price)
+
     if json:
-        result = as_dict(made) | {
-            "nearest_that_fit": [as_dict(one) for one in near],
-            "budget": cost,
-        }
-        result |= {"groups": rank_groups(job)} if groups else {}
-        print_json(result | ({"best": [as_dict(one) for one in best]} if search else {}))
+        result = as_dict(estimate)
+        result["nearest_that_fit"] = [as_dict(layout) for layout in nearest]
+        result["budget"] = cost
+        if groups:
+            result["groups"] = rank_groups(job)
+        if search:
+            result["best"] = [as_dict(layout) for layout in best]
+        print_json(result)
         return
-    for table in tables(made):
+
+    for table in tables(estimate):
         print_table(table.columns, table.rows, table.title)
         typer.echo()
     if cost is not None:
         print_table(("what", "value"), _budget_rows(cost), f"Training on {tokens} tokens")
         typer.echo()
     if groups:
-        rows = [
-            (axis, " ".join(f"[{','.join(map(str, one))}]" for one in found))
-            for axis, found in rank_groups(job).items()
-        ]
+        rows: list[tuple[str, str]] = []
+        for axis, axis_groups in rank_groups(job).items():
+            listed = [",".join(map(str, ranks)) for ranks in axis_groups]
+            rows.append((axis, " ".join(f"[{ranks}]" for ranks in listed)))
         print_table(("axis", "ranks"), rows, "Groups of ranks")
         typer.echo()
     if search:
@@ -107,27 +125,34 @@ def plan(
             f"Fastest layouts that fit on {job.layout.world} x {job.gpu.name}",
         )
         typer.echo("" if best else "none fits")
-    if not made.fits:
-        print_table(COLUMNS, map(summary_row, near), "It does not fit. The nearest layouts that do")
-        typer.echo("" if near else "none fits: use more GPUs, shorter rows or a smaller model")
+    if not estimate.fits:
+        print_table(
+            COLUMNS, map(summary_row, nearest), "It does not fit. The nearest layouts that do"
+        )
+        typer.echo("" if nearest else "none fits: use more GPUs, shorter rows or a smaller model")
     if plot is not None:
         typer.echo(f"picture: {plot}")
 
 
 def parse_tokens(text: str) -> float:
     """`2T`, `300B`, `1.5e12` -> a number of tokens."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmbt]?)\s*", text.lower())
-    if found is None or not 0 < float(found[1]) < MAX_TOKENS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmbt]?)\s*", text.lower())
+    # Zero, and numbers such as 1e999 that become infinite, have no plan.
+    if match is None or not 0 < float(match[1]) < MAX_TOKENS:
         raise ConfigError(
             f"--tokens is {text!r}; it must be a number above 0 such as 2T, 300B or 1e9."
         )
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 def _budget_rows(cost: dict[str, float | None]) -> list[tuple[str, str]]:
-    days, hours, money = cost["days"], cost["gpu_hours"], cost["cost"]
+    days = cost["days"]
+    hours = cost["gpu_hours"]
+    money = cost["cost"]
     rows = [("days", f"{days:,.1f}"), ("GPU hours", f"{hours:,.0f}")]
-    return rows if money is None else [*rows, ("cost", f"{money:,.0f}")]
+    if money is None:
+        return rows
+    return [*rows, ("cost", f"{money:,.0f}")]
 
 
 VERBS = {"plan": plan}

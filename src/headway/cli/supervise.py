@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headway.cli import train
-from headway.cli._options import read_recipe
+from headway.cli._options import flatten, read_recipe
 from headway.cli._output import exit_with
 
 if TYPE_CHECKING:
@@ -38,34 +38,51 @@ def supervise(
     from headway.runtime.process import headway_command
     from headway.train.launch_config import SuperviseConfig
 
+    # Options of the command line replace the settings of the recipe.
     recipe = _find_recipe(arguments)
-    given = {"max_restarts": max_restarts, "backoff_seconds": backoff, "hang_seconds": hang_seconds}
-    settings = recipe.supervise if recipe is not None else SuperviseConfig()
+    overrides = {
+        "max_restarts": max_restarts,
+        "backoff_seconds": backoff,
+        "hang_seconds": hang_seconds,
+    }
+    settings = SuperviseConfig()
+    if recipe is not None:
+        settings = recipe.supervise
     settings = settings.model_copy(
-        update={name: value for name, value in given.items() if value is not None}
+        update={name: value for name, value in overrides.items() if value is not None}
     )
-    # `headway` is this one, whether or not it is on the PATH
-    command = headway_command(arguments[1:]) if arguments[0] == "headway" else arguments
+
+    command = arguments
+    if arguments[0] == "headway":
+        # This installation, whether or not it is on the PATH.
+        command = headway_command(arguments[1:])
     exit_with(run_supervised(command, settings, recipe, run))
 
 
 def _find_recipe(arguments: Sequence[str]) -> Recipe | None:
-    """The recipe that a command line trains, if it is headway's; a run that is training already is refused."""
-    for at in range(1, len(arguments)):
-        if arguments[at] == "train" and Path(arguments[at - 1]).name == "headway":
-            given = _parse_train(arguments[at + 1 :])
-            recipe = read_recipe(given["arguments"] or [], makes_name=given["resume"] == "auto")
-            _refuse_second(recipe, given)
+    """The recipe that a command line trains, if it is headway's; a run that is training already is
+    refused.
+    """
+    # The words may stand behind those of another launcher: torchrun ... -m headway train RECIPE.
+    for index in range(1, len(arguments)):
+        if arguments[index] == "train" and Path(arguments[index - 1]).name == "headway":
+            parameters = _parse_train(arguments[index + 1 :])
+            recipe = read_recipe(
+                parameters["arguments"] or [], makes_name=parameters["resume"] == "auto"
+            )
+            _refuse_second(recipe, parameters)
             return recipe
     return None
 
 
-def _refuse_second(recipe: Recipe, given: dict[str, Any]) -> None:
-    """Refuse to supervise a run that is training, before anything is written; nodes after the first join theirs."""
+def _refuse_second(recipe: Recipe, parameters: dict[str, Any]) -> None:
+    """Refuse to supervise a run that is training, before anything is written; nodes after the first
+    join theirs.
+    """
     from headway.runtime.process import from_environment
     from headway.runtime.run_lock import refuse_live
 
-    if not given["dry_run"] and not given["node_rank"] and from_environment().is_first:
+    if not parameters["dry_run"] and not parameters["node_rank"] and from_environment().is_first:
         refuse_live(recipe.run.folder)
 
 
@@ -73,8 +90,9 @@ def _parse_train(arguments: Sequence[str]) -> dict[str, Any]:
     """The arguments of `headway train`, as its own parser sees them."""
     import typer.main
 
+    # A context parses the words and does not call the verb.
     app = typer.Typer(add_completion=False)
-    app.command("train")(train.train)
+    app.command("train")(flatten(train.train))
     return typer.main.get_command(app).make_context("train", list(arguments)).params
 
 

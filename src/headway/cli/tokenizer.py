@@ -16,6 +16,8 @@ from headway.errors import ConfigError
 from headway.text.document import Reading, TextOf
 
 SHOWN_SPECIAL_TOKENS = 12
+SHOWN_LOST = 5
+"""Texts that do not round-trip, of which the report names this many."""
 
 
 def train(
@@ -32,7 +34,8 @@ def train(
     reading: Reading = GROUP,
     special: list[str] = typer.Option(
         None,
-        help="A special token; may be repeated. The first one ends documents. Default: <|endoftext|>, <|pad|> and chat marks.",
+        help="A special token; may be repeated. The first one ends documents. Default: "
+        "<|endoftext|>, <|pad|> and chat marks.",
     ),
     workers: int = typer.Option(1, min=1, help="Processes that count words."),
     json: bool = JSON,
@@ -48,6 +51,8 @@ def train(
         raise ConfigError(f"--kind is {kind!r}; it must be bpe or sentencepiece.")
     memory = parse_bytes(max_memory, "--max-memory")
     check_writable(out)
+
+    # Read as they are counted: the texts need not fit into memory.
     documents = read_documents([*inputs, *(more or [])], **asdict(reading))
     tokenizer = trainers[kind](
         (document.text for document in documents),
@@ -68,7 +73,8 @@ def train(
         )
     else:
         typer.echo(
-            f"{out}: {kind} tokenizer with {tokenizer.vocab_size} ids; inspect it with `headway tokenizer inspect {out}`"
+            f"{out}: {kind} tokenizer with {tokenizer.vocab_size} ids; inspect it with `headway "
+            f"tokenizer inspect {out}`"
         )
 
 
@@ -92,40 +98,35 @@ def inspect(
         name: ((document.place, document.text) for document in read_documents(name, **asdict(text)))
         for name in data
     }
-    found = inspect_tokenizer(loaded, texts)
+    report = inspect_tokenizer(loaded, texts)
     if json:
-        print_json(found.to_dict())
+        print_json(report.to_dict())
     else:
-        special = (
-            ", ".join(
-                f"{token} {number}"
-                for token, number in list(found.special_tokens.items())[:SHOWN_SPECIAL_TOKENS]
-            )
-            or "none"
-        )
-        more = len(found.special_tokens) - SHOWN_SPECIAL_TOKENS
+        first_special = list(report.special_tokens.items())[:SHOWN_SPECIAL_TOKENS]
+        special = ", ".join(f"{token} {number}" for token, number in first_special) or "none"
+        hidden = len(report.special_tokens) - len(first_special)
+        if hidden:
+            special += f" and {hidden} more"
+        roles = ", ".join(f"{role} {token}" for role, token in report.roles.items()) or "none"
         typer.echo(
-            f"{found.vocab_size} ids, {found.model_vocab_size} rows in a model; fingerprint {found.fingerprint[:16]}"
+            f"{report.vocab_size} ids, {report.model_vocab_size} rows in a model; fingerprint "
+            f"{report.fingerprint[:16]}"
         )
-        typer.echo(f"special tokens: {special}{f' and {more} more' if more > 0 else ''}")
-        typer.echo(
-            f"roles: {', '.join(f'{role} {token}' for role, token in found.roles.items()) or 'none'}\n"
-        )
+        typer.echo(f"special tokens: {special}")
+        typer.echo(f"roles: {roles}\n")
         rows = [
-            (name, c.bytes, c.tokens, f"{c.bytes_per_token:.2f}")
-            for name, c in found.compression.items()
+            (name, measured.bytes, measured.tokens, f"{measured.bytes_per_token:.2f}")
+            for name, measured in report.compression.items()
         ]
         print_table(("text", "bytes", "tokens", "bytes per token"), rows)
-        typer.echo(f"\nlongest tokens: {'  '.join(repr(token) for _, token in found.longest)}")
-        typer.echo(
-            "round trip: "
-            + (
-                f"{len(found.lost)} texts come back changed: {', '.join(found.lost[:5])}"
-                if found.lost
-                else "exact"
-            )
-        )
-    if found.lost:
+        typer.echo(f"\nlongest tokens: {'  '.join(repr(token) for _, token in report.longest)}")
+        round_trip = "exact"
+        if report.lost:
+            examples = ", ".join(report.lost[:SHOWN_LOST])
+            round_trip = f"{len(report.lost)} texts come back changed: {examples}"
+        typer.echo(f"round trip: {round_trip}")
+
+    if report.lost:
         raise typer.Exit(1)
 
 

@@ -1,27 +1,25 @@
 """`headway train` and `headway stop`."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-from headway.cli._options import JSON, RECIPE, read_recipe, split_recipe
+from headway.cli._options import GROUP, JSON, RECIPE, read_recipe, split_recipe
 from headway.cli._output import exit_with, print_json
+from headway.launch.options import LaunchOptions, TrainOptions
+from headway.train.control import StopRequest
 
-RESUME_HELP = "auto: resume from the run folder's newest checkpoint; never: start from scratch; or a checkpoint: a folder, a run or s3://bucket/prefix."
-CODE_HELP = "With --dry-run: import your own modules that the recipe names; without it they are only listed and nothing is built."
-GPUS_HELP = "GPUs: ids as in nvidia-smi (0,1), UUIDs, a type (A800), auto (all free ones) or none; default: run.gpus."
+GPUS_HELP = (
+    "GPUs: ids as in nvidia-smi (0,1), UUIDs, a type (A800), auto (all free ones) or none; "
+    "default: run.gpus."
+)
 
 
 def train(
     arguments: list[str] = RECIPE,
-    resume: str = typer.Option("auto", help=RESUME_HELP),
-    dry_run: bool = typer.Option(
-        False,
-        "--dry-run",
-        help="Build everything, run one step, report what would happen, write nothing.",
-    ),
-    with_code: bool = typer.Option(False, "--with-code", help=CODE_HELP),
+    options: TrainOptions = GROUP,
     nproc: int | None = typer.Option(
         None, help="Ranks to start on this machine; default: one per chosen GPU, else one."
     ),
@@ -38,68 +36,62 @@ def train(
         help="Where machine 0 listens; the same on all; default: from SLURM inside srun.",
     ),
     node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines."),
-    profile: bool = typer.Option(
-        False,
-        "--profile",
-        help="Record some steps: a trace and a summary of each rank in the run's logs/.",
-    ),
-    profile_from: int | None = typer.Option(
-        None, help="First step to record, counted from this start; default: 6."
-    ),
-    profile_steps: int | None = typer.Option(None, help="Steps to record; default: 3."),
-    slow_ratio: float | None = typer.Option(
-        None, help="Report a rank as slow if it takes this many times the mean; default: 1.1."
-    ),
     json: bool = JSON,
 ) -> None:
     """Train from a recipe. Without one, data.train=FILE chooses it by what the file holds; without data too, the data is generated."""
     from headway.launch.external import step_node
     from headway.launch.failure import run_as_rank
-    from headway.launch.launcher import LaunchOptions, is_launched
+    from headway.launch.launcher import is_launched
     from headway.launch.nodes import parse_nodes
-    from headway.launch.train import TrainOptions, start_training, train_here
+    from headway.launch.train import start_training, train_here
     from headway.runtime.process import end_with_supervisor
 
-    numbers = {"first_step": profile_from, "num_steps": profile_steps, "ratio": slow_ratio}
-    given = {name: value for name, value in numbers.items() if value is not None}
-    options = TrainOptions(resume, dry_run, json, profile, given, with_code)
-    options.check()
+    # A supervisor that was killed must not leave a training behind which nobody watches.
+    options = replace(options, json=json)
     end_with_supervisor()
+
+    # Any other --resume is about the run of the recipe's name, which therefore keeps its name.
+    makes_name = options.resume == "auto"
+
     if is_launched(os.environ):
-        # A launcher of headway has put the name into the arguments; under torchrun or srun every rank finds the same one.
-        exit_with(
-            run_as_rank(
-                lambda: train_here(
-                    read_recipe(arguments, makes_name=resume == "auto"), options, print_json
-                )
-            )
-        )
-    elif not (dry_run and not with_code and _print_foreign_code(arguments, json)):
-        # --resume says what happens to the run of that name, so that it keeps its name.
-        recipe = read_recipe(arguments, makes_tokenizer=True, makes_name=resume == "auto")
-        if (
-            master is None
-            and node_rank is None
-            and (found := step_node(nnodes, os.environ)) is not None
-        ):
-            node_rank, master = found
-        launching = LaunchOptions(
-            nproc, gpus, parse_nodes(nnodes, node_rank or 0, master, node_timeout)
-        )
-        exit_with(start_training(recipe, arguments or [], options, launching, print_json))
+        # A launcher of headway has put the name into the arguments; under torchrun or srun every
+        # rank finds the same one.
+        def train_as_rank() -> int:
+            recipe = read_recipe(arguments, makes_name=makes_name)
+            return train_here(recipe, options, print_json)
+
+        exit_with(run_as_rank(train_as_rank))
+        return
+
+    # A dry run is how a recipe of somebody else is looked at, so it imports nothing unasked.
+    if options.dry_run and not options.with_code and _print_foreign_code(arguments, json):
+        return
+
+    recipe = read_recipe(arguments, makes_tokenizer=True, makes_name=makes_name)
+    # Under `srun headway train --nnodes N`, SLURM knows what the two options would say.
+    if master is None and node_rank is None:
+        slurm_node = step_node(nnodes, os.environ)
+        if slurm_node is not None:
+            node_rank, master = slurm_node
+    nodes = parse_nodes(nnodes, node_rank or 0, master, node_timeout)
+    launching = LaunchOptions(nproc, gpus, nodes)
+    exit_with(start_training(recipe, arguments or [], options, launching, print_json))
 
 
 def _print_foreign_code(arguments: list[str], json: bool) -> bool:
-    """Before a dry run reads a recipe: list the code outside headway that it names; True if that code must be imported to go further."""
+    """Before a dry run reads a recipe: list the code outside headway that it names; True if that
+    code must be imported to go further.
+    """
     from headway.config.load import find_external_code, read_plain
 
-    found = list(find_external_code(read_plain(*split_recipe(arguments))))
-    stops = any(one.is_imported for one in found)
+    references = list(find_external_code(read_plain(*split_recipe(arguments))))
+    # A program that the run calls later need not be imported to continue the dry run.
+    stops = any(reference.is_imported for reference in references)
     if json and stops:
-        print_json({"would_run": [str(one) for one in found]})
+        print_json({"would_run": [str(reference) for reference in references]})
         return True
-    for one in found:
-        typer.echo(f"a run of this recipe would run code outside of headway: {one}", err=json)
+    for reference in references:
+        typer.echo(f"a run of this recipe would run code outside of headway: {reference}", err=json)
     if stops:
         typer.echo(
             "nothing was imported or built; add --with-code to import it and continue the dry run"
@@ -109,28 +101,27 @@ def _print_foreign_code(arguments: list[str], json: bool) -> bool:
 
 def stop(
     run: Path = typer.Argument(..., metavar="RUN", help="Folder of a run that is training."),
-    at_step: int | None = typer.Option(
-        None, help="Stop after this step; default: after the current step."
-    ),
-    save_only: bool = typer.Option(
-        False, "--save-only", help="Save a checkpoint and continue training."
-    ),
+    request: StopRequest = GROUP,
     json: bool = JSON,
 ) -> None:
     """Make a running training save a checkpoint and exit; all its ranks do so after the same step."""
-    from headway.train.control import StopRequest, request_stop
+    from headway.train.control import request_stop
 
-    asked = request_stop(run, StopRequest(at_step, save_only))
+    asked = request_stop(run, request)
     if json:
         print_json(asked)
         return
-    what = "saves and continues" if save_only else "saves and exits"
+
+    action = "saves and exits"
+    if request.save_only:
+        action = "saves and continues"
     step = asked["step"]
     assert step is None or isinstance(step, int)
+    # A step that is over already: the run saves as soon as it can.
     when = "after the current step"
-    if at_step is not None and at_step > (step or 0):
-        when = f"after step {at_step}"
-    typer.echo(f"{run} {what} {when}; it was at step {asked['step']}")
+    if request.at_step is not None and request.at_step > (step or 0):
+        when = f"after step {request.at_step}"
+    typer.echo(f"{run} {action} {when}; it was at step {asked['step']}")
 
 
 VERBS = {"stop": stop, "train": train}

@@ -11,6 +11,9 @@ from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 from headway.runtime.digests import DIGESTS
 
+SHOWN_DIGITS = 16
+"""Of a SHA-256 digest, which has 64."""
+
 
 def checkpoint(
     path: str = typer.Argument(
@@ -22,6 +25,7 @@ def checkpoint(
     from headway.infer.check_checkpoint import check_checkpoint
     from headway.runtime.paths import parse_path
 
+    # A path of s3:// is none of this machine's, and is not looked up here.
     local = parse_path(path)
     if isinstance(local, Path) and not local.exists():
         raise ConfigError(
@@ -34,17 +38,18 @@ def checkpoint(
         for problem in report.problems:
             typer.echo(problem)
         typer.echo(
-            f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found"
+            f"{report.checkpoint}: {len(report.problems)} "
+            f"problem{'s' if len(report.problems) > 1 else ''} found"
         )
     else:
+        # What the model was tried with: an aligner embeds, a reward model scores, others generate.
+        trial = f"it generates {report.token_ids}"
+        if report.embeds:
+            trial = f"it embeds {', '.join(report.embeds)}"
+        elif report.score is not None:
+            trial = f"it gives a score of {report.score:.4g}"
         counts = f"step {report.step}, {report.files} files, {report.tensors} tensors"
-        does = (
-            f"it gives a score of {report.score:.4g}"
-            if report.score is not None
-            else f"it generates {report.token_ids}"
-        )
-        does = f"it embeds {', '.join(report.embeds)}" if report.embeds else does
-        typer.echo(f"{report.checkpoint}: good: {counts}, {does}")
+        typer.echo(f"{report.checkpoint}: good: {counts}, {trial}")
     if report.problems:
         raise typer.Exit(1)
 
@@ -58,7 +63,8 @@ def folder(
     update: bool = typer.Option(
         False,
         "--update",
-        help="Write the digests of this model or adapter folder anew, after its files were changed on purpose.",
+        help="Write the digests of this model or adapter folder anew, after its files were "
+        "changed on purpose.",
     ),
     json: bool = JSON,
 ) -> None:
@@ -72,17 +78,20 @@ def folder(
         else:
             typer.echo(f"{path / DIGESTS}: written, {len(written.files)} files")
         return
+
     report = verify_folder(path)
     if json:
         print_json({**asdict(report), "good": not report.problems})
     else:
         for problem in report.problems:
             typer.echo(problem)
-        files = sum(one.files for one in report.checked)
-        size = sum(one.bytes for one in report.checked)
-        said = f"{len(report.problems)} problems found" if report.problems else "good"
+        files = sum(item.files for item in report.checked)
+        size = sum(item.bytes for item in report.checked)
+        verdict = "good"
+        if report.problems:
+            verdict = f"{len(report.problems)} problems found"
         typer.echo(
-            f"{path}: {said}: {len(report.checked)} checked, {files} files, {size / 1e6:.1f} MB"
+            f"{path}: {verdict}: {len(report.checked)} checked, {files} files, {size / 1e6:.1f} MB"
         )
     if report.problems:
         raise typer.Exit(1)
@@ -112,6 +121,7 @@ def resume(
     from headway.runtime.temporary import temporary_folder
     from headway.workflows.resume_proof import Trial, prove_resume
 
+    # Steps are those of each stage, so the proof must know how many stages there are.
     recipe = read_recipe(arguments)
     trial = Trial(
         tuple(arguments or ()),
@@ -122,57 +132,70 @@ def resume(
         bound,
         max(1, len(recipe.stages)),
     )
+
     if keep is not None:
+        # Runs of an earlier proof in the folder would be resumed instead of trained.
         if keep.exists() and any(keep.iterdir()):
             raise ConfigError(f"--keep is {keep}; that folder is not empty. Give a new one.")
-        found = prove_resume(trial, recipe, keep.absolute())
+        certificate = prove_resume(trial, recipe, keep.absolute())
     else:
         with temporary_folder("verify") as folder:
-            found = prove_resume(trial, recipe, folder)
+            certificate = prove_resume(trial, recipe, folder)
+
     if json:
-        print_json(found)
+        print_json(certificate)
     else:
-        print_certificate(found)
-    if not found["holds"]:
+        print_certificate(certificate)
+    if not certificate["holds"]:
         raise typer.Exit(1)
 
 
-def print_certificate(found: dict[str, Any]) -> None:
+def print_certificate(certificate: dict[str, Any]) -> None:
     """The result of `verify resume` as text."""
     typer.echo(
-        f"{found['steps']} steps; killed after step {found['killed_after_step']}, resumed from step {found['resumed_from_step']}; "
-        f"rule: {found['rule']}"
+        f"{certificate['steps']} steps; killed after step {certificate['killed_after_step']}, "
+        "resumed from "
+        f"step {certificate['resumed_from_step']}; "
+        f"rule: {certificate['rule']}"
     )
-    for part in found.get("stages", [found]):
+
+    # A recipe without stages has the digests at the top level.
+    for part in certificate.get("stages", [certificate]):
         rows: list[tuple[str, str, str, str]] = []
         for name in ("parameters", "optimizer", "rng", "data_cursor", "next_batch"):
-            one, two = part["whole"][name], part["resumed"][name]
-            rows.append(
-                (name.replace("_", " "), one[:16], two[:16], "=" if one == two else "DIFFERS")
-            )
+            undisturbed = part["whole"][name]
+            resumed = part["resumed"][name]
+            verdict = "DIFFERS"
+            if undisturbed == resumed:
+                verdict = "="
+            digests = (undisturbed[:SHOWN_DIGITS], resumed[:SHOWN_DIGITS])
+            rows.append((name.replace("_", " "), *digests, verdict))
         print_table(
             ("sha256 of", "undisturbed", "killed and resumed", ""), rows, title=part.get("name")
         )
-    for source, ids in found["whole"]["next_batch_documents"].items():
+
+    for source, ids in certificate["whole"]["next_batch_documents"].items():
         typer.echo(f"next batch of {source}: documents {', '.join(map(str, ids))} ...")
-    if found["unequal"]:
-        worst = sorted(found["unequal"], key=lambda one: -one["relative"])
-        print_table(
-            ("tensor", "of", "largest difference", "relative"),
-            [(o["name"], o["role"], o["largest"], f"{o['relative']:.3g}") for o in worst],
-        )
-    if "spread" in found:
+    if certificate["unequal"]:
+        worst_first = sorted(certificate["unequal"], key=lambda tensor: -tensor["relative"])
+        differences = [
+            (tensor["name"], tensor["role"], tensor["largest"], f"{tensor['relative']:.3g}")
+            for tensor in worst_first
+        ]
+        print_table(("tensor", "of", "largest difference", "relative"), differences)
+    if "spread" in certificate:
         typer.echo(
-            f"difference after the resume {found['largest_relative_difference']:.3g}; run-to-run spread {found['spread']:.3g}"
+            f"difference after the resume {certificate['largest_relative_difference']:.3g}; "
+            "run-to-run "
+            f"spread {certificate['spread']:.3g}"
         )
-    is_exact = found["holds"] and not found["unequal"]
-    typer.echo(
-        "the resume is exact"
-        if is_exact
-        else "within the rule"
-        if found["holds"]
-        else "NOT the same run"
-    )
+
+    conclusion = "NOT the same run"
+    if certificate["holds"]:
+        conclusion = "within the rule"
+        if not certificate["unequal"]:
+            conclusion = "the resume is exact"
+    typer.echo(conclusion)
 
 
 VERBS = {"verify checkpoint": checkpoint, "verify folder": folder, "verify resume": resume}

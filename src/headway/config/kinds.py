@@ -1,9 +1,10 @@
-"""A kind names a module: `objective.kind: dpo` is headway/tasks/dpo.py, `kind: my_lab.dpo2` is a module of the user, and
-`kind: ./my_loss.py` a file in the working directory (see user_code.py).
+"""A kind names a module: `objective.kind: dpo` is headway/tasks/dpo.py, `kind: my_lab.dpo2` is a
+module of the user, and `kind: ./my_loss.py` a file in the working directory (see user_code.py).
 
-A kind's module holds a class `Config` (a `KindConfig`) that imports without torch and whose `build(...)` makes the object. A recipe field
-is declared `Annotated[KindConfig, KindIn("headway.tasks")]`; loading the recipe finds the `Config` of its kind and validates it.
-A package lists the kinds it ships in `KINDS`.
+A kind's module holds a class `Config` (a `KindConfig`) that imports without torch and whose
+`build(...)` makes the object. A recipe field is declared `Annotated[KindConfig,
+KindIn("headway.tasks")]`; loading the recipe finds the `Config` of its kind and validates it. A
+package lists the kinds it ships in `KINDS`.
 """
 
 import difflib
@@ -33,7 +34,9 @@ class KindConfig(Section):
 
 
 class NestedErrors(ValueError):
-    """Passes the validation errors of a kind's settings through the outer validator, so that each keeps its key."""
+    """Passes the validation errors of a kind's settings through the outer validator, so that each
+    keeps its key.
+    """
 
     def __init__(self, errors: list[Any]) -> None:
         super().__init__("invalid settings")
@@ -47,34 +50,42 @@ def kind_names(package: str) -> list[str]:
 
 def kind_module(package: str, kind: str) -> ModuleType:
     """Import the module of a kind; the error for an unknown kind lists the known ones."""
-    # Messages name the setting; most packages have its name.
-    what = getattr(importlib.import_module(package), "SETTING", package.rsplit(".", 1)[-1])
+    # Messages name the setting, which most packages are named after. The others declare it:
+    # headway.tasks is the section `objective`.
+    setting_name = getattr(importlib.import_module(package), "SETTING", package.rpartition(".")[2])
     if "." in kind:
-        return import_user_module(kind, f"{what} kind")
+        return import_user_module(kind, f"{setting_name} kind")
+
     names = kind_names(package)
     if kind in names:
         return importlib.import_module(f"{package}.{kind}")
+
     near = difflib.get_close_matches(kind, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = ""
+    if near:
+        hint = f" Did you mean {near[0]!r}?"
     raise ConfigError(
-        f"{what} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, the dotted name of your own module, or a file such as "
-        f"./my_kind.py.{hint}"
+        f"{setting_name} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, "
+        f"the dotted name of your own module, or a file such as ./my_kind.py.{hint}"
     )
 
 
 def kind_config(package: str, kind: str, base: type[KindConfig] = KindConfig) -> type[KindConfig]:
     """The config class of a kind."""
-    found = getattr(kind_module(package, kind), "Config", None)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    config_class = getattr(kind_module(package, kind), "Config", None)
+    if not (isinstance(config_class, type) and issubclass(config_class, base)):
         raise ConfigError(
-            f"{kind} has no class Config derived from {base.__module__}.{base.__qualname__}; a kind's module needs one."
+            f"{kind} has no class Config derived from {base.__module__}.{base.__qualname__}; a "
+            "kind's module needs one."
         )
-    return found
+    return config_class
 
 
 @dataclass(frozen=True)
 class KindIn:
-    """Marks a recipe field whose config class is chosen by its `kind`: a module of `package` or of the user."""
+    """Marks a recipe field whose config class is chosen by its `kind`: a module of `package` or of
+    the user.
+    """
 
     package: str
     default: str | None = None
@@ -82,11 +93,15 @@ class KindIn:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        plain = core_schema.plain_serializer_function_ser_schema(
+        """How pydantic reads and writes such a field: `validate` decides."""
+        serializer = core_schema.plain_serializer_function_ser_schema(
             lambda value: value.model_dump(mode="json")
         )
+
+        # `source` is X of `Annotated[X, KindIn(...)]`. The class is known only when the value is:
+        # pydantic's own schema of X would accept the base class alone.
         return core_schema.no_info_plain_validator_function(
-            partial(self.validate, base=source), serialization=plain
+            partial(self.validate, base=source), serialization=serializer
         )
 
     def validate(self, value: Any, base: type[KindConfig] = KindConfig) -> KindConfig:
@@ -97,14 +112,17 @@ class KindIn:
             value = {"kind": value}
         if not isinstance(value, dict):
             raise ValueError("must be a mapping with a key `kind`")
-        given = cast(dict[str, Any], value)
-        kind = given.get("kind", self.default)
+
+        settings = cast(dict[str, Any], value)
+        kind = settings.get("kind", self.default)
         if not isinstance(kind, str):
             raise ValueError(f"needs a key `kind`, one of {', '.join(kind_names(self.package))}")
+
+        # Through JSON, as the whole recipe is read: a strict class takes a list for a tuple and
+        # text for a path only there.
         try:
-            return kind_config(self.package, kind, base).model_validate_json(
-                to_json({**given, "kind": kind})
-            )
+            config_class = kind_config(self.package, kind, base)
+            return config_class.model_validate_json(to_json({**settings, "kind": kind}))
         except ValidationError as error:
             raise NestedErrors(error.errors()) from None
         except ConfigError as error:
@@ -113,18 +131,23 @@ class KindIn:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
+        """The schema that editors complete recipes with: one alternative for each kind that ships,
+        and one for modules of the user.
+        """
         options: list[Any] = []
         for name in kind_names(self.package):
-            one = _inline(kind_config(self.package, name).model_json_schema())
-            one["properties"]["kind"] = {"const": name}
-            one["required"] = ["kind"]
-            options.append(one)
-        own = {
+            option = _inline(kind_config(self.package, name).model_json_schema())
+            option["properties"]["kind"] = {"const": name}
+            option["required"] = ["kind"]
+            options.append(option)
+
+        # A module or file of the user, whose settings are not known here: its name has a dot.
+        users_module = {
             "type": "object",
             "properties": {"kind": {"type": "string", "pattern": r"\."}},
             "required": ["kind"],
         }
-        return {"anyOf": [*options, own]}
+        return {"anyOf": [*options, users_module]}
 
 
 def _inline(schema: dict[str, Any]) -> dict[str, Any]:
@@ -136,13 +159,13 @@ def _inline(schema: dict[str, Any]) -> dict[str, Any]:
             return [walk(item) for item in cast(list[Any], node)]
         if not isinstance(node, dict):
             return node
-        found = cast(dict[str, Any], node)
-        target = str(found.get("$ref", "")).removeprefix("#/$defs/")
-        merged = (
-            {**definitions[target], **{k: v for k, v in found.items() if k != "$ref"}}
-            if target in definitions
-            else found
-        )
-        return {key: walk(value) for key, value in merged.items()}
+
+        mapping = cast(dict[str, Any], node)
+        target = str(mapping.get("$ref", "")).removeprefix("#/$defs/")
+        if target in definitions:
+            # Keys beside the reference, such as a default, win over those of the definition.
+            beside = {key: value for key, value in mapping.items() if key != "$ref"}
+            mapping = {**definitions[target], **beside}
+        return {key: walk(value) for key, value in mapping.items()}
 
     return cast(dict[str, Any], walk(schema))

@@ -1,7 +1,8 @@
-"""YAML 1.2 text comes in; plain Python (dict, list, str, int, float, bool, None) goes out, with the line of every key.
+"""YAML 1.2 text comes in; plain Python (dict, list, str, int, float, bool, None) goes out, with the
+line of every key.
 
-The parser's events are read one by one with limits on nesting, aliases and size, so a hostile file is rejected in milliseconds.
-Only the plain types are ever constructed. Dates stay text.
+The parser's events are read one by one with limits on nesting, aliases and size, so a hostile file
+is rejected in milliseconds. Only the plain types are ever constructed. Dates stay text.
 """
 
 import copy
@@ -23,6 +24,7 @@ from ruamel.yaml.nodes import ScalarNode
 from headway.errors import ConfigError
 
 Where = dict[tuple[Any, ...], str]
+"""The path of a key in the document -> `FILE:LINE`, for messages."""
 
 MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
@@ -44,10 +46,18 @@ class _Refused(Exception):
 
 
 class _Open:
-    """A mapping or sequence whose end has not been read yet."""
+    """A mapping or sequence whose end has not been read yet.
 
-    def __init__(self, value: Any, at: tuple[Any, ...], line: int, anchor: str | None) -> None:
-        self.value, self.at, self.line, self.anchor = value, at, line, anchor
+    `path` is where it stands in the document, `values` how many values it has so far, itself
+    included. `key` is the key whose value comes next (with `has_key`), `merged` the mappings of
+    `<<`.
+    """
+
+    def __init__(self, value: Any, path: tuple[Any, ...], line: int, anchor: str | None) -> None:
+        self.value = value
+        self.path = path
+        self.line = line
+        self.anchor = anchor
         self.key: Any = None
         self.has_key = False
         self.merged: list[dict[str, Any]] = []
@@ -55,40 +65,54 @@ class _Open:
 
 
 def parse_yaml(text: str, name: str, where: Where | None = None) -> Any:
-    """The content of one YAML document; a mistake raises a ConfigError that begins with `name` and the line."""
+    """The content of one YAML document.
+
+    A mistake raises a ConfigError that begins with `name` and the line.
+    """
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise ConfigError(
-            f"{name}: larger than {MAX_BYTES >> 10} KiB, the limit for a recipe. Give the path of a recipe."
+            f"{name}: larger than {MAX_BYTES >> 10} KiB, the limit for a "
+            "recipe. Give the path of a recipe."
         )
+
     tree = _Tree(name, where if where is not None else {})
     try:
         tree.read(text)
     except _Refused as refused:
-        line = f":{refused.line + 1}" if refused.line is not None else ""
+        line = ""
+        if refused.line is not None:
+            line = f":{refused.line + 1}"
         raise ConfigError(f"{name}{line}: {refused}") from None
-    except (
-        YAMLError,
-        AssertionError,
-        ValueError,
-    ) as error:  # ruamel asserts the version that a %YAML line names
+    except (YAMLError, AssertionError, ValueError) as error:
+        # AssertionError: ruamel asserts the version that a %YAML line names.
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
+        line = ""
+        if mark:
+            line = f":{mark.line + 1}"
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{name}{line}: not YAML: {problem[:200]}.") from None
+
     return tree.root
 
 
 class _Tree:
-    """Builds plain values from the parser's events."""
+    """Builds plain values from the parser's events.
+
+    open      the mappings and sequences around the next event, outermost first
+    anchors   &name -> its value and how many values that is
+    where     filled as a side effect: the line of every key and list element
+    """
 
     def __init__(self, name: str, where: Where) -> None:
-        self.name, self.where = name, where
+        self.name = name
+        self.where = where
         self.root: Any = None
         self.open: list[_Open] = []
         self.anchors: dict[str, tuple[Any, int]] = {}
         self.num_documents = 0
 
     def read(self, text: str) -> None:
+        """Read a document; `root` has its value then."""
         parser = YAML(typ="safe", pure=True)
         for event in parser.parse(text):
             line = event.start_mark.line
@@ -99,61 +123,83 @@ class _Tree:
             elif isinstance(event, AliasEvent):
                 self._alias(str(event.anchor), line)
             elif isinstance(event, ScalarEvent):
-                tag = (
-                    event.tag
-                    if event.tag not in (None, "!")
-                    else parser.resolver.resolve(ScalarNode, event.value, event.implicit)
-                )
+                if event.tag not in (None, "!"):
+                    tag = event.tag
+                else:
+                    tag = parser.resolver.resolve(ScalarNode, event.value, event.implicit)
                 self._put(_scalar(str(event.value), str(tag), line), line, event.anchor, 1)
             elif isinstance(event, DocumentStartEvent):
                 self.num_documents += 1
                 if self.num_documents > 1:
                     raise _Refused(
-                        "a second document begins; a recipe is a single document. Remove the `---`.",
+                        "a second document begins; a recipe is a single "
+                        "document. Remove the `---`.",
                         line,
                     )
 
     def _begin(self, event: MappingStartEvent | SequenceStartEvent, line: int) -> None:
+        """Open a mapping or a sequence."""
         is_mapping = isinstance(event, MappingStartEvent)
         if event.tag not in (None, "!", TAG + ("map" if is_mapping else "seq")):
             raise _Refused(
                 f"the tag {str(event.tag)[:60]!r} is not supported. Write plain values.", line
             )
+
         if len(self.open) >= MAX_DEPTH:
             raise _Refused(
                 f"nested more than {MAX_DEPTH} levels deep, the limit for a recipe.", line
             )
-        holder = self.open[-1] if self.open else None
+
+        holder = None
+        if self.open:
+            holder = self.open[-1]
+
         if holder is not None and isinstance(holder.value, dict) and not holder.has_key:
             raise _Refused(
                 "found a list or mapping where a key is expected. Write the key as text.", line
             )
-        at = self._here(line) if holder is not None else ()
-        self.open.append(_Open({} if is_mapping else [], at, line, event.anchor))
+
+        path = ()
+        if holder is not None:
+            path = self._record_line(line)
+        value: Any = {} if is_mapping else []
+        self.open.append(_Open(value, path, line, event.anchor))
 
     def _end(self) -> None:
-        done = self.open.pop()
-        for source in done.merged:
+        """Close the innermost mapping or sequence: it is a value now."""
+        finished = self.open.pop()
+
+        # At the end, and only where a key is absent: explicit keys win wherever `<<` stands, and of
+        # several merged mappings the first one wins, as YAML 1.1 defines it.
+        for source in finished.merged:
             for key, value in source.items():
-                done.value.setdefault(key, value)
-        self._put(done.value, done.line, done.anchor, done.values)
+                finished.value.setdefault(key, value)
+        self._put(finished.value, finished.line, finished.anchor, finished.values)
 
     def _alias(self, anchor: str, line: int) -> None:
-        if any(one.anchor == anchor for one in self.open) and anchor not in self.anchors:
+        """Put a copy of an earlier value here."""
+        # An anchor is known when its value is complete.
+        if anchor not in self.anchors and any(holder.anchor == anchor for holder in self.open):
             raise _Refused(
                 f"the alias *{anchor[:60]} refers to a value that contains it. Remove the alias.",
                 line,
             )
+
         if anchor not in self.anchors:
             raise _Refused(
                 f"the alias *{anchor[:60]} has no anchor above it. Define &{anchor[:60]} first.",
                 line,
             )
+
         value, values = self.anchors[anchor]
+
+        # A copy, since overrides change the data in place. `values` counts it once more, so that
+        # aliases of aliases reach MAX_VALUES before they fill the memory.
         self._put(copy.deepcopy(value), line, None, values)
 
     def _put(self, value: Any, line: int, anchor: str | None, values: int) -> None:
         """Add a finished value to the open mapping or sequence, or make it the root."""
+        # `<<` merges only as a plain key; as a value, in a list or with an anchor it is text.
         if value is MERGE and (
             anchor is not None
             or not self.open
@@ -161,20 +207,25 @@ class _Tree:
             or self.open[-1].has_key
         ):
             value = "<<"
+
         if anchor is not None:
             self.anchors[str(anchor)] = (value, values)
+
         if not self.open:
             self.root = value
             return
+
         holder = self.open[-1]
         holder.values += values
-        if sum(one.values for one in self.open) > MAX_VALUES:
+        if sum(container.values for container in self.open) > MAX_VALUES:
             raise _Refused(
-                f"more than {MAX_VALUES} values after aliases are expanded, the limit for a recipe.",
+                f"more than {MAX_VALUES} values after aliases are "
+                "expanded, the limit for a recipe.",
                 line,
             )
+
         if isinstance(holder.value, list):
-            self._here(line)
+            self._record_line(line)
             holder.value.append(value)
         elif not holder.has_key:
             self._put_key(holder, value, line)
@@ -182,39 +233,56 @@ class _Tree:
             self._put_value(holder, value, line)
 
     def _put_key(self, holder: _Open, key: Any, line: int) -> None:
+        """Take a key; its value comes next."""
         if isinstance(key, (dict, list)):
             raise _Refused(
                 "found a list or mapping where a key is expected. Write the key as text.", line
             )
-        holder.key = key if key is MERGE else str(key)
+
+        if key is MERGE:
+            holder.key = key
+        else:
+            holder.key = str(key)
+
         if holder.key in holder.value:
             raise _Refused(
                 f'found duplicate key "{str(key)[:60]}"; a key may occur once. Remove one of them.',
                 line,
             )
+
         holder.has_key = True
-        self._here(line)
+        self._record_line(line)
 
     def _put_value(self, holder: _Open, value: Any, line: int) -> None:
+        """Take the value of the last key, or mappings to merge."""
         holder.has_key = False
         if holder.key is not MERGE:
             holder.value[holder.key] = value
             return
-        sources = value if isinstance(value, list) else [value]
-        if not all(isinstance(one, dict) for one in sources):
+        if isinstance(value, list):
+            sources = value
+        else:
+            sources = [value]
+        if not all(isinstance(source, dict) for source in sources):
             raise _Refused("`<<` needs a mapping or a list of mappings.", line)
         holder.merged += sources
 
-    def _here(self, line: int) -> tuple[Any, ...]:
+    def _record_line(self, line: int) -> tuple[Any, ...]:
         """The path of the next value; records its line."""
         holder = self.open[-1]
-        at = (*holder.at, len(holder.value) if isinstance(holder.value, list) else holder.key)
-        self.where.setdefault(at, f"{self.name}:{line + 1}")
-        return at
+        key = holder.key
+        if isinstance(holder.value, list):
+            key = len(holder.value)
+        path = (*holder.path, key)
+        self.where.setdefault(path, f"{self.name}:{line + 1}")
+        return path
 
 
 def _scalar(text: str, tag: str, line: int) -> Any:
-    kind = tag.removeprefix(TAG) if tag.startswith(TAG) else ""
+    """A scalar as plain Python, by the tag that YAML 1.2 resolves it to."""
+    kind = ""
+    if tag.startswith(TAG):
+        kind = tag.removeprefix(TAG)
     if kind == "null":
         return None
     if kind == "bool":
@@ -229,17 +297,21 @@ def _scalar(text: str, tag: str, line: int) -> Any:
 
 
 def _number(text: str, kind: str, line: int) -> int | float:
-    plain = text.replace("_", "").lower()
-    if len(plain) > MAX_DIGITS:
+    """An integer or a float, of a bounded length: Python takes quadratic time for long ones."""
+    digits_text = text.replace("_", "").lower()
+    if len(digits_text) > MAX_DIGITS:
         raise _Refused(
-            f"a number of {len(plain)} characters; write one of at most {MAX_DIGITS}.", line
+            f"a number of {len(digits_text)} characters; write one of at most {MAX_DIGITS}.", line
         )
+
     try:
         if kind == "float":
-            return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
-        digits = plain.lstrip("+-")
+            return float(digits_text.replace(".inf", "inf").replace(".nan", "nan"))
+        digits = digits_text.lstrip("+-")
+
+        # YAML 1.2: 010 is ten, not eight.
         base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
-        return int(plain, base)
+        return int(digits_text, base)
     except ValueError:
         raise _Refused(
             f"{text[:60]!r} is not {'an integer' if kind == 'int' else 'a number'}.", line

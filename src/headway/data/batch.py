@@ -1,15 +1,17 @@
-"""`Batch` (one microbatch) and `StepBatch` (all microbatches of one optimizer step): the output of the loader, the input of the engine.
+"""`Batch` (one microbatch) and `StepBatch` (all microbatches of one optimizer step): the output of
+the loader, the input of the engine.
 
 One row of a Batch, seq_len = 8, documents of 3 and 4 tokens and one padding token:
 
     tokens       a0 a1 a2 b0 b1 b2 b3  0
-    targets      a1 a2  0 b1 b2 b3  0  0      shifted inside the document; meaningless if loss_weight is 0
+    targets      a1 a2  0 b1 b2 b3  0  0   next token of the document; meaningless at weight 0
     loss_weight   1  1  0  1  1  1  0  0
-    position      0  1  2  0  1  2  3  0      restarts at each document
-    document      0  0  0  1  1  1  1  2      padding counts as a document
-    bounds        0  3  7  8  8 ...           start of each document, padded with seq_len
+    position      0  1  2  0  1  2  3  0   restarts at each document
+    document      0  0  0  1  1  1  1  2   padding counts as a document
+    bounds        0  3  7  8  8 ...        start of each document, padded with seq_len
 
-All microbatches of a run have the same shapes. All ranks of a tensor, context or pipeline group have the same microbatch.
+All microbatches of a run have the same shapes. All ranks of a tensor, context or pipeline group
+have the same microbatch.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ class Batch:
     bounds: torch.Tensor
     """int32 [rows, max_documents + 1]"""
     single_document: bool = False
-    """Known on the host: every row has one document and padding, so plain causal attention is exact."""
+    """Known on the host: every row has one document and padding, so plain causal attention is
+    exact."""
     max_length: int | None = None
-    """Known on the host: upper bound of the length of documents and padding; None: seq_len. Kernels for packed rows cost in proportion."""
+    """Known on the host: upper bound of the length of documents and padding; None: seq_len. Kernels
+    for packed rows cost in proportion."""
     host_bounds: torch.Tensor | None = None
     """`bounds` on the host, if the batch is on a device."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,18 +55,21 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device; asynchronous if the memory is pinned."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSOR_FIELDS}
-        host = self.bounds if self.bounds.device.type == "cpu" else self.host_bounds
-        return replace(
-            self,
-            **moved,
-            host_bounds=host,
-            extra={k: v.to(device, non_blocking=True) for k, v in self.extra.items()},
-        )
+        extra = {name: column.to(device, non_blocking=True) for name, column in self.extra.items()}
+
+        # Attention masks hold the bounds as Python numbers, too. Kept on the host, they need no
+        # copy back, which would wait for the device.
+        host_bounds = self.host_bounds
+        if self.bounds.device.type == "cpu":
+            host_bounds = self.bounds
+
+        return replace(self, **moved, host_bounds=host_bounds, extra=extra)
 
     def pin(self) -> Batch:
         """The batch in pinned memory."""
-        moved = {name: getattr(self, name).pin_memory() for name in TENSOR_FIELDS}
-        return replace(self, **moved, extra={k: v.pin_memory() for k, v in self.extra.items()})
+        pinned = {name: getattr(self, name).pin_memory() for name in TENSOR_FIELDS}
+        extra = {name: column.pin_memory() for name, column in self.extra.items()}
+        return replace(self, **pinned, extra=extra)
 
 
 TENSOR_FIELDS = ("tokens", "targets", "loss_weight", "position", "document", "source", "bounds")
@@ -91,8 +98,9 @@ class StepBatch:
 
     microbatches: tuple[Batch, ...]
     totals: dict[str, float]
-    """Totals over all ranks, known before the first forward: 'targets' = sum of loss_weight, 'rows' = rows with a document,
-    'pairs' = preference pairs if the data is pairs, and 'records' = labelled answers if it is those."""
+    """Totals over all ranks, known before the first forward: 'targets' = sum of loss_weight, 'rows'
+    = rows with a document, 'pairs' = preference pairs if the data is pairs, and 'records' =
+    labelled answers if it is those. The engine adds 'tokens', 'step' and 'microbatches'."""
     stats: StepStats
     first_microbatch: int = 0
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""

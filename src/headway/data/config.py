@@ -1,4 +1,5 @@
-"""The `data` and `batch` sections of a recipe: which documents a run reads, how they become rows, the batch size. Imports no torch."""
+"""The `data` and `batch` sections of a recipe: which documents a run reads, how they become rows,
+the batch size. Imports no torch."""
 
 import re
 from dataclasses import dataclass
@@ -17,8 +18,17 @@ from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
+"""`PATH`, `PATH@WEIGHT` or `PATH#REPEAT`: the short form of a source."""
 MAX_STEP_TOKENS = 1 << 28
+"""Only a typing error gives a larger step."""
 DEFAULT_ROWS = 8
+"""Rows of a microbatch where the recipe says nothing."""
+
+# What `auto` stands for.
+AUTO_TOKENS_PER_DOCUMENT = 64
+AUTO_MIN_DOCUMENTS = 8
+AUTO_WINDOW_ROWS = 64
+AUTO_MIN_WINDOW_TOKENS = 1 << 18
 
 
 def default_cache_dir() -> Path:
@@ -28,24 +38,25 @@ def default_cache_dir() -> Path:
 
 def split_suffix(text: str) -> dict[str, Any]:
     """`stores/code@0.3` -> path and weight, `stores/code#2` -> path and repeat."""
-    found = SUFFIX.match(text)
-    if found is None:
+    matched = SUFFIX.match(text)
+    if matched is None:
         return {"path": text}
-    parts: dict[str, Any] = {"path": found["path"]}
-    if found["weight"] is not None:
-        parts["weight"] = float(found["weight"])
-    if found["repeat"] is not None:
-        parts["repeat"] = int(found["repeat"])
+    parts: dict[str, Any] = {"path": matched["path"]}
+    if matched["weight"] is not None:
+        parts["weight"] = float(matched["weight"])
+    if matched["repeat"] is not None:
+        parts["repeat"] = int(matched["repeat"])
     return parts
 
 
 class SourceConfig(Section):
-    """One source of a mixture. The short form is a string: `path`, `path@0.3` (weight) or `path#2` (repeat)."""
+    """One source of a mixture. The short form is a string: `path`, `path@0.3` (weight) or `path#2`
+    (repeat)."""
 
     path: str = setting(
         ...,
-        "A token store, a token store of another framework, raw files (a file, folder or glob) or a dataset of the hub. Raw files are "
-        "tokenized once into a cached store.",
+        "A token store, a token store of another framework, raw files (a file, folder or glob) or "
+        "a dataset of the hub. Raw files are tokenized once into a cached store.",
         min_length=1,
     )
     weight: float | None = setting(
@@ -60,37 +71,43 @@ class SourceConfig(Section):
     min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
     kind: Annotated[str, KindName()] = setting(
         "auto",
-        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); unpaired "
-        "(answers labelled good or bad, for objective kto); multimodal (conversations with media, see multimodal); captions (for objective "
-        "contrastive); or auto: by the keys, refused if not clear. A kind of your own: your module, or its file, e.g. ./my_kind.py "
-        "(docs/extend.md).",
+        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of "
+        "answers, for objective dpo); unpaired (answers labelled good or bad, for objective kto); "
+        "multimodal (conversations with media, see multimodal); captions (for objective "
+        "contrastive); or auto: by the keys, refused if not clear. A kind of your own: your "
+        "module, or its file, e.g. ./my_kind.py (docs/extend.md).",
     )
     chat_template: str = setting(
         "auto",
-        "Raw chat and preference data: the name of a chat template, `tokenizer` for the tokenizer's own template, or a .jinja file. "
+        "Raw chat and preference data: the name of a chat template, `tokenizer` for the "
+        "tokenizer's own template, or a .jinja file. "
         "auto = the tokenizer's own if it has one, otherwise chatml.",
     )
     keys: dict[str, str | None] | None = setting(
         None,
-        "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md.",
+        "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: "
+        "answer}. See docs/data.md.",
     )
     drop_bad: bool = setting(
         False,
-        "Raw records of any kind: skip those that cannot be read and log their number. false = such a record is an error.",
+        "Raw records of any kind: skip those that cannot be read and log their number. false = "
+        "such a record is an error.",
     )
     text_key: str = setting(
         "text", "Raw text: the key of a record that holds the text.", min_length=1
     )
     template: str | None = setting(
         None,
-        "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides text_key.",
+        "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides "
+        "text_key.",
     )
     split: Literal["file", "line"] = setting(
         "file", "Raw .txt files: one document per file, or one per line."
     )
     format: str | None = setting(
         None,
-        "Raw files in a format of your own: your module that reads them, or its file, e.g. ./my_format.py (docs/extend.md).",
+        "Raw files in a format of your own: your module that reads them, or its file, e.g. "
+        "./my_format.py (docs/extend.md).",
     )
 
     @model_validator(mode="before")
@@ -99,46 +116,54 @@ class SourceConfig(Section):
         if isinstance(data, str):
             return split_suffix(data)
         if isinstance(data, dict) and isinstance(data.get("path"), str):
-            return {
-                **split_suffix(data["path"]),
-                **data,
-                "path": split_suffix(data["path"])["path"],
-            }
+            # A mapping may use the short form in `path`; its own keys win over the suffix.
+            short_form = split_suffix(data["path"])
+            return {**short_form, **data, "path": short_form["path"]}
         return data
 
     @property
     def raw_settings(self) -> list[str]:
         """The settings that were given and apply to raw files only."""
+        fields = type(self).model_fields
         names = ("kind", *FOR_RECORDS, *FOR_TEXT, "format")
-        given = [
-            name for name in names if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if self.chat_template == FALLBACK_TEMPLATE and "chat_template" in given:
-            given.remove("chat_template")  # recipes of run folders state it for every source
-        return [name for name in given if name != "kind" or not record_kind(self.kind).is_text]
+        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        # Recipes of run folders state the template for every source, also where nobody set it.
+        if self.chat_template == FALLBACK_TEMPLATE and "chat_template" in changed:
+            changed.remove("chat_template")
+        # `kind: text` says nothing that a store would contradict.
+        if "kind" in changed and record_kind(self.kind).is_text:
+            changed.remove("kind")
+        return changed
 
     @model_validator(mode="after")
-    def _one_share(self) -> "SourceConfig":
+    def _consistent(self) -> "SourceConfig":
         if self.weight is not None and self.repeat != 1:
             raise ValueError(
-                f"has weight={self.weight:g} and repeat={self.repeat}; a source is mixed by weight or by repeat. Set one of them"
+                f"has weight={self.weight:g} and repeat={self.repeat}; a source is mixed by weight "
+                "or by repeat. Set one of them"
             )
-        given = self.raw_settings
+
+        settings = self.raw_settings
         refused: list[str] = []
         if self.kind != "auto":
-            refused = record_kind(self.kind).refused_settings(given)
-        for name in refused:
+            refused = record_kind(self.kind).refused_settings(settings)
+        if refused:
+            value = getattr(self, refused[0])
             raise ValueError(
-                f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it"
+                f"has kind={self.kind} and {refused[0]}={value}, which does not apply to that "
+                "kind. Remove it"
             )
-        for_text, for_records = (
-            [name for name in names if name in given] for names in (FOR_TEXT, FOR_RECORDS)
-        )
+
+        for_text = [name for name in FOR_TEXT if name in settings]
+        for_records = [name for name in FOR_RECORDS if name in settings]
         if for_text and for_records:
             raise ValueError(
-                f"has {for_text[0]}, which is for text, and {for_records[0]}, which is for chat and preference. Remove one"
+                f"has {for_text[0]}, which is for text, and {for_records[0]}, which is for chat "
+                "and preference. Remove one"
             )
         try:
+            # The map is made where records are read; here it is only checked, so that a wrong key
+            # is reported with its recipe.
             KeyMap.of(self.keys)
         except ConfigError as error:
             raise ValueError(f"has {str(error).removesuffix('.')}") from None
@@ -150,36 +175,43 @@ class ValidConfig(Section):
 
     fraction: float | None = setting(
         None,
-        "Hold out this share of the training documents for validation. The choice depends on the document index alone.",
+        "Hold out this share of the training documents for validation. The choice depends on the "
+        "document index alone.",
         gt=0,
         lt=1,
     )
     sets: dict[str, tuple[SourceConfig, ...]] | str | None = setting(
         None,
-        "Named sets, each a path or a list of sources, each reported separately. Or a folder: each store, folder or file in it is a set. "
-        "Or one file.",
+        "Named sets, each a path or a list of sources, each reported separately. Or a folder: each "
+        "store, folder or file in it is a set. Or one file.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, data: Any) -> Any:
-        return {"sets": data} if isinstance(data, str) else data
+        if isinstance(data, str):
+            return {"sets": data}
+        return data
 
     @field_validator("sets", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                name: tuple(one) if isinstance(one, (list, tuple)) else (one,)
-                for name, one in value.items()
-            }
-        return value
+        if not isinstance(value, dict):
+            return value
+        sets: dict[Any, Any] = {}
+        for name, sources in value.items():
+            if isinstance(sources, (list, tuple)):
+                sets[name] = tuple(sources)
+            else:
+                sets[name] = (sources,)
+        return sets
 
     @model_validator(mode="after")
     def _one_form(self) -> "ValidConfig":
         if (self.fraction is None) == (not self.sets):
             raise ValueError(
-                "needs either fraction, e.g. {fraction: 0.01}, or sets, e.g. {sets: {wiki: stores/wiki}}"
+                "needs either fraction, e.g. {fraction: 0.01}, or sets, e.g. {sets: {wiki: "
+                "stores/wiki}}"
             )
         return self
 
@@ -195,37 +227,43 @@ class DataConfig(Section):
     )
     by_type: bool = setting(
         True,
-        "Read a folder of several types (InternLM type folders, MDS domains, a store made from them) as one source per type, each with "
+        "Read a folder of several types (InternLM type folders, MDS domains, a store made from "
+        "them) as one source per type, each with "
         "its own rows and reported loss. false = one source.",
         on_resume="free",
     )
     seq_len: int = setting(512, "Tokens per row.", ge=2, on_resume="fixed")
     packing: Packing = setting(
         "best_fit",
-        "How documents become rows. best_fit: whole documents, only those longer than a row are cut. concat: documents one after another, "
-        "cut at the end of the row. pad: one document (or piece) per row. one_document: like concat, but attention and positions "
-        "span the whole row.",
+        "How documents become rows. best_fit: whole documents, only those longer than a row are "
+        "cut. concat: documents one after another, cut at the end of the row. pad: one document "
+        "(or piece) per row. one_document: like concat, but attention and positions span the whole "
+        "row.",
         on_resume="fixed",
     )
     max_documents: int | Literal["auto"] = setting(
         "auto",
-        "Maximum number of documents per row; padding counts as one. auto = seq_len / 64, at least 8.",
+        "Maximum number of documents per row; padding counts as one. auto = seq_len / 64, at least "
+        "8.",
         on_resume="fixed",
     )
     window_tokens: int | Literal["auto"] = setting(
         "auto",
-        "Documents are shuffled and packed within windows of this many tokens of the store. auto = 64 rows or more.",
+        "Documents are shuffled and packed within windows of this many tokens of the store. auto = "
+        "64 rows or more.",
         on_resume="fixed",
     )
     max_tokens: int | None = setting(
         None,
-        "Maximum number of document tokens per step; the batch size in rows becomes an upper bound. null = no limit.",
+        "Maximum number of document tokens per step; the batch size in rows becomes an upper "
+        "bound. null = no limit.",
         gt=0,
         on_resume="fixed",
     )
     balance: bool = setting(
         False,
-        "Order the rows of a step so that all ranks have about the same attention work (squared document lengths).",
+        "Order the rows of a step so that all ranks have about the same attention work (squared "
+        "document lengths).",
         on_resume="fixed",
     )
     skip_batches: str = setting(
@@ -235,7 +273,8 @@ class DataConfig(Section):
     )
     accept_changed: bool = setting(
         False,
-        "Resume even if the data has changed since the checkpoint was saved; reading then starts at the beginning of the data.",
+        "Resume even if the data has changed since the checkpoint was saved; reading then starts "
+        "at the beginning of the data.",
         on_resume="free",
     )
     tokenizer_unchecked: bool = setting(
@@ -263,21 +302,20 @@ class DataConfig(Section):
     )
     cache_dir: Path | None = setting(
         None,
-        "Folder for stores built from raw files, row counts and Hugging Face downloads (the Hugging Face cache is searched, too). "
-        "null = $XDG_CACHE_HOME/headway (~/.cache/headway); downloads then go to the Hugging Face cache.",
+        "Folder for stores built from raw files, row counts and Hugging Face downloads (the "
+        "Hugging Face cache is searched, too). null = $XDG_CACHE_HOME/headway (~/.cache/headway); "
+        "downloads then go to the Hugging Face cache.",
         on_resume="free",
     )
 
     @field_validator("train", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return (
-            (value,)
-            if isinstance(value, (str, dict))
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-        )
+        if isinstance(value, (str, dict)):
+            return (value,)
+        if isinstance(value, list):
+            return tuple(value)
+        return value
 
     @field_validator("max_documents")
     @classmethod
@@ -296,28 +334,34 @@ class DataConfig(Section):
     def _fits(self) -> "DataConfig":
         if self.train is not None and not self.train:
             raise ValueError("train is []; give at least one source, or null for generated data")
+        # A weight is a share among weights; a source that is mixed by size has none to compare.
         weighted = [source.weight is not None for source in self.train or ()]
         if any(weighted) and not all(weighted):
             raise ValueError(
-                f"train.{weighted.index(False)} has no weight, other sources have one; set a weight for all sources or for none"
+                f"train.{weighted.index(False)} has no weight, other sources have one; set a "
+                "weight for all sources or for none"
             )
         if isinstance(self.window_tokens, int) and self.window_tokens < self.seq_len:
             raise ValueError(
-                f"window_tokens is {self.window_tokens}; it must be at least seq_len={self.seq_len}; 64 times seq_len or more is better"
+                f"window_tokens is {self.window_tokens}; it must be at least "
+                f"seq_len={self.seq_len}; 64 times seq_len or more is better"
             )
         return self
 
     @property
     def documents_per_row(self) -> int:
         """Maximum number of documents per row; padding counts as one."""
-        return max(8, self.seq_len // 64) if self.max_documents == "auto" else self.max_documents
+        if self.max_documents == "auto":
+            return max(AUTO_MIN_DOCUMENTS, self.seq_len // AUTO_TOKENS_PER_DOCUMENT)
+        return self.max_documents
 
     @property
     def window(self) -> int:
         """Tokens of a window; if not set, a power of two, at least 64 rows and at least 2^18."""
         if isinstance(self.window_tokens, int):
             return self.window_tokens
-        return 1 << (max(1 << 18, 64 * self.seq_len) - 1).bit_length()
+        min_tokens = max(AUTO_MIN_WINDOW_TOKENS, AUTO_WINDOW_ROWS * self.seq_len)
+        return 1 << (min_tokens - 1).bit_length()
 
     @property
     def skipped(self) -> tuple[tuple[int, int], ...]:
@@ -327,13 +371,18 @@ class DataConfig(Section):
 
 def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     """`3-5,9` -> ((3, 5), (9, 9)): ascending, inclusive."""
+    if not text.strip():
+        return ()
+    problem = f"is {text!r}; it must be ascending numbers and ranges like '3-5,9'"
     ranges: list[tuple[int, int]] = []
-    for part in [p.strip() for p in text.split(",")] if text.strip() else []:
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        first = int(found[1]) if found else 0
-        last = int(found[2] or found[1]) if found else -1
+    for part in text.split(","):
+        matched = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if matched is None:
+            raise ValueError(problem)
+        first = int(matched[1])
+        last = int(matched[2] or matched[1])
         if last < first or (ranges and first <= ranges[-1][1]):
-            raise ValueError(f"is {text!r}; it must be ascending numbers and ranges like '3-5,9'")
+            raise ValueError(problem)
         ranges.append((first, last))
     return tuple(ranges)
 
@@ -351,11 +400,15 @@ class ResolvedBatch:
 
     def describe(self, ranks: int) -> str:
         """One line for the log."""
-        return f"batch: {self.tokens} tokens = {self.rows} rows = {ranks} ranks x {self.accumulate} microbatches x {self.micro_rows} rows"
+        return (
+            f"batch: {self.tokens} tokens = {self.rows} rows = {ranks} ranks x "
+            f"{self.accumulate} microbatches x {self.micro_rows} rows"
+        )
 
 
 class BatchConfig(Section):
-    """The batch of one optimizer step, in one of three forms: tokens; rows; or rows_per_rank (one microbatch) and accumulate."""
+    """The batch of one optimizer step, in one of three forms: tokens; rows; or rows_per_rank (one
+    microbatch) and accumulate."""
 
     tokens: int | None = setting(
         None, "Tokens of one step over all ranks.", gt=0, on_resume="fixed"
@@ -372,8 +425,8 @@ class BatchConfig(Section):
     )
     micro_rows: int | Literal["auto"] | None = setting(
         None,
-        f"Rows per microbatch. null = the largest number up to {DEFAULT_ROWS} that divides a rank's rows. "
-        "auto = as many as fit into memory; the batch stays the same.",
+        f"Rows per microbatch. null = the largest number up to {DEFAULT_ROWS} that divides a "
+        "rank's rows. auto = as many as fit into memory; the batch stays the same.",
         on_resume="free",
     )
     rampup: Rampup | None = setting(
@@ -381,7 +434,8 @@ class BatchConfig(Section):
     )
     lr_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none",
-        "Multiply all learning rates by (rows of a step / reference_rows): not at all, by its square root (suits Adam), or linearly.",
+        "Multiply all learning rates by (rows of a step / reference_rows): not at all, by its "
+        "square root (suits Adam), or linearly.",
         on_resume="free",
     )
     reference_rows: int | None = setting(
@@ -390,43 +444,47 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _has_reference(self) -> "BatchConfig":
-        if (self.lr_scaling == "none") != (self.reference_rows is None):
-            missing = (
-                "reference_rows" if self.reference_rows is None else "lr_scaling: sqrt or linear"
-            )
-            given = (
-                f"lr_scaling={self.lr_scaling}"
-                if self.reference_rows is None
-                else f"reference_rows={self.reference_rows}"
-            )
-            raise ValueError(
-                f"has {given} alone; learning rates scale from a reference. Add {missing}"
-            )
-        return self
+        if (self.lr_scaling == "none") == (self.reference_rows is None):
+            return self
+        if self.reference_rows is None:
+            present = f"lr_scaling={self.lr_scaling}"
+            missing = "reference_rows"
+        else:
+            present = f"reference_rows={self.reference_rows}"
+            missing = "lr_scaling: sqrt or linear"
+        raise ValueError(
+            f"has {present} alone; learning rates scale from a reference. Add {missing}"
+        )
 
     def lr_factor(self, rows: int) -> float:
-        """What learning rates are multiplied by for this many rows of a step."""
+        """The factor of all learning rates for a step of this many rows: 1, sqrt(rows /
+        reference_rows) or rows / reference_rows."""
         if self.lr_scaling == "none" or self.reference_rows is None:
             return 1.0
         ratio = rows / self.reference_rows
-        return ratio if self.lr_scaling == "linear" else ratio**0.5
+        if self.lr_scaling == "linear":
+            return ratio
+        return ratio**0.5
 
     @model_validator(mode="after")
     def _one_form(self) -> "BatchConfig":
-        given = [
+        forms = [
             name for name in ("tokens", "rows", "rows_per_rank") if getattr(self, name) is not None
         ]
-        if len(given) > 1:
+        if len(forms) > 1:
             raise ValueError(
-                f"has {' and '.join(given)}; set one of tokens, rows, or rows_per_rank with accumulate"
+                f"has {' and '.join(forms)}; set one of tokens, rows, or rows_per_rank with "
+                "accumulate"
             )
         if self.accumulate is not None and (self.tokens is not None or self.rows is not None):
             raise ValueError(
-                f"has accumulate={self.accumulate} and {given[0]}; accumulate follows from {given[0]} and micro_rows. Remove it"
+                f"has accumulate={self.accumulate} and {forms[0]}; accumulate follows from "
+                f"{forms[0]} and micro_rows. Remove it"
             )
         if self.rows_per_rank is not None and self.micro_rows not in (None, self.rows_per_rank):
             raise ValueError(
-                f"has micro_rows={self.micro_rows} and rows_per_rank={self.rows_per_rank}, which mean the same. Remove one"
+                f"has micro_rows={self.micro_rows} and rows_per_rank={self.rows_per_rank}, which "
+                "mean the same. Remove one"
             )
         return self
 
@@ -440,10 +498,13 @@ class BatchConfig(Section):
     @property
     def given_micro_rows(self) -> int | None:
         """micro_rows if it is a number."""
-        return self.micro_rows if isinstance(self.micro_rows, int) else None
+        if isinstance(self.micro_rows, int):
+            return self.micro_rows
+        return None
 
     def resolve(self, seq_len: int, ranks: int) -> ResolvedBatch:
-        """The batch in numbers for this many data-parallel ranks, or a ConfigError that suggests valid numbers.
+        """The batch in numbers for this many data-parallel ranks, or a ConfigError that suggests
+        valid numbers.
 
         With micro_rows=auto a microbatch has one row until it is known how many fit.
         """
@@ -452,37 +513,50 @@ class BatchConfig(Section):
         elif self.rows is not None:
             rows = self._rows_of("rows", self.rows, 1, ranks)
         else:
-            rows = (
-                (self.rows_per_rank or self.given_micro_rows or DEFAULT_ROWS)
-                * (self.accumulate or 1)
-                * ranks
-            )
-        each = rows // ranks
-        given = 1 if self.micro_rows == "auto" else self.micro_rows or self.rows_per_rank
-        micro_rows = given or max(n for n in range(1, min(DEFAULT_ROWS, each) + 1) if each % n == 0)
-        if self.tokens is None and self.rows is None and given is None:
-            micro_rows = DEFAULT_ROWS
+            micro_rows = self.rows_per_rank or self.given_micro_rows or DEFAULT_ROWS
+            rows = micro_rows * (self.accumulate or 1) * ranks
+        rows_per_rank = rows // ranks
+
+        if self.micro_rows == "auto":
+            micro_rows = 1
+        else:
+            micro_rows = self.micro_rows or self.rows_per_rank
+        if micro_rows is None:
+            candidates = range(1, min(DEFAULT_ROWS, rows_per_rank) + 1)
+            micro_rows = max(number for number in candidates if rows_per_rank % number == 0)
+
         if self.rampup is not None and (first := self.rampup.over(ranks).start) > rows:
             raise ConfigError(
-                f"batch.rampup.start is {first} rows; it must not exceed the full batch of {rows} rows."
+                f"batch.rampup.start is {first} rows; it must not exceed the full batch of {rows} "
+                "rows."
             )
+
         if rows * seq_len > MAX_STEP_TOKENS:
             raise ConfigError(
-                f"batch is {rows} rows of {seq_len} tokens in one step; the maximum is {MAX_STEP_TOKENS:,} tokens. Lower it."
+                f"batch is {rows} rows of {seq_len} tokens in one step; the maximum is "
+                f"{MAX_STEP_TOKENS:,} tokens. Lower it."
             )
-        return ResolvedBatch(rows, micro_rows, each // micro_rows, rows * seq_len)
+        return ResolvedBatch(rows, micro_rows, rows_per_rank // micro_rows, rows * seq_len)
 
     def _rows_of(self, key: str, value: int, unit: int, ranks: int) -> int:
+        """The rows that a setting stands for, `unit` of it per row; every rank must get whole
+        microbatches."""
         micro_rows = self.given_micro_rows
         step = unit * (micro_rows or 1) * ranks
         if value % step == 0:
             return value // unit
-        parts = (
-            ([f"seq_len={unit}"] if unit > 1 else [])
-            + ([f"micro_rows={micro_rows}"] if micro_rows else [])
-            + [f"ranks={ranks}"]
-        )
-        near = sorted({n for n in (value // step * step, -(-value // step) * step) if n})
+
+        factors: list[str] = []
+        if unit > 1:
+            factors.append(f"seq_len={unit}")
+        if micro_rows:
+            factors.append(f"micro_rows={micro_rows}")
+        factors.append(f"ranks={ranks}")
+
+        below = value // step * step
+        above = -(-value // step) * step
+        near = sorted({multiple for multiple in (below, above) if multiple})
         raise ConfigError(
-            f"batch.{key} is {value}; it must be a multiple of {' * '.join(parts)}, which is {step}. Try {' or '.join(map(str, near))}."
+            f"batch.{key} is {value}; it must be a multiple of {' * '.join(factors)}, which is "
+            f"{step}. Try {' or '.join(map(str, near))}."
         )

@@ -1,10 +1,12 @@
-"""Sources whose documents are groups, and who makes them. A task that learns from something else than single documents says here how its
-records are read: which documents of a store belong together, which columns a microbatch gets beside tokens, what a step counts.
+"""Sources whose documents are groups, and the readers that make them. A task that learns from
+something else than single documents says here how its records are read: which documents of a store
+belong together, which columns a microbatch gets beside tokens, what a step counts.
 
-    store     d0 | d1 | d2 | d3 | ...           documents as they were tokenized
-    groups    [d0 d1] | [d2 d3] | ...           one document of a `GroupSource`; packing, shuffling, splits and limits count groups
+    store     d0 | d1 | d2 | d3 | ...    documents as they were tokenized
+    groups    [d0 d1] | [d2 d3] | ...    one document of a `GroupSource`
 
-Data knows this contract and no task: the loader, the rows and the checks ask a source, they never recognise it.
+Packing, shuffling, splits and limits count groups. Data knows this contract and no task: the
+loader, the rows and the checks ask a source, they never recognise it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.records.base import CHAT_MARK
-from headway.records.preference import PREFERENCE_MARK
-from headway.records.unpaired import UNPAIRED_MARK
+from headway.records import KINDS
+from headway.records.base import record_kind
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
@@ -49,31 +50,38 @@ class GroupSource(TokenSource):
 
     @property
     def store(self) -> TokenSource | None:
-        """Where the documents of the groups are read; None: in `tables`."""
+        """The source that holds the documents of the groups; None: their content is in `tables`."""
         return None
 
     @property
     def content_suffix(self) -> str:
-        """What decides the content of the groups beside the content of the store."""
+        """Added to the store's content in checkpoints: what else decides the groups."""
         return ""
 
     def groups_of(self, documents: range) -> range | None:
-        """The groups that read some documents of the store; None: others may read them, too."""
+        """The groups that are made of some documents of the store; None: any group may be."""
         first = documents.start // self.documents_per_group
+        # Rounded up: a group counts if any of its documents is in the range.
         last = -(-documents.stop // self.documents_per_group)
         return range(first, last)
 
+    def require_checked(self) -> None:
+        if self.store is not None:
+            self.store.require_checked()
+
     def describe(self) -> str:
-        """What a line about the targets of this source adds; empty: nothing."""
+        """A note on the groups for the log line about this source's targets; empty: none."""
         return ""
 
     @abstractmethod
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
-        """The columns of a microbatch without a group. Shapes and names are the same for every microbatch and source of a task."""
+        """The columns of a microbatch without a group. Shapes and names are the same for every
+        microbatch and source of a task."""
 
     @abstractmethod
     def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
-        """Write what the groups in `pieces`, all of this source, say into the columns of a microbatch."""
+        """Write the values of the groups in `pieces`, all of this source, into the columns of a
+        microbatch."""
 
 
 class StoreGroups(GroupSource):
@@ -89,7 +97,7 @@ class StoreGroups(GroupSource):
 
     @property
     def store(self) -> Store:
-        """Where the documents are read."""
+        """The store whose documents are grouped."""
         return self._store
 
     @cached_property
@@ -102,7 +110,8 @@ class StoreGroups(GroupSource):
 
 
 class RecordSource(StoreGroups):
-    """A store each of whose documents is a group by itself: a document with columns. Subclasses say which."""
+    """A store each of whose documents is a group by itself: a document with columns, which
+    subclasses define."""
 
     unit: ClassVar[str] = "record"
     total: ClassVar[str | None] = "records"
@@ -129,7 +138,8 @@ class RecordSource(StoreGroups):
 
 
 class SourceReader(Protocol):
-    """How the sources of a task are read; made once for all sources of a run, so that groups are numbered over all of them."""
+    """How the sources of a task are read; made once for all sources of a run, so that groups are
+    numbered over all of them."""
 
     splits_types: bool
     """Whether a store of several types may become one source per type."""
@@ -149,42 +159,41 @@ class DocumentReader:
     splits_types = True
 
     def check(self, config: DataConfig) -> None:
-        """Any row will do."""
+        """Accepts all settings of rows."""
 
     def read(self, source: TokenSource) -> TokenSource:
-        """The source itself."""
-        marks = marks_of(source) - {CHAT_MARK}
-        for mark, refusal in REFUSALS.items():
-            if mark in marks:
+        """The source itself; a ConfigError if its documents belong together."""
+        kinds = [record_kind(name) for name in KINDS]
+        refusals = {kind.mark: kind.refusal for kind in kinds}
+        marks = marks_of(source)
+        for mark in sorted(marks, reverse=True):
+            refusal = refusals.get(mark)
+            if refusal is not None:
                 raise ConfigError(f"data: {source.name} {refusal}")
-        if marks:
-            kind = min(marks).removeprefix("kind=")
+        # A kind of the user's: no message of its own, but the same reason.
+        unknown = marks - refusals.keys()
+        if unknown:
+            kind = min(unknown).removeprefix("kind=")
             raise ConfigError(
-                f"data: {source.name} holds records of kind {kind}, which a task of its own reads. Set objective.kind to that task, or "
-                "give other data."
+                f"data: {source.name} holds records of kind {kind}, which a task of its own reads. "
+                "Set objective.kind to that task, or give other data."
             )
         return source
 
 
-REFUSALS = {
-    UNPAIRED_MARK: "holds answers labelled good or bad, which objective kto reads; others would train on the bad answers, "
-    "too. Set objective.kind: kto, or other data.",
-    PREFERENCE_MARK: "holds preference pairs; next-token training would train on the rejected answers, too. "
-    "Set objective.kind: dpo, or use conversations (kind: chat).",
-}
-"""By the mark of a store: why its documents are not for a task that reads single documents."""
-
-
 def marks_of(source: TokenSource) -> frozenset[str]:
-    """What the manifest of a store says its documents are (`kind=...`); empty: text, or no store of headway."""
+    """What the manifest of a store says its documents are (`kind=...`); empty: text, or no store of
+    headway."""
     if not isinstance(source, Store):
         return frozenset()
+    # A store's `sources` begin with its mark; text stores list files there instead.
     first_words = (origin.split()[0] for origin in source.manifest.sources if origin.split())
     return frozenset(word for word in first_words if word.startswith("kind="))
 
 
 def ungrouped(source: TokenSource) -> TokenSource:
-    """The documents that the groups of a source are made of; the source itself where it has no groups."""
+    """The documents that the groups of a source are made of; the source itself where it has no
+    groups."""
     if isinstance(source, GroupSource) and source.store is not None:
         return source.store
     return source

@@ -1,8 +1,10 @@
-"""The loader: an iterator of (StepBatch, LoaderState). A new loader with that state continues after the step.
+"""The loader: an iterator of (StepBatch, LoaderState). A new loader with that state continues after
+the step.
 
-In: sources, the shapes of rows and batches, the data-parallel rank, a seed. Every rank plans the whole step from document lengths and reads
-only the tokens of its local microbatches. Invariant: the rows of step k depend on the data, the settings and the seed, never on ranks,
-workers or interruptions.
+In: sources, the shapes of rows and batches, the data-parallel rank, a seed. Every rank plans the
+whole step from document lengths and reads only the tokens of its local microbatches. Invariant: the
+rows of step k depend on the data, the settings and the seed, never on ranks, workers or
+interruptions.
 """
 
 from __future__ import annotations
@@ -12,34 +14,41 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import DataConfig, default_cache_dir
 from headway.data.groups import GroupSource
-from headway.data.media import MediaColumns, MediaFeatures
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.packing import RowShape
 from headway.data.rampup import Rampup
 from headway.data.row_stream import RowStream, Windows
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import BatchShape, LoaderState, PlannedStep, StepPlanner
-from headway.data.teacher import CachedTeacher, TeacherColumns
 from headway.errors import CheckpointError, ConfigError
 from headway.store.source import TokenSource
+
+if TYPE_CHECKING:
+    from headway.data.media import MediaFeatures
+    from headway.data.teacher import CachedTeacher
 
 __all__ = ["DataAmount", "Loader", "LoaderState"]
 
 BLOCK_TOKENS = 1 << 22
+"""Rows are shuffled among this many tokens: what a plan holds in memory is bounded by it."""
 MIN_BLOCK_WINDOWS = 8
+"""Also where windows are large, so that a block mixes distant parts of a store."""
 MAX_VALID_TOKENS = 1 << 30
+"""Upper bound of a validation window, however small the fraction."""
 SumOverRanks = Callable[[list[float]], list[float]]
 Filled = tuple[Batch, float]
+"""A microbatch, and the sum of its loss weights."""
 
 
 @dataclass(frozen=True)
 class DataAmount:
-    """What is read in one pass over the data, and in a number of batches. Padding counts nowhere."""
+    """What is read in one pass over the data, and in a number of batches. Padding counts
+    nowhere."""
 
     documents: int
     tokens: int
@@ -50,7 +59,7 @@ class DataAmount:
 
 @dataclass
 class ReplayedBatches:
-    """Which batches of a run held some documents."""
+    """Which batches of a run read some documents."""
 
     batches: list[int] = field(default_factory=list)
     """Their numbers, from 0."""
@@ -61,7 +70,8 @@ class ReplayedBatches:
 
 
 class Loader:
-    """Iterates over steps; threads prepare `data.prefetch` steps in advance. Close it, or use it in a `with` block."""
+    """Iterates over steps; threads prepare `data.prefetch` steps in advance. Close it, or use it in
+    a `with` block."""
 
     def __init__(
         self,
@@ -82,41 +92,59 @@ class Loader:
         media: MediaFeatures | None = None,
         teacher: CachedTeacher | None = None,
     ) -> None:
-        self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
+        self._config = config
+        self._epochs = epochs
+        self._sum = sum_over_ranks
         self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, max_rows)
         self._streams = [
             _stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)
         ]
-        read = [stream.source for stream in self._streams]
-        columns = (
-            None
-            if media is None
-            else MediaColumns(media, read, config.seq_len, config.documents_per_row)
-        )
-        taught = None if teacher is None else TeacherColumns(teacher, read, config.seq_len)
-        self._fill = RowLayout(
-            read,
+
+        token_sources = [stream.source for stream in self._streams]
+        media_columns = None
+        if media is not None:
+            from headway.data.media import MediaColumns
+
+            media_columns = MediaColumns(
+                media, token_sources, config.seq_len, config.documents_per_row
+            )
+        teacher_columns = None
+        if teacher is not None:
+            from headway.data.teacher import TeacherColumns
+
+            teacher_columns = TeacherColumns(teacher, token_sources, config.seq_len)
+        self._layout = RowLayout(
+            token_sources,
             config.seq_len,
             config.documents_per_row,
             config.packing == "one_document",
-            columns,
-            taught,
+            media_columns,
+            teacher_columns,
         )
-        self._masked = any(stream.source.masked for stream in self._streams)
-        self._groups = _common_groups(read)
+        self._masked = any(source.masked for source in token_sources)
+        self._groups = _common_groups(token_sources)
         self._sources = sources
+
         if state is not None and len(state.mixture.cursors) != len(sources):
             raise CheckpointError(
-                f"the checkpoint has a data cursor for {len(state.mixture.cursors)} sources, the recipe has {len(sources)}. Use the "
-                "same data. If the run read a folder of several types as one source, set data.by_type=false."
+                f"the checkpoint has a data cursor for {len(state.mixture.cursors)} sources, the "
+                f"recipe has {len(sources)}. Use the same data. If the run read a folder of "
+                "several types as one source, set data.by_type=false."
             )
         self._mixture = Mixture(sources, self._streams, state.mixture if state else None)
         self._state = state or LoaderState(0, self._mixture.state)
+
+        # Threads and generators start with the first `next`, so a loader that only plans costs
+        # nothing.
         self._planner = StepPlanner(config, self._shape, self._mixture, self._state.batch, epochs)
         self._pin = _pins(config)
-        self._steps = self._steps_from_threads() if config.workers else self._steps_here()
+        if config.workers:
+            self._steps = self._steps_from_threads()
+        else:
+            self._steps = self._steps_here()
         self.read_seconds = 0.0
-        """How long this rank waited for the data of the last step, without waiting for other ranks."""
+        """How long this rank waited for the data of the last step, without waiting for other
+        ranks."""
 
     @property
     def state(self) -> LoaderState:
@@ -130,75 +158,93 @@ class Loader:
     def batches_in(self, epochs: int) -> int:
         """Batches of that many passes, skipped ones included; the last one may be partly empty."""
         if self._config.max_tokens is not None:
+            # How many rows a batch holds then depends on their lengths: only drawing them tells.
             return sum(1 for _ in self._planner_from_start(epochs).drawn())
-        rows, low, high = epochs * self.rows_per_epoch(), 0, 1
+
+        # The least number of batches with enough rows. A rampup makes batches unequal, so it is
+        # searched: an upper bound first, then by halves.
+        rows = epochs * self.rows_per_epoch()
+        low = 0
+        high = 1
         while self._shape.rows_before(high) < rows:
-            low, high = high, high * 2
+            low = high
+            high = high * 2
         while low < high:
             middle = (low + high) // 2
-            low, high = (
-                (low, middle) if self._shape.rows_before(middle) >= rows else (middle + 1, high)
-            )
+            if self._shape.rows_before(middle) >= rows:
+                high = middle
+            else:
+                low = middle + 1
         return low
 
     def amount(self, batches: int, epochs: float | None = None) -> DataAmount:
-        """What `batches` from the beginning read; `epochs`: the passes at which they end, which the last batch may not fill."""
+        """What `batches` from the beginning read; `epochs`: the passes at which they end, which the
+        last batch may not fill. Estimated from the mean tokens of a row: no step is planned."""
         counts = [stream.windows.selection.counts() for stream in self._streams]
-        documents = sum(number for number, _ in counts)
-        tokens = sum(number for _, number in counts)
-        per_row = [stream.tokens_per_row() for stream in self._streams]
+        documents = sum(num_documents for num_documents, _ in counts)
+        tokens = sum(num_tokens for _, num_tokens in counts)
+
+        row_tokens = [stream.tokens_per_row() for stream in self._streams]
         rows_drawn = self._shape.rows_before(batches)
+
         if self._mixture.weighted:
             weights = [source.weight or 0.0 for source in self._sources]
-            mean = sum(weight * size for weight, size in zip(weights, per_row, strict=True)) / sum(
-                weights
+            weighted_sum = sum(
+                weight * mean for weight, mean in zip(weights, row_tokens, strict=True)
             )
-            return DataAmount(documents, tokens, self._bounded(rows_drawn * mean, batches), None)
-        tokens_of_pass = sum(
-            number * source.repeat
-            for (_, number), source in zip(counts, self._sources, strict=True)
+            mean_tokens = weighted_sum / sum(weights)
+            tokens_read = self._bounded(rows_drawn * mean_tokens, batches)
+            return DataAmount(documents, tokens, tokens_read, None)
+
+        repeats = [source.repeat for source in self._sources]
+        pass_tokens = sum(
+            num_tokens * repeat for (_, num_tokens), repeat in zip(counts, repeats, strict=True)
         )
         if epochs is not None:
-            return DataAmount(documents, tokens, epochs * tokens_of_pass, epochs)
-        rows_of_pass = sum(
-            number * source.repeat / size
-            for (_, number), source, size in zip(counts, self._sources, per_row, strict=True)
-            if size
+            return DataAmount(documents, tokens, epochs * pass_tokens, epochs)
+        pass_rows = sum(
+            num_tokens * repeat / mean
+            for (_, num_tokens), repeat, mean in zip(counts, repeats, row_tokens, strict=True)
+            if mean
         )
-        mean = tokens_of_pass / max(1.0, rows_of_pass)
-        tokens_read = self._bounded(rows_drawn * mean, batches)
-        return DataAmount(documents, tokens, tokens_read, tokens_read / max(1, tokens_of_pass))
+        mean_tokens = pass_tokens / max(1.0, pass_rows)
+        tokens_read = self._bounded(rows_drawn * mean_tokens, batches)
+        return DataAmount(documents, tokens, tokens_read, tokens_read / max(1, pass_tokens))
 
     def _bounded(self, tokens: float, batches: int) -> float:
-        """Tokens of batches that data.max_tokens limits."""
+        """An estimate of tokens, at most what data.max_tokens allows for so many batches."""
         if self._config.max_tokens is None:
             return tokens
         return min(tokens, float(batches * self._config.max_tokens))
 
     def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
-        """The documents of batches `first` to `last` by source, from a state before them; reads no tokens."""
+        """The documents of batches `first` to `last` by source, from a state before them; reads no
+        tokens."""
         mixture = Mixture(self._sources, self._streams, state.mixture)
-        found: dict[str, set[int]] = {}
-        for rows, after in StepPlanner(
-            self._config, self._shape, mixture, state.batch, self._epochs
-        ).drawn():
-            if after.batch - 1 > last:
+        planner = StepPlanner(self._config, self._shape, mixture, state.batch, self._epochs)
+        documents: dict[str, set[int]] = {}
+        for rows, after in planner.drawn():
+            batch = after.batch - 1
+            if batch > last:
                 break
-            for row in rows if after.batch - 1 >= first else ():
-                if row is not None:
-                    found.setdefault(self._streams[row.source].source.name, set()).update(
-                        row.documents
-                    )
-            if after.batch - 1 == last:
+            if batch >= first:
+                for row in rows:
+                    if row is not None:
+                        name = self._streams[row.source].source.name
+                        documents.setdefault(name, set()).update(row.documents)
+            # Drawing one batch more would plan it in vain.
+            if batch == last:
                 break
-        return {name: sorted(documents) for name, documents in found.items()}
+        return {name: sorted(numbers) for name, numbers in documents.items()}
 
     def batches_reading(
         self, wanted: Mapping[int, range], stops: Callable[[], bool]
     ) -> ReplayedBatches:
-        """Which batches up to the last one returned hold these documents, by source: the plan is made once more, no tokens are read.
+        """Which batches up to the last one returned hold these documents, by source: the plan is
+        made once more, no tokens are read.
 
-        `stops` is asked after each batch. For loaders that are closed: the plan's blocks are cached for one reader.
+        `stops` is asked after each batch. For loaders that are closed: the plan's blocks are cached
+        for one reader.
         """
         replayed = ReplayedBatches()
         skipped = self._config.skipped
@@ -206,10 +252,14 @@ class Loader:
             batch = after.batch - 1
             if batch >= self._state.batch:
                 break
+
             is_skipped = any(first <= batch <= last for first, last in skipped)
             if not is_skipped and any(row is not None and _holds(row, wanted) for row in rows):
                 replayed.batches.append(batch)
+
             replayed.num_batches = after.batch
+            # The replay is proof only if it ends at the very cursor where the run is: the same
+            # data, settings and seed.
             if after.batch == self._state.batch:
                 replayed.is_exact = after.mixture == self._state.mixture
             if stops():
@@ -219,11 +269,11 @@ class Loader:
     def steps_after(self, batch: int) -> int:
         """How many batches after number `batch` were trained on, up to the last one returned."""
         later = range(batch + 1, self._state.batch)
-        skipped = self._config.skipped
-        return len(later) - sum(
+        num_skipped = sum(
             max(0, min(last, later.stop - 1) - max(first, later.start) + 1)
-            for first, last in skipped
+            for first, last in self._config.skipped
         )
+        return len(later) - num_skipped
 
     def _planner_from_start(self, epochs: int | None) -> StepPlanner:
         return StepPlanner(
@@ -237,13 +287,17 @@ class Loader:
         began = time.perf_counter()
         planned, filled = next(self._steps)
         self.read_seconds = time.perf_counter() - began
-        # Without masks every rank knows the sum from lengths alone; no communication is needed.
-        targets = (
-            self._sum([sum(weight for _, weight in filled)])[0]
-            if self._masked
-            else float(planned.targets)
-        )
+
+        # A mask is known only to the rank that read it, so the sums of all ranks are added. Without
+        # masks every rank knows the sum from lengths alone; no communication is needed.
+        if self._masked:
+            targets = self._sum([sum(weight for _, weight in filled)])[0]
+        else:
+            targets = float(planned.targets)
+
         self._state = planned.state
+        # Known before the first forward pass: losses are divided by the total of the step, not of a
+        # microbatch.
         totals = {"targets": targets, "rows": float(planned.rows)}
         groups = self._groups
         if groups is not None and groups.total is not None:
@@ -268,33 +322,37 @@ class Loader:
         self.close()
 
     def _fill_microbatch(self, rows: list[Row | None]) -> Filled:
-        batch, weight = fill_rows(rows, self._fill)
-        return (batch.pin() if self._pin else batch), weight
+        batch, weight = fill_rows(rows, self._layout)
+        if self._pin:
+            batch = batch.pin()
+        return batch, weight
 
     def _steps_here(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
         for planned in self._planner.steps():
             yield planned, [self._fill_microbatch(rows) for rows in planned.microbatches]
 
     def _steps_from_threads(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
-        """Plan in one thread, fill rows in others, return steps in order; errors of all threads are raised here."""
+        """Plan in one thread, fill rows in others, return steps in order; errors of all threads are
+        raised here."""
         steps = self._planner.steps()
+        # One planning thread: the mixture is a sequence, and its cursor must move in order.
         planner = ThreadPoolExecutor(1, thread_name_prefix="headway-plan")
         fillers = ThreadPoolExecutor(self._config.workers, thread_name_prefix="headway-rows")
 
         def prepare() -> tuple[PlannedStep, list[Future[Filled]]] | None:
             planned = next(steps, None)
+            if planned is None:
+                return None
             return (
-                None
-                if planned is None
-                else (
-                    planned,
-                    [fillers.submit(self._fill_microbatch, rows) for rows in planned.microbatches],
-                )
+                planned,
+                [fillers.submit(self._fill_microbatch, rows) for rows in planned.microbatches],
             )
 
         try:
             ahead = deque(planner.submit(prepare) for _ in range(self._config.prefetch))
             while (prepared := ahead.popleft().result()) is not None:
+                # The next one is submitted before this step's rows are waited for, so `prefetch`
+                # steps are always being prepared.
                 ahead.append(planner.submit(prepare))
                 planned, filling = prepared
                 yield planned, [microbatch.result() for microbatch in filling]
@@ -304,15 +362,20 @@ class Loader:
 
 
 def _common_groups(sources: Sequence[TokenSource]) -> GroupSource | None:
-    """A source that says what the groups of all of them are; None if some are no groups, or others."""
-    first = sources[0] if sources else None
+    """A source whose class says what the groups of all sources are; None if they are not groups of
+    one class."""
+    if not sources:
+        return None
+    first = sources[0]
     if isinstance(first, GroupSource) and all(type(source) is type(first) for source in sources):
         return first
     return None
 
 
 def _holds(row: Row, wanted: Mapping[int, range]) -> bool:
-    """Whether a row has one of some documents."""
+    """Whether a row reads one of the wanted documents, which are given by the number of their
+    source."""
+    # From the plan alone: the documents of a row are known before a token is read.
     documents = wanted.get(row.source)
     if documents is None:
         return False
@@ -328,11 +391,10 @@ def _stream(
     window = config.window
     if source.selection.side == "valid":
         # Validation uses a small share of every window: larger windows, so that rows still fill.
-        window = min(
-            1 << int(window / source.selection.fraction - 1).bit_length(),
-            max(window, MAX_VALID_TOKENS),
-        )
+        enlarged = 1 << int(window / source.selection.fraction - 1).bit_length()
+        window = min(enlarged, max(window, MAX_VALID_TOKENS))
     windows = Windows(source.selection, window, max(MIN_BLOCK_WINDOWS, BLOCK_TOKENS // window))
+    # `documents_per_row` counts the padding, `max_segments` does not.
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)
     return RowStream(
         windows,

@@ -1,9 +1,11 @@
-"""The mixture: which source gives the next row. In: the row streams of several sources; out: one global sequence of rows.
+"""The mixture: which source gives the next row. In: the row streams of several sources; out: one
+global sequence of rows.
 
-Row k of a source with weight w has the key (2k + 1) / w. Rows are read in the order of their keys, so every source is spread evenly, and no
-random number is needed. With weights each source has its own epochs. Without them the weights are the sizes, and one epoch is one pass over
-all sources (`repeat` passes over a source): a source that is finished waits for the others.
-Invariant: the sequence is the same for any number of ranks and workers, and after a resume.
+Row k of a source with weight w has the key (2k + 1) / w. Rows are read in the order of their keys,
+so every source is spread evenly, and no random number is needed. With weights each source has its
+own epochs. Without them the weights are the sizes, and one epoch is one pass over all sources
+(`repeat` passes over a source): a source that is finished waits for the others. Invariant: the
+sequence is the same for any number of ranks and workers, and after a resume.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Row:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest of them."""
+        """Tokens of its longest document, or piece."""
         return self.block.longest[self.number]
 
     @property
@@ -91,14 +93,21 @@ class Mixture:
         self._streams = streams
         self._repeats = [source.repeat for source in sources]
         self.weighted = any(source.weight is not None for source in sources)
-        self._weights = [
-            s.weight if s.weight is not None else float(s.selection.num_tokens * s.repeat)
-            for s in sources
-        ]
-        state = state or MixtureState(
-            0, 0, tuple(stream.skip_to_row(Cursor(0, 0, 0, 0)) for stream in streams)
-        )
-        self._epoch, self._rows, self._cursors = state.epoch, state.rows, list(state.cursors)
+        self._weights: list[float] = []
+        for source in sources:
+            if source.weight is not None:
+                self._weights.append(source.weight)
+            else:
+                self._weights.append(float(source.selection.num_tokens * source.repeat))
+
+        if state is None:
+            start = Cursor(0, 0, 0, 0)
+            state = MixtureState(0, 0, tuple(stream.skip_to_row(start) for stream in streams))
+        self._epoch = state.epoch
+        self._rows = state.rows
+        self._cursors = list(state.cursors)
+        # A heap of (key of the source's next row, source); equal keys go to the earlier source. It
+        # is not saved: the cursors decide it.
         self._queue: list[tuple[float, int]] = []
         self._fill_queue()
 
@@ -120,17 +129,23 @@ class Mixture:
         row = self.peek()
         source = row.source
         heapq.heappop(self._queue)
+
+        # The cursor always points at a row that exists, so that `peek` needs no search.
         cursor = self._cursors[source]
         moved = self._streams[source].skip_to_row(
             Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1)
         )
         self._cursors[source] = moved
         self._rows += 1
+
         if not self._is_finished(source):
             heapq.heappush(self._queue, (self._key(source, moved.drawn), source))
         elif not self._queue:
+            # The last source of the epoch: all start over, and keys count from the beginning again.
             self._epoch += 1
-            self._cursors = [Cursor(c.epoch, c.block, c.row, 0) for c in self._cursors]
+            self._cursors = [
+                Cursor(cursor.epoch, cursor.block, cursor.row, 0) for cursor in self._cursors
+            ]
             self._fill_queue()
         return row
 
@@ -142,17 +157,20 @@ class Mixture:
         return Row(source, block, block.order[cursor.row])
 
     def _is_finished(self, source: int) -> bool:
-        return (
-            not self.weighted
-            and self._cursors[source].epoch >= (self._epoch + 1) * self._repeats[source]
-        )
+        """Whether a source has given all its passes of this epoch. Weighted sources never have."""
+        if self.weighted:
+            return False
+        return self._cursors[source].epoch >= (self._epoch + 1) * self._repeats[source]
 
     def _key(self, source: int, drawn: int) -> float:
+        # The midpoints of equal intervals: with weights 2 and 1 the keys are 1/2, 3/2, 5/2 ... and
+        # 1, 3, 5 ...
         return (2 * drawn + 1) / self._weights[source]
 
     def _fill_queue(self) -> None:
-        waiting = [source for source in range(len(self._cursors)) if not self._is_finished(source)]
         self._queue = [
-            (self._key(source, self._cursors[source].drawn), source) for source in waiting
+            (self._key(source, cursor.drawn), source)
+            for source, cursor in enumerate(self._cursors)
+            if not self._is_finished(source)
         ]
         heapq.heapify(self._queue)

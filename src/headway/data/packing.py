@@ -1,14 +1,18 @@
-"""Packing: documents become rows. In: the lengths of the documents of one window, in order; out: a `RowPlan`.
+"""Packing: documents become rows. In: the lengths of the documents of one window, in order; out: a
+`RowPlan`.
 
-The loader packs while it reads; `prepare/pack.py` packs into a store before training (`headway data pack`).
+The loader packs while it reads; `prepare/pack.py` packs into a store before training
+(`headway data pack`).
 
-best_fit      longest first, each into the fullest row with room; only documents longer than a row are cut
+best_fit      longest first, each into the fullest row with room; only documents longer than a row
+              are cut
 concat        one after another, cut at the end of a row; the rest continues in the next row
 pad           one document, or one piece of a longer one, per row
 one_document  like concat, but attention and positions span the whole row
 
-Invariant: every token is in exactly one row, no segment has tokens of two documents, no row has more than `max_segments`. If the document
-continues after a piece (`has_next`), the last position of the piece still predicts the true next token.
+Invariant: every token is in exactly one row, no segment has tokens of two documents, no row has
+more than `max_segments`. If the document continues after a piece (`has_next`), the last position of
+the piece still predicts the true next token.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class RowShape:
-    """What a row may hold: `seq_len` tokens in at most `max_segments` documents, packed by `packing`."""
+    """What a row may hold: `seq_len` tokens in at most `max_segments` documents, packed by
+    `packing`."""
 
     seq_len: int
     max_segments: int
@@ -54,19 +59,23 @@ class RowShape:
 def plan_rows(
     documents: Longs, lengths: Longs, shape: RowShape, source: TokenSource | None = None
 ) -> RowPlan:
-    """Pack the documents of one window. Packs of a source with spans are split into their true documents."""
+    """Pack the documents of one window. Packs of a source with spans are split into their true
+    documents."""
     if shape.packing in ("concat", "one_document"):
         plan = _concat(documents, lengths, shape)
     else:
         plan = _fit(documents, lengths, shape, _segments_of(documents, source))
     if source is None or shape.packing == "one_document":
         return plan
+
+    # concat cuts by packs, not by the true documents in them, so its rows are counted afterwards.
     plan = split_spans(plan, source)
-    most = int(np.diff(plan.first).max(initial=0))
-    if most > shape.max_segments:
+    max_documents = int(np.diff(plan.first).max(initial=0))
+    if max_documents > shape.max_segments:
         raise DataError(
-            f"{source.name}: a row holds {most} documents; data.max_documents allows {shape.max_segments} and the padding. "
-            f"Set data.max_documents to {most + 1} or more."
+            f"{source.name}: a row holds {max_documents} documents; data.max_documents allows "
+            f"{shape.max_segments} and the padding. "
+            f"Set data.max_documents to {max_documents + 1} or more."
         )
     return plan
 
@@ -75,72 +84,78 @@ def join(plans: list[RowPlan]) -> RowPlan:
     """The rows of several plans, concatenated."""
     if len(plans) == 1:
         return plans[0]
-    before = np.cumsum([0, *(len(plan.document) for plan in plans)])
-    first = np.concatenate(
-        [*(plan.first[:-1] + n for plan, n in zip(plans, before, strict=False)), before[-1:]]
-    )
+    # `first` counts pieces from the plan's beginning: add the pieces of the plans before.
+    pieces_before = np.cumsum([0, *(len(plan.document) for plan in plans)])
+    firsts = [plan.first[:-1] + before for plan, before in zip(plans, pieces_before, strict=False)]
     columns = [
         np.concatenate([getattr(plan, name) for plan in plans])
         for name in ("document", "start", "length", "has_next")
     ]
-    return RowPlan(*columns, first=first)
+    return RowPlan(*columns, first=np.concatenate([*firsts, pieces_before[-1:]]))
 
 
 def best_fit(
     lengths: Longs, seq_len: int, max_segments: int, segments: Longs | None = None
 ) -> Longs:
-    """The row of each piece: longest first, each into the row with the least sufficient room."""
-    # The rows depend on the lengths, not on their order, so a window has the same number of rows in every epoch.
-    order = (
-        np.argsort(-lengths, kind="stable")
-        if segments is None
-        else np.lexsort((-segments, -lengths))
-    )
+    """The row of each piece: longest first, each into the row with the least sufficient room.
+    `segments`: how many documents each piece counts as; None: one."""
+    # The rows depend on the lengths, not on their order, so a window has the same number of rows in
+    # every epoch.
     if segments is None:
+        # Pieces of equal length are placed together, in runs.
+        order = np.argsort(-lengths, kind="stable")
         sizes, counts = np.unique(-lengths, return_counts=True)
-        taken, runs = _fit_runs(
+        row_of_run, run_lengths = _fit_runs(
             zip((-sizes).tolist(), counts.tolist(), strict=True), seq_len, max_segments
         )
     else:
-        taken, runs = _fit_weighted(
+        order = np.lexsort((-segments, -lengths))
+        row_of_run, run_lengths = _fit_weighted(
             zip(lengths[order].tolist(), segments[order].tolist(), strict=True),
             seq_len,
             max_segments,
         )
     rows = np.empty(len(lengths), np.int64)
-    rows[order] = np.repeat(np.array(taken, np.int64), np.array(runs, np.int64))
+    rows[order] = np.repeat(np.array(row_of_run, np.int64), np.array(run_lengths, np.int64))
     return rows
 
 
 def _fit_runs(
     sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int
 ) -> tuple[list[int], list[int]]:
-    """Place `count` pieces of each size into the tightest row; returns rows and the number of pieces put there, in order."""
+    """Place `count` pieces of each size, descending, into the tightest row; returns rows and the
+    number of pieces put there, in order."""
     rows: list[int] = []
     runs: list[int] = []
     open_rows: list[tuple[int, int, int]] = []  # (room, row, segments used), ascending
     num_rows = 0
     for size, count in sizes:
-        while count and (at := bisect_left(open_rows, (size,))) < len(open_rows):
-            room, row, used = open_rows.pop(at)
+        # The tightest open row takes as many as fit: while it has room for one more, it stays the
+        # tightest, so this is what placing piece by piece would do.
+        while count and (tightest := bisect_left(open_rows, (size,))) < len(open_rows):
+            room, row, used = open_rows.pop(tightest)
             fitting = min(count, room // size, max_segments - used)
             rows.append(row)
             runs.append(fitting)
             count -= fitting
-            room, used = room - fitting * size, used + fitting
+            room -= fitting * size
+            used += fitting
             if room and used < max_segments:
                 insort(open_rows, (room, row, used))
-        fitting = min(seq_len // size, max_segments)  # in a new row
+
+        # No open row has room: equal new rows, and perhaps a last one with fewer pieces.
+        fitting = min(seq_len // size, max_segments)
         while count:
             fitting = min(fitting, count)
-            new, room = range(num_rows, num_rows + count // fitting), seq_len - fitting * size
-            rows.extend(new)
-            runs.extend([fitting] * len(new))
+            new_rows = range(num_rows, num_rows + count // fitting)
+            room = seq_len - fitting * size
+            rows.extend(new_rows)
+            runs.extend([fitting] * len(new_rows))
             if room and fitting < max_segments:
-                at = bisect_left(open_rows, (room, num_rows))
-                open_rows[at:at] = [(room, row, fitting) for row in new]
-            num_rows += len(new)
-            count -= fitting * len(new)
+                index = bisect_left(open_rows, (room, num_rows))
+                open_rows[index:index] = [(room, row, fitting) for row in new_rows]
+            num_rows += len(new_rows)
+            count -= fitting * len(new_rows)
     return rows, runs
 
 
@@ -149,16 +164,18 @@ def _fit_weighted(
 ) -> tuple[list[int], list[int]]:
     """Like `_fit_runs`, for single pieces that count as several segments."""
     rows: list[int] = []
-    open_rows: list[tuple[int, int, int]] = []
+    open_rows: list[tuple[int, int, int]] = []  # (room, row, segments used), ascending
     num_rows = 0
     for size, weight in pieces:
-        at = bisect_left(open_rows, (size,))
-        while at < len(open_rows) and open_rows[at][2] + weight > max_segments:
-            at += 1
-        if at < len(open_rows):
-            room, row, used = open_rows.pop(at)
+        index = bisect_left(open_rows, (size,))
+        while index < len(open_rows) and open_rows[index][2] + weight > max_segments:
+            index += 1
+        if index < len(open_rows):
+            room, row, used = open_rows.pop(index)
         else:
-            room, row, used = seq_len, num_rows, 0
+            room = seq_len
+            row = num_rows
+            used = 0
             num_rows += 1
         rows.append(row)
         if room > size and used + weight < max_segments:
@@ -167,22 +184,25 @@ def _fit_weighted(
 
 
 def _fit(documents: Longs, lengths: Longs, shape: RowShape, segments: Longs | None) -> RowPlan:
-    pieces = -(-lengths // shape.seq_len)
-    if (pieces != 1).any():
-        owner = np.repeat(np.arange(len(lengths)), pieces)
-        number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    # Documents longer than a row become pieces of a row's length and a shorter last one.
+    num_pieces = -(-lengths // shape.seq_len)
+    if (num_pieces != 1).any():
+        owner = np.repeat(np.arange(len(lengths)), num_pieces)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
         start = number * shape.seq_len
         length = np.minimum(lengths[owner] - start, shape.seq_len)
-        documents, has_next = documents[owner], start + length < lengths[owner]
-        segments = None if segments is None else segments[owner]
+        documents = documents[owner]
+        has_next = start + length < lengths[owner]
+        if segments is not None:
+            segments = segments[owner]
     else:
-        start, length, has_next = (
-            np.zeros(len(lengths), np.int64),
-            lengths,
-            np.zeros(len(lengths), np.bool_),
-        )
+        start = np.zeros(len(lengths), np.int64)
+        length = lengths
+        has_next = np.zeros(len(lengths), np.bool_)
+
     if shape.packing == "pad":
         return RowPlan(documents, start, length, has_next, np.arange(len(documents) + 1))
+
     rows = best_fit(length, shape.seq_len, shape.max_segments, segments)
     order = np.argsort(rows, kind="stable")
     first = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
@@ -190,14 +210,23 @@ def _fit(documents: Longs, lengths: Longs, shape: RowShape, segments: Longs | No
 
 
 def _concat(documents: Longs, lengths: Longs, shape: RowShape) -> RowPlan:
+    # All offsets below count tokens in the concatenation of the documents.
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    most = shape.max_segments if shape.packing == "concat" else len(lengths)
+    max_documents = len(lengths)
+    if shape.packing == "concat":
+        max_documents = shape.max_segments
+
+    # A row ends when it is full, or earlier when it has all the documents it may have.
     cuts = [0]
     while cuts[-1] < total:
-        begun = int(np.searchsorted(ends, cuts[-1], side="right"))
-        last = begun + most - 1
-        cuts.append(min(cuts[-1] + shape.seq_len, int(ends[last]) if last < len(ends) else total))
+        first_document = int(np.searchsorted(ends, cuts[-1], side="right"))
+        last_document = first_document + max_documents - 1
+        end = total
+        if last_document < len(ends):
+            end = int(ends[last_document])
+        cuts.append(min(cuts[-1] + shape.seq_len, end))
+
     # A piece ends at the end of a document or of a row.
     stops = np.sort(np.concatenate([ends, np.array(cuts[1:], np.int64)]), kind="stable")
     stops = stops[np.diff(stops, append=-1) != 0]
@@ -214,6 +243,8 @@ def _concat(documents: Longs, lengths: Longs, shape: RowShape) -> RowPlan:
 
 
 def _segments_of(documents: Longs, source: TokenSource | None) -> Longs | None:
+    """True documents in each pack; None for a source without packs, which its first document
+    shows."""
     if source is None or not len(documents):
         return None
     if source.span_starts(int(documents[0])) is None:
@@ -224,29 +255,31 @@ def _segments_of(documents: Longs, source: TokenSource | None) -> Longs | None:
 
 
 def _span_starts(source: TokenSource, document: int) -> Longs:
-    found = source.span_starts(document)
-    return np.zeros(1, np.int64) if found is None else found
+    starts = source.span_starts(document)
+    if starts is None:
+        return np.zeros(1, np.int64)
+    return starts
 
 
 def split_spans(plan: RowPlan, source: TokenSource) -> RowPlan:
-    """Split the pieces of packs where a true document starts. Nothing changes for a source without packs."""
+    """Split the pieces of packs where a true document starts. Nothing changes for a source without
+    packs."""
     if not len(plan.document) or source.span_starts(int(plan.document[0])) is None:
         return plan
-    columns: list[tuple[int, int, int, bool]] = []
+    pieces: list[tuple[int, int, int, bool]] = []
     first = [0]
     for row in range(plan.num_rows):
         for piece in range(int(plan.first[row]), int(plan.first[row + 1])):
-            document, begin, size = (
-                int(plan.document[piece]),
-                int(plan.start[piece]),
-                int(plan.length[piece]),
-            )
+            document = int(plan.document[piece])
+            begin = int(plan.start[piece])
+            end = begin + int(plan.length[piece])
             starts = _span_starts(source, document)
-            inner = starts[(starts > begin) & (starts < begin + size)].tolist()
-            stop_is_cut = bool(plan.has_next[piece]) and begin + size not in starts
-            for low, high in zip([begin, *inner], [*inner, begin + size], strict=True):
-                columns.append((document, low, high - low, stop_is_cut and high == begin + size))
-        first.append(len(columns))
-    document, start, length, has_next = zip(*columns, strict=True)
-    document, start, length = (np.array(column, np.int64) for column in (document, start, length))
-    return RowPlan(document, start, length, np.array(has_next, np.bool_), np.array(first, np.int64))
+            inner = starts[(starts > begin) & (starts < end)].tolist()
+            # What follows the piece is its next token only if no true document starts there.
+            end_is_cut = bool(plan.has_next[piece]) and end not in starts
+            for start, stop in zip([begin, *inner], [*inner, end], strict=True):
+                pieces.append((document, start, stop - start, end_is_cut and stop == end))
+        first.append(len(pieces))
+    columns = zip(*pieces, strict=True)
+    document, start, length, has_next = (np.array(column, np.int64) for column in columns)
+    return RowPlan(document, start, length, has_next.astype(np.bool_), np.array(first, np.int64))

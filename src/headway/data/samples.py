@@ -1,10 +1,14 @@
-"""Samples of several modalities as the loader reads them: one document of one token is one sample, so a row is a sample.
+"""Samples of several modalities as the loader reads them: one document of one token is one sample,
+so a row is a sample.
 
-    tables       image: rows [3,64,64]    audio: rows [64,256]    text: rows [96]
-    index        sample 0: 4, -1, 7       (-1: this sample has no sound)
-    a microbatch extra[media.image] [B,3,64,64]   extra[present.image] bool [B]   ...   extra[sample] int64 [B], -1 for an empty row
+    tables        image: rows [3,64,64]     audio: rows [64,256]      text: rows [96]
+    index         sample 0: 4, -1, 7        (-1: this sample has no sound)
+    a microbatch  extra[media.image]        [B,3,64,64]               ...
+                  extra[present.image]      bool [B]                  ...
+                  extra[sample]             int64 [B]                 -1 for an empty row
 
-Shuffling, splits, mixtures, epochs and the cursor are those of documents. Absent media are zeros, with `present` false.
+Shuffling, splits, mixtures, epochs and the cursor are those of documents. Absent media are zeros,
+with `present` false.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ if TYPE_CHECKING:
     from headway.data.rows import RowLayout, RowPieces
 
 MEDIA, PRESENT, SAMPLE = "media.", "present.", "sample"
-"""Columns of a batch: inputs or features of a modality, whether a row has it, and the number of a row's sample."""
+"""Columns of a batch: inputs or features of a modality, whether a row has it, and the number of a
+row's sample."""
 CONTENT = "content."
-"""A column of a batch: a number that rows with equal content of a modality share, -1 where it is absent."""
+"""A column of a batch: a number that rows with equal content of a modality share, -1 where it is
+absent."""
 CONTENT_HEX_DIGITS = 12
 """Of a content hash, 48 bits: equal numbers of different content are as good as impossible."""
 Array = np.ndarray[Any, Any]
@@ -56,12 +62,13 @@ class SampleSource(GroupSource):
         self.num_documents = self.num_tokens = len(rows)
 
     def contents(self, samples: Longs) -> Longs:
-        """Numbers [n, modalities] that samples with equal items share, in every source; -1 where a sample lacks the item."""
+        """Numbers [n, modalities] that samples with equal items share, in every source; -1 where a
+        sample lacks the item."""
         numbers = np.full((len(samples), len(self.tables)), -1, np.int64)
         for column, table in enumerate(self.tables):
-            for place, row in enumerate(self.rows[samples, column].tolist()):
+            for index, row in enumerate(self.rows[samples, column].tolist()):
                 if row >= 0:
-                    numbers[place, column] = int(table.key(row)[:CONTENT_HEX_DIGITS], 16)
+                    numbers[index, column] = int(table.key(row)[:CONTENT_HEX_DIGITS], 16)
         return numbers
 
     @cached_property
@@ -82,7 +89,7 @@ class SampleSource(GroupSource):
         return np.zeros(max(0, min(stop, 1) - start), np.uint32)
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, None]:
-        """Every token is 0: what a sample is, its columns say."""
+        """Tokens of 0: the content of a sample is in its columns."""
         return np.zeros(int(lengths.sum()), np.uint32), None
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
@@ -98,6 +105,7 @@ class SampleSource(GroupSource):
 
     def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
         """The media of each row's sample, whether they are present, and its number."""
+        # Each document is one token, so a piece is a whole sample and a row has one.
         samples = pieces.document
         media, present = columns_of(self.rows[samples], self.tables)
         contents = self.contents(samples)
@@ -109,9 +117,11 @@ class SampleSource(GroupSource):
 
 
 def columns_of(rows: Array, tables: Sequence[MediaTable]) -> tuple[list[Array], Array]:
-    """Media [n, ...] of every modality, zeros where absent, and whether they are present, bool [modalities, n]; rows: [n, modalities]."""
+    """Media [n, ...] of every modality, zeros where absent, and whether they are present, bool
+    [modalities, n]; rows: [n, modalities]."""
     present = (rows >= 0).T
     media = [np.zeros((len(rows), *table.shape), table.dtype) for table in tables]
     for column, table in enumerate(tables):
+        # Absent items are not read; their zeros stay.
         media[column][present[column]] = table.rows(rows[present[column], column])
     return media, np.ascontiguousarray(present)

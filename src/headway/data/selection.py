@@ -1,7 +1,8 @@
-"""Which documents of a source are read. In: a source, a limit, a minimum length, a train/valid split; out: document numbers and lengths.
+"""Which documents of a source are read. In: a source, a limit, a minimum length, a train/valid
+split; out: document numbers and lengths.
 
-The split depends on the document's index alone. If one side would be empty, the document nearest to the border changes sides; a source
-of one document gives its last tokens to validation.
+The split depends on the document's index alone. If one side would be empty, the document nearest to
+the border changes sides; a source of one document gives its last tokens to validation.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from headway.store.source import Flags, Longs, TokenRange, TokenSource
 log = logging.getLogger("headway")
 
 SCAN_DOCUMENTS = 1 << 20
+"""Documents whose lengths are looked at together: bounds memory."""
 COUNTED_DOCUMENTS = 1 << 24
 """Lengths that a start looks at to say how much is read: a second or two."""
 SPLIT_KEY = 0x5D1B7A2C94E3F061
+"""Fixed for ever: another key would move documents between training and validation on resume."""
 MIN_SPLIT_TOKENS = 2
 """A token and the next one, which is its target."""
 
 
 def in_valid(documents: Longs, fraction: float) -> Flags:
     """Which documents belong to the validation side of a split; depends on the index alone."""
+    # A uniform hash of 64 bits is below fraction * 2^64 for that share of the documents.
     return mix(documents, SPLIT_KEY) < np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which documents of a source are read: the first `limit`, not shorter than `min_length`, one side of a train/valid split."""
+    """Which documents of a source are read: the first `limit`, not shorter than `min_length`, one
+    side of a train/valid split."""
 
     source: TokenSource
     limit: int | None = None
@@ -49,11 +54,9 @@ class Selection:
     @property
     def num_documents(self) -> int:
         """Documents up to the limit, before `min_length` and the split are applied."""
-        return (
-            self.source.num_documents
-            if self.limit is None
-            else min(self.limit, self.source.num_documents)
-        )
+        if self.limit is None:
+            return self.source.num_documents
+        return min(self.limit, self.source.num_documents)
 
     @property
     def num_tokens(self) -> int:
@@ -65,13 +68,15 @@ class Selection:
         )
 
     def counts(self) -> tuple[int, int]:
-        """Documents that are read, and their tokens: exact up to COUNTED_DOCUMENTS, beyond them the share among those counts for all."""
+        """Documents that are read, and their tokens. Exact up to COUNTED_DOCUMENTS; of more
+        documents, these are counted and the result is extrapolated."""
         has_limit = self.num_documents < self.source.num_documents
         is_whole = (
             self.side is None and self.max_length is None and self.min_length <= 1 and not has_limit
         )
         if is_whole:
             return self.num_documents, self.num_tokens
+
         documents = 0
         tokens = 0
         scanned = min(self.num_documents, COUNTED_DOCUMENTS)
@@ -88,9 +93,17 @@ class Selection:
     @property
     def key(self) -> str:
         """Changes whenever the selected content changes."""
-        longest = "" if self.max_length is None else f"|{self.max_length}"
-        moved = "" if self.moved is None else f"|moved {self.moved}"
-        return f"{self.source.content_key}|{self.limit}|{self.min_length}|{self.side}|{self.fraction}{longest}{moved}"
+        # Row counts are cached under this key. What is not set adds nothing, so that keys of
+        # earlier releases stay valid.
+        longest = ""
+        if self.max_length is not None:
+            longest = f"|{self.max_length}"
+        moved = ""
+        if self.moved is not None:
+            moved = f"|moved {self.moved}"
+        content = self.source.content_key
+        split = f"{self.side}|{self.fraction}"
+        return f"{content}|{self.limit}|{self.min_length}|{split}{longest}{moved}"
 
     def pick(self, first: int, last: int) -> tuple[Longs, Longs]:
         """The selected documents among first to last - 1, and their lengths."""
@@ -99,6 +112,7 @@ class Selection:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         lengths = self.source.lengths(first, last)
         documents = np.arange(first, last)
+        # Empty documents are never read.
         chosen = lengths >= max(1, self.min_length)
         if self.max_length is not None:
             chosen &= lengths <= self.max_length
@@ -107,81 +121,94 @@ class Selection:
             if self.moved is not None:
                 valid ^= documents == self.moved
             chosen &= valid == (self.side == "valid")
-        return (documents, lengths) if chosen.all() else (documents[chosen], lengths[chosen])
+        if chosen.all():
+            return (documents, lengths)
+        return (documents[chosen], lengths[chosen])
 
     def check(self) -> None:
         """Raise a DataError if nothing is selected."""
         for first in range(0, self.num_documents, SCAN_DOCUMENTS):
             if len(self.pick(first, first + SCAN_DOCUMENTS)[0]):
                 return
+        # Nothing is selected. If it was the length alone, say so: the remedy is another one.
         if self.max_length is not None and len(
             replace(self, max_length=None).pick(0, self.num_documents)[0]
         ):
             assert isinstance(self.source, GroupSource), "only groups are kept whole"
             shortest = self.max_length // self.source.documents_per_group
             raise DataError(
-                f"{self.source.name}: no {self.source.unit} fits into a row of data.seq_len={self.max_length} tokens. "
+                f"{self.source.name}: no {self.source.unit} fits into a row of "
+                f"data.seq_len={self.max_length} tokens. "
                 f"Raise data.seq_len, or tokenize with --max-length {shortest}."
             )
-        why = (
-            f" with {self.min_length} tokens or more; lower min_length"
-            if self.min_length > 1
-            else " with tokens; give other data"
-        )
-        raise DataError(f"{self.source.name}: holds no document{why}.")
+        reason = " with tokens; give other data"
+        if self.min_length > 1:
+            reason = f" with {self.min_length} tokens or more; lower min_length"
+        raise DataError(f"{self.source.name}: holds no document{reason}.")
 
 
 def split_side(selection: Selection, side: Literal["train", "valid"], fraction: float) -> Selection:
-    """One side of a train/valid split of a selection that is not empty; neither side is ever empty."""
-    documents, lowest, highest = 0, None, None
+    """One side of a train/valid split of a selection that is not empty; neither side is ever
+    empty."""
+    # The documents with the lowest and the highest hash: if these two are on different sides, both
+    # sides have a document. Usually the first chunk already shows it.
+    num_documents = 0
+    lowest = None
+    highest = None
     for begin in range(0, selection.num_documents, SCAN_DOCUMENTS):
-        found, _ = selection.pick(begin, begin + SCAN_DOCUMENTS)
-        if not len(found):
+        documents, _ = selection.pick(begin, begin + SCAN_DOCUMENTS)
+        if not len(documents):
             continue
-        documents += len(found)
-        keys = mix(found, SPLIT_KEY)
-        low, high = int(np.argmin(keys)), int(np.argmax(keys))
-        lowest = min(lowest or (int(keys[low]), int(found[low])), (int(keys[low]), int(found[low])))
-        highest = max(
-            highest or (int(keys[high]), int(found[high])), (int(keys[high]), int(found[high]))
-        )
-        ends = in_valid(np.array([lowest[1], highest[1]]), fraction).tolist()
-        if ends == [True, False]:
+        num_documents += len(documents)
+        hashes = mix(documents, SPLIT_KEY)
+        low = int(np.argmin(hashes))
+        high = int(np.argmax(hashes))
+        chunk_lowest = (int(hashes[low]), int(documents[low]))
+        chunk_highest = (int(hashes[high]), int(documents[high]))
+        lowest = min(lowest or chunk_lowest, chunk_lowest)
+        highest = max(highest or chunk_highest, chunk_highest)
+        sides = in_valid(np.array([lowest[1], highest[1]]), fraction).tolist()
+        if sides == [True, False]:
             return replace(selection, side=side, fraction=fraction)
     assert lowest is not None and highest is not None, "the selection is empty"
-    if documents == 1:
+
+    if num_documents == 1:
         return _split_document(selection, lowest[1], side, fraction)
     # Both ends are on one side, so all documents are. The one nearest to the border changes sides.
-    moved = highest[1] if bool(in_valid(np.array([lowest[1]]), fraction)[0]) else lowest[1]
+    if bool(in_valid(np.array([lowest[1]]), fraction)[0]):
+        moved = highest[1]
+    else:
+        moved = lowest[1]
     return replace(selection, side=side, fraction=fraction, moved=moved)
 
 
 def _split_document(
     selection: Selection, document: int, side: Literal["train", "valid"], fraction: float
 ) -> Selection:
+    """A side of the only document: its first tokens train, its last ones validate."""
     source = selection.source
     length = int(source.lengths(document, document + 1)[0])
     min_tokens = max(MIN_SPLIT_TOKENS, selection.min_length)
     is_group = isinstance(source, GroupSource)
     if is_group or length < 2 * min_tokens:
-        what = f"one document, of {length} tokens"
+        content = f"one document, of {length} tokens"
         if is_group:
-            what = f"one {source.unit}"
+            content = f"one {source.unit}"
         raise ConfigError(
-            f"data.valid.fraction is {fraction:g}, but {source.name} holds {what}, which cannot be split. Add documents, or "
-            "set data.valid.sets to separate validation data."
+            f"data.valid.fraction is {fraction:g}, but {source.name} holds {content}, which cannot "
+            "be split. Add documents, or set data.valid.sets to separate validation data."
         )
-    border = length - min(max(min_tokens, round(length * fraction)), length - min_tokens)
-    if side == "valid":
+
+    valid_tokens = min(max(min_tokens, round(length * fraction)), length - min_tokens)
+    border = length - valid_tokens
+    if side == "train":
+        view = TokenRange(source, document, 0, border)
+    else:
+        view = TokenRange(source, document, border, length)
         log.info(
             "%s holds one document: its last %d of %d tokens are for validation",
             source.name,
-            length - border,
+            valid_tokens,
             length,
         )
-    view = (
-        TokenRange(source, document, 0, border)
-        if side == "train"
-        else TokenRange(source, document, border, length)
-    )
     return Selection(view, min_length=selection.min_length)

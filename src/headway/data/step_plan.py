@@ -1,8 +1,11 @@
-"""The plan of a step: its rows, the rows of this rank, and the numbers that follow from lengths. No tokens are read.
+"""The plan of a step: its rows, the rows of this rank, and the numbers that follow from lengths. No
+tokens are read.
 
-In: a mixture, the shape of a batch; out: planned steps, the same on every rank. The last step of the last epoch is filled with empty rows:
-shapes never change. With `data.balance` rows are ordered so that microbatches have about the same attention work (squared document
-lengths); so has any half, quarter, eighth ... of them, which is what a rank gets. The order does not depend on the number of ranks.
+In: a mixture, the shape of a batch; out: planned steps, the same on every rank. The last step of
+the last epoch is filled with empty rows: shapes never change. With `data.balance` rows are ordered
+so that microbatches have about the same attention work (squared document lengths); so has any half,
+quarter, eighth ... of them, which is what a rank gets. The order does not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -33,21 +36,23 @@ class LoaderState:
         return {"batch": self.batch, "place": asdict(self.mixture)}
 
     @classmethod
-    def from_json(cls, given: dict[str, Any]) -> LoaderState:
+    def from_json(cls, cursor: dict[str, Any]) -> LoaderState:
         """The inverse of `to_json`."""
         try:
-            mixture = given["place"]
-            cursors = tuple(Cursor(**cursor) for cursor in mixture["cursors"])
-            return cls(given["batch"], MixtureState(mixture["epoch"], mixture["rows"], cursors))
+            mixture = cursor["place"]
+            cursors = tuple(Cursor(**numbers) for numbers in mixture["cursors"])
+            return cls(cursor["batch"], MixtureState(mixture["epoch"], mixture["rows"], cursors))
         except (KeyError, TypeError) as problem:
             raise CheckpointError(
-                f"the data cursor cannot be read: {problem}. The checkpoint is damaged. Use an earlier one."
+                f"the data cursor cannot be read: {problem}. The checkpoint is damaged. Use an "
+                "earlier one."
             ) from None
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The rows of a step over all ranks, the rows of a microbatch, and which part this rank reads."""
+    """The rows of a step over all ranks, the rows of a microbatch, and which part this rank
+    reads."""
 
     rows: int
     micro_rows: int
@@ -55,7 +60,8 @@ class BatchShape:
     ranks: int
     rampup: Rampup | None
     max_rows: int | None = None
-    """Stop after this many rows; the rest of the last step is empty. None: stop with the epochs only."""
+    """Stop after this many rows; the rest of the last step is empty. None: stop with the epochs
+    only."""
 
     def rows_before(self, batch: int) -> int:
         """Rows of all batches before number `batch`."""
@@ -88,15 +94,14 @@ class StepPlanner:
     ) -> None:
         if config.max_tokens is not None and config.max_tokens < config.seq_len:
             raise ConfigError(
-                f"data.max_tokens is {config.max_tokens}; it must hold at least one row of seq_len={config.seq_len}."
+                f"data.max_tokens is {config.max_tokens}; it must hold at least one row of "
+                f"seq_len={config.seq_len}."
             )
-        self._config, self._shape, self._mixture, self._batch, self._epochs = (
-            config,
-            shape,
-            mixture,
-            batch,
-            epochs,
-        )
+        self._config = config
+        self._shape = shape
+        self._mixture = mixture
+        self._batch = batch
+        self._epochs = epochs
 
     def steps(self) -> Iterator[PlannedStep]:
         """Every following step, without the skipped ones."""
@@ -110,69 +115,79 @@ class StepPlanner:
         while not self._is_over():
             max_rows = batch_rows(self._shape.rows, self._shape.rampup, self._batch)
             rows: list[Row | None] = []
-            room = self._config.max_tokens
+            room = self._config.max_tokens  # tokens that still fit; None: no limit
             while len(rows) < max_rows and not self._is_over():
                 if room is not None:
                     room -= self._mixture.peek().tokens
                     if room < 0:
                         break
                 rows.append(self._mixture.draw())
+            # With a limit of tokens a batch may have any number of rows; otherwise the last one of
+            # all is filled up, so that it looks like the others.
             if room is None:
                 rows += [None] * (max_rows - len(rows))
             self._batch += 1
             yield rows, LoaderState(self._batch, self._mixture.state)
 
     def passes(self, mixture: MixtureState) -> int:
-        """Completed passes over the data. With weights and no number of epochs: passes over the slowest source."""
+        """Completed passes over the data. With weights and no number of epochs: passes over the
+        slowest source."""
         if not self._mixture.weighted:
             return mixture.epoch
-        return (
-            min(cursor.epoch for cursor in mixture.cursors)
-            if self._epochs is None
-            else mixture.rows // self._mixture.num_rows
-        )
+        if self._epochs is None:
+            return min(cursor.epoch for cursor in mixture.cursors)
+        return mixture.rows // self._mixture.num_rows
 
     def _is_over(self) -> bool:
+        # Counted over the whole mixture, so every rank stops at the same row.
         if self._shape.max_rows is not None and self._mixture.state.rows >= self._shape.max_rows:
             return True
         return self._epochs is not None and self.passes(self._mixture.state) >= self._epochs
 
     def _plan(self, rows: list[Row | None], state: LoaderState) -> PlannedStep:
         shape = self._shape
-        each = -(-len(rows) // (shape.micro_rows * shape.ranks))
+        # Every rank gets the same number of whole microbatches.
+        num_microbatches = -(-len(rows) // (shape.micro_rows * shape.ranks))
+
+        # Balanced before it is filled up for the ranks: the order must not depend on their number.
         rows = rows + [None] * (-len(rows) % shape.micro_rows)
         if self._config.balance:
-            rows = [
-                rows[i]
-                for i in balanced_order(
-                    [0 if row is None else row.work for row in rows], shape.micro_rows
-                )
-            ]
-        rows += [None] * (each * shape.ranks * shape.micro_rows - len(rows))
+            work = [0 if row is None else row.work for row in rows]
+            rows = [rows[index] for index in balanced_order(work, shape.micro_rows)]
+        rows += [None] * (num_microbatches * shape.ranks * shape.micro_rows - len(rows))
+
         filled = [row for row in rows if row is not None]
         documents = [0 if row is None else row.segments for row in rows]
-        of_microbatches = [
-            sum(documents[i : i + shape.micro_rows]) for i in range(0, len(rows), shape.micro_rows)
+        microbatch_documents = [
+            sum(documents[index : index + shape.micro_rows])
+            for index in range(0, len(rows), shape.micro_rows)
         ]
         stats = StepStats(
             tokens=sum(row.tokens for row in filled),
             documents=sum(documents),
             largest_length=max((row.longest for row in filled), default=0),
-            largest_batch=max(of_microbatches),
-            smallest_batch=min(of_microbatches),
+            largest_batch=max(microbatch_documents),
+            smallest_batch=min(microbatch_documents),
             epoch=self.passes(state.mixture),
         )
-        first = shape.rank * each
+
+        first = shape.rank * num_microbatches
         local = [
-            rows[i * shape.micro_rows : (i + 1) * shape.micro_rows]
-            for i in range(first, first + each)
+            rows[number * shape.micro_rows : (number + 1) * shape.micro_rows]
+            for number in range(first, first + num_microbatches)
         ]
-        sources = tuple(
+        source_rows = tuple(
             sum(row.source == number for row in filled)
             for number in range(len(state.mixture.cursors))
         )
         return PlannedStep(
-            local, first, sum(row.targets for row in filled), len(filled), stats, sources, state
+            microbatches=local,
+            first_microbatch=first,
+            targets=sum(row.targets for row in filled),
+            rows=len(filled),
+            stats=stats,
+            source_rows=source_rows,
+            state=state,
         )
 
 
@@ -184,9 +199,10 @@ def balanced_order(work: Sequence[int], micro_rows: int) -> list[int]:
 
 
 def _spread(work: Sequence[int], num_groups: int, size: int) -> list[list[int]]:
-    """Groups of `size` rows: the heaviest first, each into the group with the least work that has room."""
+    """Groups of `size` rows: the heaviest first, each into the group with the least work that has
+    room."""
     groups: list[list[int]] = [[] for _ in range(num_groups)]
-    lightest = [(0, group) for group in range(num_groups)]
+    lightest = [(0, group) for group in range(num_groups)]  # a heap of (work, group with room)
     for row in sorted(range(len(work)), key=lambda row: (-work[row], row)):
         load, group = heapq.heappop(lightest)
         groups[group].append(row)
@@ -196,14 +212,20 @@ def _spread(work: Sequence[int], num_groups: int, size: int) -> list[list[int]]:
 
 
 def _fold(loads: Sequence[int]) -> list[int]:
-    """Pair the heaviest with the lightest, then the heaviest pair with the lightest pair, and so on."""
-    units = [(load, [place]) for place, load in enumerate(loads)]
+    """Pair the heaviest with the lightest, then the heaviest pair with the lightest pair, and so
+    on."""
+    units = [(load, [group]) for group, load in enumerate(loads)]
     while len(units) > 1:
         units.sort(key=lambda unit: (-unit[0], unit[1]))
         half = len(units) // 2
+        heaviest = units[:half]
+        lightest = units[: -half - 1 : -1]
         pairs = [
-            (a[0] + b[0], a[1] + b[1])
-            for a, b in zip(units[:half], units[: -half - 1 : -1], strict=True)
+            (heavy[0] + light[0], heavy[1] + light[1])
+            for heavy, light in zip(heaviest, lightest, strict=True)
         ]
+        # Of an odd number, the middle one waits for the next round.
         units = pairs + units[half : len(units) - half]
-    return units[0][1] if units else []
+    if units:
+        return units[0][1]
+    return []

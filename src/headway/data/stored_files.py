@@ -1,22 +1,23 @@
-"""The files that the data of a run is read from, and who reads them. In: open data; out: files with their expected checksums, and for a
-file, which documents of a source are read from it.
+"""The files that the data of a run is read from, and who reads them. In: open data; out: files with
+their expected checksums, and for a file, which documents of a source are read from it.
 
-Token stores, tables of media and features, teachers' logits and stores of other formats are all listed. Invariant: a range of documents
-holds every document that depends on a file. Where the rows of a source depend on the file (its offsets, say), no range can be trusted.
+Token stores, tables of media and features, teachers' logits and stores of other formats are all
+listed. Invariant: a range of documents holds every document that depends on a file. Where the rows
+of a source depend on the file (its offsets, say), no range can be trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headway.data.groups import GroupSource
 from headway.data.open import OpenData
 from headway.store.checksums import Checksums, cached_checksum
-from headway.store.foreign.base import ForeignStore
+from headway.store.manifest import StoreShard
 from headway.store.media_items import has_media
-from headway.store.media_table import MediaTable
 from headway.store.reader import Store
+from headway.store.shards import RowShard
 from headway.store.source import DocumentRange, SourceView, TokenSource
 
 READ_BY_DOCUMENT = ("tokens-", "mask-")
@@ -24,7 +25,8 @@ READ_BY_DOCUMENT = ("tokens-", "mask-")
 
 
 class UnknownReaders(Exception):
-    """The rows of a source depend on the file, so a plan made from it says nothing about what was read."""
+    """The rows of a source depend on the file, so a plan made from it says nothing about what was
+    read."""
 
 
 def stored_files(data: OpenData) -> list[dict[Path, str]]:
@@ -34,21 +36,21 @@ def stored_files(data: OpenData) -> list[dict[Path, str]]:
         for name, files in _files_of(source, data.checksums):
             stores.setdefault(name, {}).update(files)
     if data.media is not None:
+        from headway.store.media_table import MediaTable
+
         for table in data.media.tables.values():
             if isinstance(table, MediaTable):
-                stores[str(table.folder)] = _table_files(table)
+                stores[str(table.folder)] = _shard_files(table.folder, table.manifest.shards)
     if data.teacher is not None:
-        for logits in (one for many in data.teacher.parts.values() for one in many):
-            stores[str(logits.folder)] = {
-                logits.folder / name: file.sha256
-                for shard in logits.manifest.shards
-                for name, file in shard.files.items()
-            }
+        for parts in data.teacher.parts.values():
+            for logits in parts:
+                stores[str(logits.folder)] = _shard_files(logits.folder, logits.manifest.shards)
     return list(stores.values())
 
 
 def documents_read_from(path: Path, source: TokenSource, data: OpenData) -> range | None:
-    """The documents of a source that are read from a file; None: none. UnknownReaders if that cannot be said."""
+    """The documents of a source that are read from a file; None: none. UnknownReaders if that
+    cannot be said."""
     if isinstance(source, GroupSource):
         return _groups_read_from(path, source, data)
     if isinstance(source, DocumentRange):
@@ -57,23 +59,27 @@ def documents_read_from(path: Path, source: TokenSource, data: OpenData) -> rang
             return None
         first = max(0, inside.start - source.first)
         last = min(source.num_documents, inside.stop - source.first)
-        return range(first, last) if first < last else None
-    if isinstance(source, SourceView):
-        return (
-            None
-            if documents_read_from(path, source.source, data) is None
-            else range(source.num_documents)
-        )
-    if isinstance(source, ForeignStore):
-        if any(path in part.files for part in source.parts):
-            raise UnknownReaders
+        if first < last:
+            return range(first, last)
         return None
+
+    if isinstance(source, SourceView):
+        # Other views give no numbers of documents to translate: all of theirs count.
+        if documents_read_from(path, source.source, data) is None:
+            return None
+        return range(source.num_documents)
     if isinstance(source, Store):
         return _read_from_store(path, source, data)
+    from headway.store.foreign.base import ForeignStore
+
+    # Other formats have no file that is independent of how documents are packed.
+    if isinstance(source, ForeignStore) and any(path in part.files for part in source.parts):
+        raise UnknownReaders
     return None
 
 
 def _groups_read_from(path: Path, source: GroupSource, data: OpenData) -> range | None:
+    # Which groups are read from one file of a table is not known, so all of them count.
     if any(path.parent == table.folder for table in source.tables):
         return range(source.num_documents)
     if source.store is None:
@@ -89,26 +95,33 @@ def _groups_read_from(path: Path, source: GroupSource, data: OpenData) -> range 
 
 def _read_from_store(path: Path, store: Store, data: OpenData) -> range | None:
     if path.parent == store.folder:
+        # Offsets, spans and types decide how documents are packed: a plan made from a damaged file
+        # is void.
         if not path.name.startswith(READ_BY_DOCUMENT):
             raise UnknownReaders
         return store.documents_of_shard(store.shard_of(path.name))
     if data.media is not None and has_media(store):
+        from headway.store.media_table import MediaTable
+
         tables = [table for table in data.media.tables.values() if isinstance(table, MediaTable)]
         if any(path.parent == table.folder for table in tables):
             return range(store.num_documents)
     if data.teacher is not None:
         parts = data.teacher.parts.get(store.manifest.content, ())
-        for logits in (part for part in parts if path.parent == part.folder):
+        logits = next((part for part in parts if path.parent == part.folder), None)
+        if logits is not None:
             first, last = logits.positions_of(path.name)
-            # The document of the first position may begin before it.
-            return range(max(0, store.first_at(first + 1) - 1), store.first_at(last))
+            # `first_at` is the first document that begins at a position or later. The document
+            # that holds position `first` is the one before the first that begins after it.
+            first_document = max(0, store.first_at(first + 1) - 1)
+            return range(first_document, store.first_at(last))
     return None
 
 
 def _sources(data: OpenData) -> Iterator[TokenSource]:
-    for many in (data.train, *data.valid.values()):
-        for one in many:
-            yield one.selection.source
+    for mixture in (data.train, *data.valid.values()):
+        for member in mixture:
+            yield member.selection.source
 
 
 def _files_of(source: TokenSource, checksums: Checksums) -> Iterator[tuple[str, dict[Path, str]]]:
@@ -119,32 +132,24 @@ def _files_of(source: TokenSource, checksums: Checksums) -> Iterator[tuple[str, 
         if source.store is not None:
             yield from _files_of(source.store, checksums)
         for table in source.tables:
-            yield str(table.folder), _table_files(table)
+            yield str(table.folder), _shard_files(table.folder, table.manifest.shards)
     elif isinstance(source, Store):
-        yield (
-            str(source.folder),
-            {
-                source.folder / name: file.sha256
-                for shard in source.manifest.shards
-                for name, file in shard.files.items()
-            },
-        )
-    elif isinstance(source, ForeignStore):
-        # Files of other formats carry no checksum: expected is what they had when they were read for the first time.
-        known = {
-            file: cached_checksum(checksums.cache_dir, file)
-            for part in source.parts
-            for file in part.files
-        }
-        yield (
-            str(source.path),
-            {file: checksum for file, checksum in known.items() if checksum is not None},
-        )
+        yield str(source.folder), _shard_files(source.folder, source.manifest.shards)
+    else:
+        from headway.store.foreign.base import ForeignStore
+
+        if not isinstance(source, ForeignStore):
+            return
+        # Files of other formats carry no checksum: expected is what they had when they were read
+        # for the first time.
+        files: dict[Path, str] = {}
+        for part in source.parts:
+            for file in part.files:
+                checksum = cached_checksum(checksums.cache_dir, file)
+                if checksum is not None:
+                    files[file] = checksum
+        yield str(source.path), files
 
 
-def _table_files(table: MediaTable) -> dict[Path, str]:
-    return {
-        table.folder / name: file.sha256
-        for shard in table.manifest.shards
-        for name, file in shard.files.items()
-    }
+def _shard_files(folder: Path, shards: Sequence[StoreShard | RowShard]) -> dict[Path, str]:
+    return {folder / name: file.sha256 for shard in shards for name, file in shard.files.items()}

@@ -1,7 +1,8 @@
-"""Generated documents for a first run without data: they count in steps, so that a model has something to learn.
+"""Generated documents for a first run without data: they count in steps, so that a model has
+something to learn.
 
-Document i is [length, r, 0, r, 2r, 3r, ...] modulo the vocabulary, with r from (seed, i). Lengths repeat in a fixed pattern of 64,
-so the offset of every document is known without a table.
+Document i is [length, r, 0, r, 2r, 3r, ...] modulo the vocabulary, with r from (seed, i). Lengths
+repeat in a fixed pattern of 64, so the offset of every document is known without a table.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from headway.runtime.seed import derive
 from headway.store.source import Ids, Longs, TokenSource
 
 STEPS = 7
+"""How many different steps documents count in: 1 to 7."""
 PATTERN = np.exp(np.linspace(np.log(32), np.log(1024), 64)).astype(np.int64)[
     (np.arange(64) * 37) % 64
 ]
@@ -27,14 +29,16 @@ class SyntheticSource(TokenSource):
     def __init__(
         self, vocab_size: int, seed: int, num_documents: int = 1 << 20, pattern: Longs = PATTERN
     ) -> None:
-        self.name, self.fingerprint = "generated data", None
+        self.name = "generated data"
+        self.fingerprint = None
         self._vocab_size = vocab_size
         self._key = derive(seed, "synthetic")
         self.num_documents = num_documents
         self._pattern = np.asarray(pattern, np.int64)
+        # Token offsets inside one round of the pattern.
         self._before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._pattern)])
-        rounds, rest = divmod(num_documents, len(self._pattern))
-        self.num_tokens = rounds * int(self._before[-1]) + int(self._before[rest])
+        rounds, in_round = divmod(num_documents, len(self._pattern))
+        self.num_tokens = rounds * int(self._before[-1]) + int(self._before[in_round])
 
     @cached_property
     def max_id(self) -> int:
@@ -42,15 +46,16 @@ class SyntheticSource(TokenSource):
 
     @cached_property
     def content_key(self) -> str:
-        return f"synthetic-{self._vocab_size}-{self._key}-{self.num_documents}-{self._pattern.tolist()}"
+        pattern = self._pattern.tolist()
+        return f"synthetic-{self._vocab_size}-{self._key}-{self.num_documents}-{pattern}"
 
     def lengths(self, first: int, last: int) -> Longs:
         return self._pattern[np.arange(first, last) % len(self._pattern)]
 
     def first_at(self, token: int) -> int:
-        rounds, rest = divmod(token, int(self._before[-1]))
+        rounds, in_round = divmod(token, int(self._before[-1]))
         return min(
-            rounds * len(self._pattern) + int(np.searchsorted(self._before, rest, side="left")),
+            rounds * len(self._pattern) + int(np.searchsorted(self._before, in_round, side="left")),
             self.num_documents,
         )
 

@@ -1,13 +1,16 @@
-"""Checks the loss targets of chat and preference data before training: every sample needs a target, and answers need a stop token.
+"""Checks the loss targets of chat and preference data before training: every sample needs a target,
+and answers need a stop token.
 
-In: the opened data of a recipe; out: one log line per masked source, and the ids that end a text. A store of conversations or pairs with a
-sample without targets, or without any stop token as a target, is an error: the model could not learn to answer, or to stop.
+In: the opened data of a recipe; out: one log line per masked source, and the ids that end a text. A
+store of conversations or pairs with a sample without targets, or without any stop token as a
+target, is an error: the model could not learn to answer, or to stop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,11 +20,15 @@ from headway.data.selection import Selection
 from headway.errors import ConfigError, DataError
 from headway.store.reader import Store
 from headway.store.source import Ids, Longs, TokenSource
-from headway.tokenizer.chat import answer_end
-from headway.tokenizer.load import Tokenizer
+
+if TYPE_CHECKING:
+    from headway.tokenizer.load import Tokenizer
 
 CHUNK_TOKENS = 1 << 22
-PROBE_DOCUMENTS, PROBE_TOKENS = 4096, 1 << 20
+"""Tokens that are looked at together: bounds memory."""
+PROBE_DOCUMENTS = 4096
+PROBE_TOKENS = 1 << 20
+"""What is read of a store to learn how its samples end, at most."""
 
 
 @dataclass(frozen=True)
@@ -30,40 +37,49 @@ class TargetReport:
 
     lines: tuple[str, ...] = ()
     end_ids: frozenset[int] = frozenset()
-    """The ids that end a text: those of the loaded weights, and those that end answers in this data."""
+    """The ids that end a text: those of the loaded weights, and those that end answers in this
+    data."""
 
 
 def check_targets(
     data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()
 ) -> TargetReport:
-    """Check every sample of every masked source. `end_ids` end a text, in addition to the tokenizer's end token."""
-    found: dict[int, tuple[str, frozenset[int]]] = {}
+    """Check every sample of every masked source. `end_ids` end a text, in addition to the
+    tokenizer's end token."""
+    # By identity: the two sides of a split share one source, which is checked once.
+    checked: set[int] = set()
+    lines: list[str] = []
+    all_ends = end_ids
     for mixture in (data.train, *data.valid.values()):
-        for one in mixture:
-            source = one.selection.source
-            if source.masked and id(source) not in found:
+        for member in mixture:
+            source = member.selection.source
+            if source.masked and id(source) not in checked:
+                checked.add(id(source))
                 stops = all_stops(source, tokenizer, end_ids)
-                found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
-    return TargetReport(
-        tuple(line for line, _ in found.values()),
-        end_ids.union(*(stops for _, stops in found.values())),
-    )
+                lines.append(_check(member.selection, stops, tokenizer))
+                all_ends |= stops
+    return TargetReport(tuple(lines), all_ends)
 
 
 def all_stops(
     source: TokenSource, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()
 ) -> frozenset[int]:
-    """The ids that end an answer: by the store's chat template, else by its samples, else those that end a text."""
+    """The ids that end an answer: by the store's chat template, else by its samples, else those
+    that end a text."""
+    # From the surest source to the vaguest.
     return (
         stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
     )
 
 
 def stop_ids(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The token that ends an answer in the chat template of a store; empty if the template is unknown."""
+    """The token that ends an answer in the chat template of a store; empty if the template is
+    unknown."""
     kind, template = _origin(source)
     if kind is None or tokenizer is None:
         return frozenset()
+    from headway.tokenizer.chat import answer_end
+
     try:
         return frozenset(answer_end(template, tokenizer))
     except ConfigError:
@@ -71,7 +87,8 @@ def stop_ids(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]
 
 
 def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The special token that is the last target of most samples, for a store without a known template (zero2all: `<|im_end|>`).
+    """The special token that is the last target of most samples, for a store without a known
+    template (zero2all: `<|im_end|>`).
 
     Empty if samples end differently or in ordinary text.
     """
@@ -80,22 +97,29 @@ def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int
     numbers, lengths = _first_documents(source)
     if not len(numbers):
         return frozenset()
+
+    # The index of each sample's last target, -1 where it has none.
     ids, mask = source.gather(numbers, np.zeros(len(numbers), np.int64), lengths)
     starts = np.cumsum(lengths) - lengths
-    last = np.maximum.reduceat(
-        np.where(mask if mask is not None else True, np.arange(len(ids)), -1), starts
-    )
+    indices = np.arange(len(ids))
+    if mask is not None:
+        indices = np.where(mask, indices, -1)
+    last = np.maximum.reduceat(indices, starts)
+
     ends, counts = np.unique(ids[last[last >= 0]], return_counts=True)
     if not len(ends) or 2 * int(counts.max()) <= len(numbers):
         return frozenset()
-    found = int(ends[np.argmax(counts)])
-    return frozenset([found]) if found in tokenizer.special_tokens.values() else frozenset()
+    usual = int(ends[np.argmax(counts)])
+    if usual in tokenizer.special_tokens.values():
+        return frozenset([usual])
+    return frozenset()
 
 
 def _first_documents(source: TokenSource) -> tuple[Longs, Longs]:
     """The numbers and lengths of the first documents that are not empty."""
     lengths = source.lengths(0, min(source.num_documents, PROBE_DOCUMENTS))
     numbers = np.flatnonzero(lengths)
+    # The first one is read however long it is.
     enough = np.cumsum(lengths[numbers]) <= max(PROBE_TOKENS, int(lengths[numbers[:1]].sum()))
     return numbers[enough], lengths[numbers][enough]
 
@@ -103,22 +127,24 @@ def _first_documents(source: TokenSource) -> tuple[Longs, Longs]:
 def _origin(source: TokenSource) -> tuple[str | None, str]:
     """Whether a store holds conversations or pairs, and their chat template."""
     store = ungrouped(source)
-    first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""
+    first = ""
+    if isinstance(store, Store) and store.manifest.sources:
+        first = store.manifest.sources[0]
     kind, _, template = first.partition(" template=")
-    return (kind, template) if kind.startswith("kind=") and template else (None, "")
+    if kind.startswith("kind=") and template:
+        return (kind, template)
+    return (None, "")
 
 
 def _end_of(tokenizer: Tokenizer | None) -> frozenset[int]:
-    return (
-        frozenset()
-        if tokenizer is None or tokenizer.eos_id is None
-        else frozenset([tokenizer.eos_id])
-    )
+    if tokenizer is None or tokenizer.eos_id is None:
+        return frozenset()
+    return frozenset([tokenizer.eos_id])
 
 
 @dataclass(frozen=True)
 class TargetCounts:
-    """What the samples of a masked source teach."""
+    """Counts of the samples and targets of a masked source."""
 
     samples: int
     targets: int
@@ -132,14 +158,19 @@ class TargetCounts:
 
 def count_targets(selection: Selection, stops: frozenset[int]) -> TargetCounts:
     """Read every sample of a masked source."""
-    samples = targets = without = ending = 0
-    first: int | None = None
-    for numbers, has_target, has_stop, count in _chunks(selection, stops):
-        if first is None and not has_target.all():
-            first = int(numbers[np.argmin(has_target)])
-        samples, targets = samples + len(numbers), targets + count
-        without, ending = without + int((~has_target).sum()), ending + int(has_stop.sum())
-    return TargetCounts(samples, targets, without, first, ending)
+    samples = 0
+    targets = 0
+    without = 0
+    ending = 0
+    first_without: int | None = None
+    for numbers, has_target, has_stop, num_targets in _chunks(selection, stops):
+        if first_without is None and not has_target.all():
+            first_without = int(numbers[np.argmin(has_target)])
+        samples += len(numbers)
+        targets += num_targets
+        without += int((~has_target).sum())
+        ending += int(has_stop.sum())
+    return TargetCounts(samples, targets, without, first_without, ending)
 
 
 def holds_conversations(source: TokenSource) -> bool:
@@ -148,44 +179,45 @@ def holds_conversations(source: TokenSource) -> bool:
 
 
 def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
-    source, known = selection.source, holds_conversations(selection.source)
-    found = count_targets(selection, stops)
-    samples, targets, without, first, ending = (
-        found.samples,
-        found.targets,
-        found.without,
-        found.first_without,
-        found.ending,
-    )
-    what = "answers" if isinstance(source, GroupSource) else "samples"
-    if without and (known or without == samples):
+    """The log line about one source, or a DataError."""
+    source = selection.source
+    # Strict only for stores that headway made from conversations: others may have reasons of their
+    # own for samples without a target.
+    is_strict = holds_conversations(source)
+    counts = count_targets(selection, stops)
+    samples = counts.samples
+    without = counts.without
+    unit = "answers" if isinstance(source, GroupSource) else "samples"
+    if without and (is_strict or without == samples):
         raise DataError(
-            f"{source.name}: {without} of {samples} {what} have no target to learn from (the first: document {first}). "
-            "Tokenize them again with `headway data tokenize`, which skips such records."
+            f"{source.name}: {without} of {samples} {unit} have no target to learn from (the "
+            f"first: document {counts.first_without}). Tokenize them again with `headway data "
+            "tokenize`, which skips such records."
         )
     spelled = spell_stops(stops, tokenizer)
-    if known and stops and not ending:
+    if is_strict and stops and not counts.ending:
         raise DataError(
-            f"{source.name}: the stop token {spelled} is a target in none of {samples} {what}, so the model would not learn to stop. "
-            "If all are truncated, raise data.seq_len or --max-length. Else tokenize them with the chat template of the model."
+            f"{source.name}: the stop token {spelled} is a target in none of {samples} {unit}, so "
+            "the model would not learn to stop. If all are truncated, raise data.seq_len or "
+            "--max-length. Else tokenize them with the chat template of the model."
         )
-    every = (
-        f"each of {samples} {what} has a target"
-        if not without
-        else f"{without} of {samples} {what} have no target"
+
+    coverage = f"each of {samples} {unit} has a target"
+    if without:
+        coverage = f"{without} of {samples} {unit} have no target"
+    stopped = "the stop token is unknown"
+    if stops:
+        stopped = f"the stop token {spelled} is a target in {counts.ending}"
+    truncated = ""
+    if stops and is_strict and counts.ending < samples:
+        truncated = f" ({samples - counts.ending} are truncated before it)"
+    about = ""
+    if isinstance(source, GroupSource):
+        about = source.describe()
+    return (
+        f"targets of {source.name}: {coverage}, {counts.targets} tokens in all; "
+        f"{stopped}{truncated}{_skipped(selection)}{about}"
     )
-    stopped = (
-        f"the stop token {spelled} is a target in {ending}"
-        if stops
-        else "the stop token is unknown"
-    )
-    truncated = (
-        f" ({samples - ending} are truncated before it)"
-        if stops and known and ending < samples
-        else ""
-    )
-    about = source.describe() if isinstance(source, GroupSource) else ""
-    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped(selection)}{about}"
 
 
 def spell_stops(stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
@@ -206,26 +238,30 @@ def _skipped(selection: Selection) -> str:
 
 
 def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs, Ids, Ids, int]]:
-    """Chunks of documents: numbers, whether each has a target, whether a stop token is one, and the number of targets."""
+    """Chunks of documents: numbers, whether each has a target, whether a stop token is one, and the
+    number of targets."""
     source = selection.source
     store = ungrouped(source)
     count = selection.num_documents
     if isinstance(source, GroupSource):
         count *= source.documents_per_group
-    each = max(1, int(CHUNK_TOKENS * max(1, store.num_documents) / max(1, store.num_tokens)))
-    wanted = np.array(sorted(stops), np.int64)
-    for first in range(0, count, each):
-        last = min(first + each, count)
+    mean_tokens = max(1, store.num_tokens) / max(1, store.num_documents)
+    chunk_documents = max(1, int(CHUNK_TOKENS / mean_tokens))
+    stop_array = np.array(sorted(stops), np.int64)
+    for first in range(0, count, chunk_documents):
+        last = min(first + chunk_documents, count)
         lengths = store.lengths(first, last)
-        numbers, lengths = np.arange(first, last)[lengths > 0], lengths[lengths > 0]
+        numbers = np.arange(first, last)[lengths > 0]
+        lengths = lengths[lengths > 0]
         if not len(numbers):
             continue
+
         ids, mask = store.gather(numbers, np.zeros(len(numbers), np.int64), lengths)
         assert mask is not None
         starts = np.cumsum(lengths) - lengths
         learned = mask.copy()
         learned[starts] = False  # nothing predicts the first token of a document
-        stopping = learned & np.isin(ids, wanted)
+        stopping = learned & np.isin(ids, stop_array)
         yield (
             numbers,
             np.logical_or.reduceat(learned, starts),
@@ -235,4 +271,6 @@ def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs
 
 
 def _spelling(number: int, tokenizer: Tokenizer | None) -> str:
-    return "token" if tokenizer is None else repr(tokenizer.decode([number]))
+    if tokenizer is None:
+        return "token"
+    return repr(tokenizer.decode([number]))

@@ -1,10 +1,12 @@
-"""Columns of a batch with what a teacher expects at every position, from stores of logits (`store/teacher_logits.py`).
+"""Columns of a batch with what a teacher expects at every position, from stores of logits
+(`store/teacher_logits.py`).
 
-    teacher.ids          int32 [rows, seq_len, k]          the teacher's likeliest next tokens
-    teacher.log_probs    [rows, seq_len, k + 1]            their log-probabilities, then the rest of the vocabulary
+    teacher.ids          int32 [rows, seq_len, k]    the teacher's likeliest next tokens
+    teacher.log_probs    [rows, seq_len, k + 1]      their log-probabilities, and that of all others
 
-Zeros stand at padding. In: the folders of a recipe and its open sources; out: a `TeacherColumns` for the loader. Every source must be
-covered: a position is found by its number in the token store, whatever row it is in.
+Zeros stand at padding. In: the folders of a recipe and its open sources; out: a `TeacherColumns`
+for the loader. Every source must be covered: a position is found by its number in the token store,
+whatever row it is in.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
     from headway.data.rows import RowPieces
 
-IDS_COLUMN, LOG_PROBS_COLUMN = "teacher.ids", "teacher.log_probs"
+IDS_COLUMN = "teacher.ids"
+LOG_PROBS_COLUMN = "teacher.log_probs"
 MAKE = "Make them with `headway data teacher-logits`."
 
 
@@ -45,25 +48,23 @@ class CachedTeacher:
     @property
     def key(self) -> str:
         """Changes with the content of any store of logits that is read."""
-        return hashlib.sha256(
-            "".join(
-                sorted(one.manifest.key for many in self.parts.values() for one in many)
-            ).encode()
-        ).hexdigest()
+        keys = [logits.manifest.key for parts in self.parts.values() for logits in parts]
+        return hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()
 
     def gather(
         self, source: TokenSource, documents: Longs, starts: Longs, lengths: Longs
     ) -> tuple[np.ndarray, np.ndarray]:
         """(ids, log-probabilities) of many pieces of documents, concatenated."""
-        at = ranges(source.token_positions(documents, starts), lengths)
+        positions = ranges(source.token_positions(documents, starts), lengths)
         parts = self.parts[_store_of(source).manifest.content]
         if len(parts) == 1:
-            return parts[0].gather(at)
-        ids = np.empty((len(at), self.origin.top_k), self.origin.id_dtype)
-        log_probs = np.empty((len(at), self.origin.top_k + 1), self.origin.dtype)
+            return parts[0].gather(positions)
+        ids = np.empty((len(positions), self.origin.top_k), self.origin.id_dtype)
+        log_probs = np.empty((len(positions), self.origin.top_k + 1), self.origin.dtype)
         for part in parts:
-            here = (at >= part.origin.tokens[0]) & (at < part.origin.tokens[1])
-            ids[here], log_probs[here] = part.gather(at[here])
+            first, last = part.origin.tokens
+            inside = (positions >= first) & (positions < last)
+            ids[inside], log_probs[inside] = part.gather(positions[inside])
         return ids, log_probs
 
 
@@ -82,16 +83,20 @@ class TeacherColumns:
         origin = self.teacher.origin
         ids = np.zeros((num_rows * self.seq_len, origin.top_k), np.int32)
         log_probs = np.zeros((num_rows * self.seq_len, origin.top_k + 1), origin.dtype)
-        for number, found in pieces.items():
-            begins = np.cumsum(found.length) - found.length
-            in_row = begins - begins[np.searchsorted(found.rows, found.rows)]
-            to = ranges(found.rows * self.seq_len + in_row, found.length)
-            ids[to], log_probs[to] = self.teacher.gather(
-                self.sources[number], found.document, found.start, found.length
+        for number, source_pieces in pieces.items():
+            rows = source_pieces.rows
+            lengths = source_pieces.length
+            # Where each piece begins in its row: the lengths before it in the same row.
+            flat_begin = np.cumsum(lengths) - lengths
+            in_row = flat_begin - flat_begin[np.searchsorted(rows, rows)]
+            filled = ranges(rows * self.seq_len + in_row, lengths)
+            ids[filled], log_probs[filled] = self.teacher.gather(
+                self.sources[number], source_pieces.document, source_pieces.start, lengths
             )
         if int(ids.max(initial=0)) >= origin.vocab:
             raise DataError(
-                f"logits of {origin.teacher}: hold id {int(ids.max())}; its vocabulary has {origin.vocab}. {MAKE}"
+                f"logits of {origin.teacher}: hold id {int(ids.max())}; its vocabulary has "
+                f"{origin.vocab}. {MAKE}"
             )
         shape = (num_rows, self.seq_len, -1)
         return {
@@ -107,39 +112,44 @@ def open_teacher(
     temperature: float | None,
     checksums: Checksums,
 ) -> CachedTeacher:
-    """The logits of all positions that some sources read. `temperature`: for which the rest must be summed up; None: for any."""
-    found = [open_logits(folder, checksums) for path in paths for folder in _folders(Path(path))]
-    first = found[0].origin
-    for one in found:
-        for name, value in _settings(one.origin).items():
+    """The logits of all positions that some sources read. `temperature`: the one for which the
+    probability of all other tokens must have been summed up; None: any."""
+    opened = [open_logits(folder, checksums) for path in paths for folder in _folders(Path(path))]
+    first = opened[0].origin
+    for logits in opened:
+        for name, value in _settings(logits.origin).items():
             if value != _settings(first)[name]:
                 raise ConfigError(
-                    f"objective.cache: {one.folder} has {name} {value}, {found[0].folder} has {_settings(first)[name]}. "
+                    f"objective.cache: {logits.folder} has {name} {value}, {opened[0].folder} has "
+                    f"{_settings(first)[name]}. "
                     "All logits of a run come from one teacher and one way of storing them."
                 )
-        if one.manifest.max_id >= vocab_size:
+        if logits.manifest.max_id >= vocab_size:
             raise ConfigError(
-                f"objective.cache: {one.folder} holds id {one.manifest.max_id}; the model's vocabulary has {vocab_size}. "
-                "Use a teacher with the same tokenizer."
+                f"objective.cache: {logits.folder} holds id {logits.manifest.max_id}; the model's "
+                f"vocabulary has {vocab_size}. Use a teacher with the same tokenizer."
             )
+
+    # The probability of the rest of the vocabulary is stored as one number, which cannot be changed
+    # to another temperature.
     if temperature is not None and first.temperature != temperature:
         raise ConfigError(
-            f"objective.temperature is {temperature:g}; {found[0].folder} sums up the rest of the vocabulary for {first.temperature:g}. "
-            f"Set it to {first.temperature:g}, use objective.tail: drop, or make the logits with --temperature {temperature:g}."
+            f"objective.temperature is {temperature:g}; {opened[0].folder} sums up the rest of the "
+            f"vocabulary for {first.temperature:g}. Set it to {first.temperature:g}, use "
+            f"objective.tail: drop, or make the logits with --temperature {temperature:g}."
         )
+
     parts: dict[str, tuple[TeacherLogits, ...]] = {}
     for source in sources:
         store = _store_of(source.selection.source)
         content = store.manifest.content
-        parts[content] = tuple(
-            sorted(
-                (one for one in found if one.origin.store == content),
-                key=lambda one: one.origin.tokens,
-            )
-        )
-        _check_covered(source, store, parts[content], found)
-    for one in (one for many in parts.values() for one in many):
-        one.verify_small()
+        matching = [logits for logits in opened if logits.origin.store == content]
+        matching.sort(key=lambda logits: logits.origin.tokens)
+        parts[content] = tuple(matching)
+        _check_covered(source, store, matching, opened)
+    for matching in parts.values():
+        for logits in matching:
+            logits.verify_small()
     return CachedTeacher(parts, first)
 
 
@@ -155,11 +165,9 @@ def _settings(origin: LogitsOrigin) -> dict[str, object]:
 
 def _folders(path: Path) -> list[Path]:
     """The store of logits at a path, or those in a folder of several."""
-    inside = (
-        []
-        if is_logits(path) or not path.is_dir()
-        else sorted(one for one in path.iterdir() if is_logits(one))
-    )
+    if is_logits(path) or not path.is_dir():
+        return [path]
+    inside = sorted(child for child in path.iterdir() if is_logits(child))
     return inside or [path]
 
 
@@ -168,41 +176,44 @@ def _store_of(source: TokenSource) -> Store:
         source = source.source
     if not isinstance(source, Store):
         raise ConfigError(
-            f"objective.cache: {source.name} is not a headway store. Make one with `headway data convert`."
+            f"objective.cache: {source.name} is not a headway store. Make one with `headway data "
+            "convert`."
         )
     return source
 
 
 def _check_covered(
-    one: MixtureSource,
+    member: MixtureSource,
     store: Store,
     parts: Sequence[TeacherLogits],
     opened: Sequence[TeacherLogits],
 ) -> None:
     """Refuse logits of another store, or of some of its documents."""
-    source = one.selection.source
+    source = member.selection.source
     if not parts:
-        others = sorted(
-            {other.origin.tokenizer for other in opened if other.origin.tokenizer is not None}
-            - {store.fingerprint}
-        )
-        which = (
-            f"of another tokenizer ({others[0][:12]})"
-            if store.fingerprint and others
-            else "of other token stores"
-        )
+        tokenizers = {
+            logits.origin.tokenizer for logits in opened if logits.origin.tokenizer is not None
+        }
+        others = sorted(tokenizers - {store.fingerprint})
+        origin = "of other token stores"
+        if store.fingerprint and others:
+            origin = f"of another tokenizer ({others[0][:12]})"
         raise DataError(
-            f"objective.cache: no logits for {store.name}: {opened[0].folder} is {which}. {MAKE}"
+            f"objective.cache: no logits for {store.name}: {opened[0].folder} is {origin}. {MAKE}"
         )
-    last = one.selection.num_documents - 1
+
+    # The positions from the first token of the first document to the end of the last one.
+    last = member.selection.num_documents - 1
     ends = np.array([0, int(source.lengths(last, last + 1)[0])])
-    need = source.token_positions(np.array([0, last]), ends).tolist()
-    at = need[0]
+    need_first, need_end = source.token_positions(np.array([0, last]), ends).tolist()
+    # Parts are in order and may overlap: how far they reach without a gap.
+    covered = need_first
     for part in parts:
-        if part.origin.tokens[0] <= at:
-            at = max(at, part.origin.tokens[1])
-    if at < need[1]:
+        if part.origin.tokens[0] <= covered:
+            covered = max(covered, part.origin.tokens[1])
+    if covered < need_end:
         raise DataError(
-            f"objective.cache: no logits for tokens {at} to {need[1] - 1} of {store.name}; {parts[0].folder} has tokens "
-            f"{parts[0].origin.tokens[0]} to {parts[0].origin.tokens[1] - 1}. Make the other shards and give all of them."
+            f"objective.cache: no logits for tokens {covered} to {need_end - 1} of {store.name}; "
+            f"{parts[0].folder} has tokens {parts[0].origin.tokens[0]} to "
+            f"{parts[0].origin.tokens[1] - 1}. Make the other shards and give all of them."
         )

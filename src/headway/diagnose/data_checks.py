@@ -1,6 +1,8 @@
-"""What the opened data of a recipe teaches: targets, stop tokens, truncation, unknown tokens, documents in both train and validation.
+"""What the opened data of a recipe teaches: targets, stop tokens, truncation, unknown tokens,
+documents in both train and validation.
 
-In: `OpenData` and its tokenizer. Out: checks, one line each. Reads token stores; nothing is trained or written.
+In: `OpenData` and its tokenizer. Out: checks, one line each. Reads token stores; nothing is trained
+or written.
 """
 
 from __future__ import annotations
@@ -28,12 +30,28 @@ CHUNK_DOCUMENTS = 4096
 MOST_TOKENS = 200_000_000
 """Tokens that a check reads of each side; the line says so where data has more."""
 PROBE_DOCUMENTS = 4096
-FEW_STOPS, MANY_LONG, MANY_UNKNOWN, MANY_TWICE = 0.5, 0.05, 0.001, 0.01
+"""Documents whose last token is looked at."""
+PROBE_TOKENS = 1 << 20
+"""Tokens that are searched for the unknown token."""
+
+# Shares from which on a line is a warning.
+FEW_STOPS = 0.5
+"""Samples that end with a stop token; fewer are a warning."""
+ALL_TARGETS = 0.999
+"""Tokens that are targets: prompts are learned, too."""
+MANY_LONG = 0.05
+"""Documents longer than a row."""
+SHORT_DOCUMENTS = 0.5
+"""Mean length of documents, of a row that is padded."""
+MANY_UNKNOWN = 0.001
+"""Unknown tokens."""
+MANY_COPIES = 0.01
+"""Documents that are copies of others."""
 
 
 @dataclass(frozen=True)
 class DataContext:
-    """Opened data and what belongs to it."""
+    """Opened data with the recipe's section and the tokenizer that belong to it."""
 
     config: DataConfig
     data: OpenData
@@ -42,27 +60,29 @@ class DataContext:
 
     @property
     def selections(self) -> list[tuple[str, Selection]]:
-        """Every source with a name that is used once; a source that is both trained and validated on by a split counts once."""
-        sets: dict[str, Sequence[MixtureSource]] = {
-            "": self.data.train,
-            **{f"{name}: ": many for name, many in self.data.valid.items()},
-        }
-        names = {one.selection.source.name for many in sets.values() for one in many}
-        short = len({Path(name).name for name in names}) == len(names)
-        found = [
-            (
-                prefix
-                + (Path(one.selection.source.name).name if short else one.selection.source.name),
-                one.selection,
-            )
-            for prefix, many in sets.items()
-            for one in many
-        ]
-        return (
-            found
-            if self.config.valid is None or self.config.valid.fraction is None
-            else found[: len(self.data.train)]
-        )
+        """Every source with a name that is used once; a source that is both trained and validated
+        on by a split counts once.
+        """
+        sets: dict[str, Sequence[MixtureSource]] = {"": self.data.train}
+        for set_name, sources in self.data.valid.items():
+            sets[f"{set_name}: "] = sources
+
+        # File names alone, where they are unambiguous.
+        paths = {source.selection.source.name for sources in sets.values() for source in sources}
+        is_unambiguous = len({Path(path).name for path in paths}) == len(paths)
+
+        named: list[tuple[str, Selection]] = []
+        for prefix, sources in sets.items():
+            for source in sources:
+                name = source.selection.source.name
+                if is_unambiguous:
+                    name = Path(name).name
+                named.append((prefix + name, source.selection))
+
+        # valid.fraction: validation reads the same stores, which come first.
+        if self.config.valid is not None and self.config.valid.fraction is not None:
+            return named[: len(self.data.train)]
+        return named
 
 
 def data_checks(context: DataContext) -> list[Check]:
@@ -83,29 +103,38 @@ def data_checks(context: DataContext) -> list[Check]:
 def masked_checks(name: str, selection: Selection, context: DataContext) -> Iterator[Check]:
     """Targets and stop tokens of conversations, pairs and other data with a loss mask."""
     stops = all_stops(selection.source, context.tokenizer, context.end_ids)
-    found, known = count_targets(selection, stops), holds_conversations(selection.source)
-    share = found.targets / max(
-        1, selection.num_tokens - found.samples
-    )  # nothing predicts a first token
-    detail = f"{found.samples} samples, {found.targets} target tokens ({share:.0%} of all tokens)"
-    if found.without:
-        lost = f"{found.without} of {found.samples} samples have no target (the first: document {found.first_without})"
-        remedy = "Tokenize them again with `headway data tokenize`, or raise data.seq_len if their answers were cut off."
-        yield Check(
-            f"targets of {name}",
-            "fail" if known or found.without == found.samples else "warn",
-            f"{detail}; {lost}",
-            remedy,
+    counts = count_targets(selection, stops)
+    is_conversations = holds_conversations(selection.source)
+    # Nothing predicts the first token of a sample.
+    share = counts.targets / max(1, selection.num_tokens - counts.samples)
+    detail = f"{counts.samples} samples, {counts.targets} target tokens ({share:.0%} of all tokens)"
+    if counts.without:
+        lost = (
+            f"{counts.without} of {counts.samples} samples have no target (the first: document "
+            f"{counts.first_without})"
         )
-    elif share > 0.999:
-        remedy = "If these are conversations, give the chat template ({% generation %} marks answers); prompts should not be targets."
+        remedy = (
+            "Tokenize them again with `headway data tokenize`, or raise data.seq_len if their "
+            "answers were cut off."
+        )
+        # Every conversation must teach something; of other data a part may not.
+        is_fault = is_conversations or counts.without == counts.samples
+        state = "fail" if is_fault else "warn"
+        yield Check(f"targets of {name}", state, f"{detail}; {lost}", remedy)
+    elif share > ALL_TARGETS:
+        remedy = (
+            "If these are conversations, give the chat template ({% generation %} marks answers); "
+            "prompts should not be targets."
+        )
         yield Check(f"targets of {name}", "warn", f"{detail}: prompts are learned too", remedy)
     else:
         yield Check(f"targets of {name}", "ok", detail)
-    yield _stop_check(name, found.ending, found.samples, spell_stops(stops, context.tokenizer))
+
+    yield _stop_check(name, counts.ending, counts.samples, spell_stops(stops, context.tokenizer))
 
 
 def _stop_check(name: str, ending: int, samples: int, spelled: str) -> Check:
+    """Whether answers end with a token that ends an answer, so that the model learns to stop."""
     title = f"stop token of {name}"
     if not spelled:
         return Check(
@@ -114,10 +143,15 @@ def _stop_check(name: str, ending: int, samples: int, spelled: str) -> Check:
             "is unknown: the data names no chat template and the tokenizer no end token",
             "Set `tokenizer`.",
         )
+
     detail = f"{spelled} is a target in {ending} of {samples} samples"
     if not ending:
-        remedy = "Use the model's chat template (data.train.0.chat_template). If all answers are cut off, raise data.seq_len."
+        remedy = (
+            "Use the model's chat template (data.train.0.chat_template). If all answers are cut "
+            "off, raise data.seq_len."
+        )
         return Check(title, "fail", f"{detail}: the model would not learn to stop", remedy)
+
     if ending < FEW_STOPS * samples:
         return Check(
             title,
@@ -125,23 +159,32 @@ def _stop_check(name: str, ending: int, samples: int, spelled: str) -> Check:
             f"{detail}; the others are truncated before it",
             "Raise data.seq_len, or drop long conversations.",
         )
+
     return Check(title, "ok", detail)
 
 
 def text_checks(name: str, selection: Selection, context: DataContext) -> Iterator[Check]:
     """Whether documents of plain text end with the end token."""
     tokenizer = context.tokenizer
-    if (
-        tokenizer is None or tokenizer.eos_id is None or isinstance(selection.source, TokenRange)
-    ):  # a part of one document has no end
+    if tokenizer is None or tokenizer.eos_id is None:
         return
+    # A part of one document has no end.
+    if isinstance(selection.source, TokenRange):
+        return
+
     documents, lengths = selection.pick(0, PROBE_DOCUMENTS)
-    documents, lengths = documents[lengths > 0], lengths[lengths > 0]
+    documents = documents[lengths > 0]
+    lengths = lengths[lengths > 0]
     if not len(documents):
         return
+
     last, _ = selection.source.gather(documents, lengths - 1, np.ones(len(documents), np.int64))
     ending = int((last == tokenizer.eos_id).sum())
-    detail = f"{ending} of the first {len(documents)} documents end with {tokenizer.decode([tokenizer.eos_id])!r} (id {tokenizer.eos_id})"
+    detail = (
+        f"{ending} of the first {len(documents)} documents end with "
+        f"{tokenizer.decode([tokenizer.eos_id])!r} (id {tokenizer.eos_id})"
+    )
+    # One is enough: the documents of a store are tokenized the same way.
     if ending:
         yield Check(f"end token of {name}", "ok", detail)
     else:
@@ -153,115 +196,161 @@ def text_checks(name: str, selection: Selection, context: DataContext) -> Iterat
 
 def length_check(name: str, selection: Selection, config: DataConfig) -> Iterator[Check]:
     """How many documents do not fit into a row, and what happens to them."""
-    longer = pieces = total = cut = 0
+    num_documents = 0
+    num_tokens = 0
+    num_long = 0
+    num_pieces = 0
+    # max_length would leave out the very documents that are counted here.
     whole = replace(selection, max_length=None)
-    for first in range(0, selection.num_documents, CHUNK_DOCUMENTS * 16):
-        _, lengths = whole.pick(first, first + CHUNK_DOCUMENTS * 16)
-        over = lengths[lengths > config.seq_len]
-        total, longer = total + len(lengths), longer + len(over)
-        pieces, cut = pieces + int((-(-over // config.seq_len)).sum()), cut + int(lengths.sum())
+    # Lengths alone are read: larger chunks than elsewhere.
+    chunk = CHUNK_DOCUMENTS * 16
+    for first in range(0, selection.num_documents, chunk):
+        _, lengths = whole.pick(first, first + chunk)
+        long = lengths[lengths > config.seq_len]
+        num_documents += len(lengths)
+        num_tokens += int(lengths.sum())
+        num_long += len(long)
+        num_pieces += int((-(-long // config.seq_len)).sum())
+
     title = f"length of {name}"
-    if not total:
+    if not num_documents:
         return
+
     source = selection.source
     if isinstance(source, GroupSource) and source.keeps_whole:
-        what = f"{source.unit}s"
         detail = (
-            f"{longer} of {total} {what} are longer than data.seq_len={config.seq_len} and left out"
+            f"{num_long} of {num_documents} {source.unit}s are longer than "
+            f"data.seq_len={config.seq_len} and left out"
         )
-        yield Check(
-            title,
-            "warn" if longer > MANY_LONG * total else "ok",
-            detail,
-            "Raise data.seq_len." if longer else None,
-        )
+        state = "warn" if num_long > MANY_LONG * num_documents else "ok"
+        remedy = "Raise data.seq_len." if num_long else None
+        yield Check(title, state, detail, remedy)
         return
-    mean = cut / total
-    detail = f"{total} documents of {mean:.0f} tokens on average; {longer} are longer than data.seq_len={config.seq_len}"
-    if longer and config.packing in ("best_fit", "pad"):
-        detail += f" and are cut into {pieces} pieces, which do not see each other"
-    state, remedy = "ok", None
-    if longer > MANY_LONG * total and selection.source.masked:
-        state, remedy = (
-            "warn",
-            "Raise data.seq_len: later pieces of a conversation are learned without its beginning.",
+
+    mean = num_tokens / num_documents
+    detail = (
+        f"{num_documents} documents of {mean:.0f} tokens on average; {num_long} are longer than "
+        f"data.seq_len={config.seq_len}"
+    )
+    if num_long and config.packing in ("best_fit", "pad"):
+        detail += f" and are cut into {num_pieces} pieces, which do not see each other"
+
+    state = "ok"
+    remedy = None
+    # Pieces of plain text are text; the answers of a conversation need its beginning.
+    if num_long > MANY_LONG * num_documents and selection.source.masked:
+        state = "warn"
+        remedy = (
+            "Raise data.seq_len: later pieces of a conversation are learned without its beginning."
         )
-    if config.packing == "pad" and mean < 0.5 * config.seq_len:
-        state, remedy = "warn", "Use data.packing: best_fit."
+
+    if config.packing == "pad" and mean < SHORT_DOCUMENTS * config.seq_len:
+        state = "warn"
+        remedy = "Use data.packing: best_fit."
         detail += f"; {1 - mean / config.seq_len:.0%} of a row is padding"
+
     yield Check(title, state, detail, remedy)
 
 
 def unknown_check(name: str, selection: Selection, tokenizer: Tokenizer | None) -> Iterator[Check]:
     """How often the unknown token occurs."""
-    unknown = set() if tokenizer is None else unknown_ids(tokenizer)
+    # A tokenizer that knows every byte has none.
+    unknown = unknown_ids(tokenizer) if tokenizer is not None else set[int]()
     if not unknown:
         return
-    counted = found = 0
-    for ids, _ in _documents(selection, PROBE_DOCUMENTS * 256):
-        counted, found = counted + len(ids), found + int(np.isin(ids, list(unknown)).sum())
-    if found:
-        state = "warn" if found > MANY_UNKNOWN * counted else "ok"
-        remedy = (
-            "Use a tokenizer with byte fallback, or one trained on such text."
-            if state == "warn"
-            else None
-        )
-        yield Check(
-            f"unknown tokens of {name}",
-            state,
-            f"{found} of {counted} tokens read are unknown to the tokenizer",
-            remedy,
-        )
+
+    num_tokens = 0
+    num_unknown = 0
+    for ids, _ in _documents(selection, PROBE_TOKENS):
+        num_tokens += len(ids)
+        num_unknown += int(np.isin(ids, list(unknown)).sum())
+
+    if not num_unknown:
+        return
+    title = f"unknown tokens of {name}"
+    detail = f"{num_unknown} of {num_tokens} tokens read are unknown to the tokenizer"
+    if num_unknown > MANY_UNKNOWN * num_tokens:
+        remedy = "Use a tokenizer with byte fallback, or one trained on such text."
+        yield Check(title, "warn", detail, remedy)
+    else:
+        yield Check(title, "ok", detail)
 
 
 def overlap_checks(data: OpenData) -> Iterator[Check]:
-    """Documents that occur several times in the training data, and validation documents that occur in it too."""
-    seen: set[bytes] = set()
-    read = twice = 0
+    """Documents that occur several times in the training data, and validation documents that occur
+    in it too.
+    """
+    digests: set[bytes] = set()
+    num_documents = 0
+    num_copies = 0
     is_whole = True
-    for one in data.train:
-        selection = one.selection
-        is_whole &= selection.num_tokens <= MOST_TOKENS
-        for ids, _ in _documents(selection, MOST_TOKENS // max(1, len(data.train))):
+    # Sources share the limit, so that a large one does not hide the others.
+    most_of_source = MOST_TOKENS // max(1, len(data.train))
+    for source in data.train:
+        selection = source.selection
+        is_whole &= selection.num_tokens <= most_of_source
+        for ids, _ in _documents(selection, most_of_source):
             digest = _digest(ids)
-            read, twice = read + 1, twice + (digest in seen)
-            seen.add(digest)
-    if not read:
+            num_documents += 1
+            num_copies += digest in digests
+            digests.add(digest)
+
+    if not num_documents:
         return
-    what = "" if is_whole else f" (of {quantity(MOST_TOKENS)} tokens that were read)"
-    detail = f"{twice} of {read} training documents are exact copies of others{what}"
-    many = twice > MANY_TWICE * read
-    yield Check(
-        "duplicates",
-        "warn" if many else "ok",
-        detail,
-        "Run `headway data dedup` on the raw data." if many else None,
+
+    extent = ""
+    if not is_whole:
+        extent = f" (of {quantity(MOST_TOKENS)} tokens that were read)"
+
+    detail = (
+        f"{num_copies} of {num_documents} training documents are exact copies of others{extent}"
     )
-    for name, mixture in data.valid.items():
-        count = shared = 0
-        for one in mixture:
-            for ids, _ in _documents(one.selection, MOST_TOKENS):
-                count, shared = count + 1, shared + (_digest(ids) in seen)
-        detail = f"{shared} of {count} documents of {name} are in the training data too{what}"
-        remedy = "Remove them from one side (`headway data dedup` before the split); the validation loss is too good otherwise."
-        yield Check(
-            f"validation set {name}", "warn" if shared else "ok", detail, remedy if shared else None
+    if num_copies > MANY_COPIES * num_documents:
+        remedy = "Run `headway data dedup` on the raw data."
+        yield Check("duplicates", "warn", detail, remedy)
+    else:
+        yield Check("duplicates", "ok", detail)
+
+    for name, sources in data.valid.items():
+        num_valid = 0
+        num_shared = 0
+        for source in sources:
+            for ids, _ in _documents(source.selection, MOST_TOKENS):
+                num_valid += 1
+                num_shared += _digest(ids) in digests
+
+        title = f"validation set {name}"
+        detail = (
+            f"{num_shared} of {num_valid} documents of {name} are in the training data too{extent}"
         )
+        if num_shared:
+            remedy = (
+                "Remove them from one side (`headway data dedup` before the split); the "
+                "validation loss is too good otherwise."
+            )
+            yield Check(title, "warn", detail, remedy)
+        else:
+            yield Check(title, "ok", detail)
 
 
 def _digest(ids: Ids) -> bytes:
+    """12 bytes stand for a document: two different ones of a billion have the same with a chance of
+    1e-11.
+    """
     return hashlib.blake2b(np.ascontiguousarray(ids, np.int64).tobytes(), digest_size=12).digest()
 
 
 def _documents(selection: Selection, most_tokens: int) -> Iterator[tuple[Ids, int]]:
-    """(ids, number) of selected documents, until so many tokens were read. A pair counts as one document."""
+    """(ids, number) of selected documents, until so many tokens were read.
+
+    A pair counts as one document.
+    """
     source: TokenSource = selection.source
-    left = most_tokens
+    remaining = most_tokens
     for first in range(0, selection.num_documents, CHUNK_DOCUMENTS):
         documents, lengths = selection.pick(first, first + CHUNK_DOCUMENTS)
         for number, length in zip(documents.tolist(), lengths.tolist(), strict=True):
-            if left <= 0:
+            if remaining <= 0:
                 return
-            left -= length
+            remaining -= length
             yield source.tokens(number, 0, length), number

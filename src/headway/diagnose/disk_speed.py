@@ -1,4 +1,6 @@
-"""How fast a folder is written and read: one file of a few hundred MB at most, for about a second each way; it is removed."""
+"""How fast a folder is written and read: one file of a few hundred MB at most, for about a second
+each way; it is removed.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from headway.runtime.temporary import temporary_name
 BLOCK_BYTES = 8 << 20
 MOST_BYTES = 256 << 20
 SECONDS = 0.7
-SLOW_WRITE, SLOW_READ = 100e6, 50e6
+"""For each way."""
+SLOW_WRITE = 100e6
 """Bytes per second. A checkpoint of 7B parameters has 84 GB: a quarter of an hour at 100 MB/s."""
+SLOW_READ = 50e6
+"""Bytes per second."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,26 @@ class DiskSpeed:
 
 
 def measure(folder: Path, seconds: float = SECONDS) -> DiskSpeed:
-    """Write and read one file below the folder, or below what exists of its path. Raises OSError where that is not possible."""
+    """Write and read one file below the folder, or below what exists of its path.
+
+    Raises OSError where that is not possible.
+    """
     path = temporary_name(existing_ancestor(folder) / "speed")
-    most = min(MOST_BYTES, free_bytes(folder) // 4)
-    block = os.urandom(min(BLOCK_BYTES, max(1, most)))  # file systems may compress what is regular
+    # A nearly full disk is not filled for a measurement.
+    most_bytes = min(MOST_BYTES, free_bytes(folder) // 4)
+    # Random: file systems may compress what is regular.
+    block = os.urandom(min(BLOCK_BYTES, max(1, most_bytes)))
     try:
-        written, begun = 0, time.perf_counter()
+        written = 0
+        begun = time.perf_counter()
         with path.open("xb") as file:
-            while written < most and (written == 0 or time.perf_counter() - begun < seconds):
+            # At least one block, however slow the disk is.
+            while written < most_bytes and (written == 0 or time.perf_counter() - begun < seconds):
                 written += file.write(block)
+            # Within the time: without it the system's memory would be measured.
             file.flush()
             fsync_file(file.fileno())
+
         write = written / (time.perf_counter() - begun)
         return DiskSpeed(write, _read_speed(path, seconds))
     finally:
@@ -46,22 +60,25 @@ def measure(folder: Path, seconds: float = SECONDS) -> DiskSpeed:
 
 
 def _read_speed(path: Path, seconds: float) -> float | None:
-    """Read from the device: what the system keeps in memory of the file is dropped first, where it can be."""
+    """Read from the device: what the system keeps in memory of the file is dropped first, where it
+    can be.
+    """
     if not hasattr(os, "posix_fadvise"):
         return None
-    done, buffer = 0, bytearray(BLOCK_BYTES)
+    num_read = 0
+    buffer = bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         drop_cached(file.fileno())
         begun = time.perf_counter()
         while time.perf_counter() - begun < seconds and (count := file.readinto(buffer)):
-            done += count
-    return done / (time.perf_counter() - begun)
+            num_read += count
+    return num_read / (time.perf_counter() - begun)
 
 
 def speed_check(name: str, folder: Path) -> Check:
-    """One line about a folder."""
+    """One line about a folder: how fast it is, or why it cannot be used."""
     try:
-        found = measure(folder)
+        speed = measure(folder)
     except OSError as error:
         return Check(
             name,
@@ -69,13 +86,19 @@ def speed_check(name: str, folder: Path) -> Check:
             f"{folder}: {explain(error, folder)}",
             "Choose another folder, or repair this one.",
         )
-    read = "" if found.read is None else f", read {quantity(found.read, 'bytes')}/s"
-    detail = f"{folder}: write {quantity(found.write, 'bytes')}/s{read}"
-    is_slow = found.write < SLOW_WRITE or (found.read is not None and found.read < SLOW_READ)
-    state = "warn" if is_slow else "ok"
-    remedy = (
-        None
-        if state == "ok"
-        else "Use a faster disk; until then save less often (checkpoint.every) and with checkpoint.async."
+
+    read = ""
+    if speed.read is not None:
+        read = f", read {quantity(speed.read, 'bytes')}/s"
+
+    detail = f"{folder}: write {quantity(speed.write, 'bytes')}/s{read}"
+    is_slow = speed.write < SLOW_WRITE or (speed.read is not None and speed.read < SLOW_READ)
+    if not is_slow:
+        return Check(name, "ok", detail)
+    return Check(
+        name,
+        "warn",
+        detail,
+        "Use a faster disk; until then save less often "
+        "(checkpoint.every) and with checkpoint.async.",
     )
-    return Check(name, state, detail, remedy)

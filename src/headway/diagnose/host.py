@@ -1,6 +1,8 @@
-"""Facts and fast checks of one host: versions, disk, shared memory, open files, ports, network variables, GPU health. Loads no torch.
+"""Facts and fast checks of one host: versions, disk, shared memory, open files, ports, network
+variables, GPU health. Loads no torch.
 
-In: a folder for runs and what the job needs here. Out: `HostFacts`, which are compared with those of other hosts, and checks.
+In: a folder for runs and what the job needs here. Out: `HostFacts`, which are compared with those
+of other hosts, and checks.
 """
 
 from __future__ import annotations
@@ -23,17 +25,25 @@ from headway.runtime.machine import PACKAGES, cuda_of_torch, driver_version, pac
 from headway.runtime.progress import quantity
 from headway.runtime.storage import check_writable, free_bytes
 
-LOW_DISK_BYTES, NO_DISK_BYTES = 10e9, 0.5e9
+# LOW: works, but not for long; NO: cannot work.
+LOW_DISK_BYTES = 10e9
+NO_DISK_BYTES = 0.5e9
 SHARED_MEMORY = Path("/dev/shm")
-LOW_SHARED_MEMORY_BYTES, NO_SHARED_MEMORY_BYTES = 1e9, 0.1e9
-LOW_OPEN_FILES, NO_OPEN_FILES = 4096, 256
+LOW_SHARED_MEMORY_BYTES = 1e9
+NO_SHARED_MEMORY_BYTES = 0.1e9
+LOW_OPEN_FILES = 4096
+NO_OPEN_FILES = 256
+OPEN_FILES_PER_RANK = 16
+"""Needed on top of NO_OPEN_FILES for each rank of the host."""
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 DEAD_VARIABLES = {
     "NCCL_TIMEOUT": "Neither NCCL nor torch reads it: set parallel.timeout_seconds.",
     "NCCL_ASYNC_ERROR_HANDLING": "It is called TORCH_NCCL_ASYNC_ERROR_HANDLING now.",
     "NCCL_BLOCKING_WAIT": "It is called TORCH_NCCL_BLOCKING_WAIT now.",
 }
+"""Variables that were read once, and what to set now."""
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that name network interfaces."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,9 @@ class HostFacts:
         return asdict(self)
 
     @staticmethod
-    def from_json(given: Mapping[str, Any]) -> HostFacts:
+    def from_json(data: Mapping[str, Any]) -> HostFacts:
         """The facts that `to_json` described."""
-        return HostFacts(**{**given, "gpus": tuple(given["gpus"])})
+        return HostFacts(**{**data, "gpus": tuple(data["gpus"])})
 
 
 @dataclass(frozen=True)
@@ -76,20 +86,27 @@ class HostNeeds:
 
 def host_facts(gpus: tuple[str, ...] = (), same: Mapping[str, str] | None = None) -> HostFacts:
     """The facts of this host."""
-    found = {name: version for name in PACKAGES if (version := package_version(name)) is not None}
+    packages = {"headway": headway.__version__}
+    for name in PACKAGES:
+        if (version := package_version(name)) is not None:
+            packages[name] = version
+
+    cuda = None
+    if importlib.util.find_spec("torch") is not None:
+        cuda = cuda_of_torch()
+
+    # The wheel that torch brings; its name has CUDA's version.
+    nccl_versions = [version for name in NCCL_PACKAGES if (version := package_version(name))]
     return HostFacts(
-        socket.gethostname(),
-        platform.python_version(),
-        {"headway": headway.__version__, **found},
-        _code_digest(),
-        cuda_of_torch() if importlib.util.find_spec("torch") is not None else None,
-        driver_version(),
-        next(
-            (version for name in NCCL_PACKAGES if (version := package_version(name)) is not None),
-            None,
-        ),
-        gpus,
-        dict(same or {}),
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        packages=packages,
+        code=_code_digest(),
+        cuda=cuda,
+        driver=driver_version(),
+        nccl=nccl_versions[0] if nccl_versions else None,
+        gpus=gpus,
+        same=dict(same or {}),
     )
 
 
@@ -98,6 +115,7 @@ def _code_digest() -> str:
     root = Path(headway.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
+        # With names: a file that was renamed is other code.
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -117,15 +135,22 @@ def host_checks(
         checks.append(port_check(needs.port))
     if problem is not None:
         checks.append(problem)
+
+    # A job may have some of a host's GPUs; the others are somebody else's business.
     chosen = visible_gpus(gpus, environment.get("CUDA_VISIBLE_DEVICES"))
     checks += [*health_checks(chosen), *gpu_count_check(len(chosen), needs)]
     return host_facts(tuple(gpu.name for gpu in chosen), needs.same), checks
 
 
 def visible_gpus(gpus: list[GpuHealth], setting: str | None) -> list[GpuHealth]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names by index; all of them where it is unset or names them otherwise."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names by index.
+
+    All of them where it is unset or names them otherwise.
+    """
     if setting is None:
         return gpus
+
+    # UUIDs and MIG devices are names that the query above does not have.
     entries = [entry.strip() for entry in setting.split(",") if entry.strip()]
     if not all(entry.isdecimal() for entry in entries):
         return gpus
@@ -155,76 +180,84 @@ def disk_checks(folder: Path) -> Iterator[Check]:
             "disk",
             "warn",
             detail,
-            "Checkpoints take 12 bytes per parameter each: free some space or choose another run.dir.",
+            "Checkpoints take 12 bytes per parameter each: free some "
+            "space or choose another run.dir.",
         )
     else:
         yield Check("disk", "ok", detail)
+
     try:
         check_writable(folder)
     except ConfigError as error:
         yield Check("run folder", "fail", str(error), "Choose another run.dir.")
 
 
-def shared_memory_check(place: Path = SHARED_MEMORY) -> Iterator[Check]:
-    """Free shared memory, through which NCCL and loader processes on one host exchange; containers often have 64 MB."""
-    if not place.is_dir():
+def shared_memory_check(folder: Path = SHARED_MEMORY) -> Iterator[Check]:
+    """Free shared memory, through which NCCL and loader processes on one host exchange.
+
+    Containers often have 64 MB.
+    """
+    if not folder.is_dir():
         return
-    free = shutil.disk_usage(place).free
-    state = (
-        "fail"
-        if free < NO_SHARED_MEMORY_BYTES
-        else "warn"
-        if free < LOW_SHARED_MEMORY_BYTES
-        else "ok"
-    )
-    remedy = (
-        None
-        if state == "ok"
-        else "Start the container with --ipc=host or --shm-size=16g, or empty the folder."
-    )
-    yield Check("shared memory", state, f"{quantity(free, 'bytes')} free in {place}", remedy)
+
+    free = shutil.disk_usage(folder).free
+    detail = f"{quantity(free, 'bytes')} free in {folder}"
+    if free >= LOW_SHARED_MEMORY_BYTES:
+        yield Check("shared memory", "ok", detail)
+        return
+    state = "fail" if free < NO_SHARED_MEMORY_BYTES else "warn"
+    remedy = "Start the container with --ipc=host or --shm-size=16g, or empty the folder."
+    yield Check("shared memory", state, detail, remedy)
 
 
 def open_files_check(ranks: int = 1) -> Iterator[Check]:
-    """The limit of open files per process. headway raises the soft limit to the hard one when it starts."""
+    """The limit of open files per process. headway raises the soft limit to the hard one when it
+    starts.
+    """
     try:
         import resource
     except ImportError:  # Windows has no such limit
         return
+
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         yield Check("open files", "ok", "no limit")
         return
-    needed = NO_OPEN_FILES + 16 * ranks
-    state = "fail" if hard < needed else "warn" if hard < LOW_OPEN_FILES else "ok"
-    remedy = (
-        None
-        if state == "ok"
-        else "Raise the hard limit (ulimit -Hn 65536, or nofile in /etc/security/limits.conf)."
-    )
+
+    state = "ok"
+    remedy = None
+    if hard < LOW_OPEN_FILES:
+        state = "warn"
+        remedy = "Raise the hard limit (ulimit -Hn 65536, or nofile in /etc/security/limits.conf)."
+    if hard < NO_OPEN_FILES + OPEN_FILES_PER_RANK * ranks:
+        state = "fail"
+        remedy = "Raise the hard limit (ulimit -Hn 65536, or nofile in /etc/security/limits.conf)."
     yield Check("open files", state, f"at most {hard} per process", remedy)
 
 
 def variable_checks(environment: Mapping[str, str]) -> Iterator[Check]:
     """Variables of the network that name no interface or that nothing reads."""
-    have = {name for _, name in socket.if_nameindex()}
+    interfaces = {name for _, name in socket.if_nameindex()}
     for variable in INTERFACES:
         value = environment.get(variable, "")
-        wanted = [part for part in value.lstrip("=").split(",") if part]
+        # ^ excludes interfaces: one that is not here does no harm.
         if not value or value.startswith("^"):
             continue
-        exact = value.startswith("=") or variable == "GLOO_SOCKET_IFNAME"
-        if not any(
-            name == part or (not exact and name.startswith(part))
-            for part in wanted
-            for name in have
-        ):
+
+        # NCCL: `eth` is every interface that begins so, `=eth0` this one. gloo takes whole names.
+        wanted_names = tuple(part for part in value.lstrip("=").split(",") if part)
+        if value.startswith("=") or variable == "GLOO_SOCKET_IFNAME":
+            has_one = not interfaces.isdisjoint(wanted_names)
+        else:
+            has_one = any(name.startswith(wanted_names) for name in interfaces)
+        if not has_one:
             yield Check(
                 variable,
                 "fail",
-                f"is {value!r}; this host has {', '.join(sorted(have))}",
+                f"is {value!r}; this host has {', '.join(sorted(interfaces))}",
                 "Name an interface of this host, or unset it.",
             )
+
     for variable, words in DEAD_VARIABLES.items():
         if variable in environment:
             yield Check(variable, "warn", "is set, but has no effect", words)
@@ -233,6 +266,7 @@ def variable_checks(environment: Mapping[str, str]) -> Iterator[Check]:
 def port_check(port: int, host: str = "") -> Check:
     """Whether a server may listen on a port of this host now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # A port whose last user ended a moment ago is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -243,6 +277,7 @@ def port_check(port: int, host: str = "") -> Check:
                 f"cannot be used: {error.strerror}",
                 "Choose another port for --master, or end its user.",
             )
+
     return Check(f"port {port}", "ok", "is free")
 
 

@@ -1,11 +1,14 @@
-"""The fast checks before a job on several hosts: every host calls `preflight` at the same time and gets the same list of checks.
+"""The fast checks before a job on several hosts: every host calls `preflight` at the same time and
+gets the same list of checks.
 
-    preflight(StoreExchange(store, node, num_nodes), run_folder, HostNeeds(ranks=8, gpu_ranks=True))     a few seconds, no torch needed
-    require(checks)                                                      logs warnings; raises LaunchError if something failed
+    exchange = StoreExchange(store, node, num_nodes)
+    checks = preflight(exchange, run_folder, HostNeeds(ranks=8, gpu_ranks=True))
+                        a few seconds, no torch needed
+    require(checks)     logs warnings; raises LaunchError if something failed
 
-Checked: each host (`host.py`), equal versions and code, clocks, and that the run folder is one folder on all hosts in which a
-rename is atomic. Where hosts cannot exchange yet (before an ssh launch), each runs `headway doctor --fast --json`, and
-`compare_hosts` compares their facts.
+Checked: each host (`host.py`), equal versions and code, clocks, and that the run folder is one
+folder on all hosts in which a rename is atomic. Where hosts cannot exchange yet (before an ssh
+launch), each runs `headway doctor --fast --json`, and `compare_hosts` compares their facts.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.diagnose.check import Check, failures
+from headway.diagnose.check import Check, State, failures
 from headway.diagnose.host import HostFacts, HostNeeds, host_checks
 from headway.errors import LaunchError, first_line
 from headway.runtime.storage import missing_folders, remove_empty
@@ -31,12 +34,21 @@ log = logging.getLogger("headway")
 
 MAX_CLOCK_SKEW_SECONDS = 1.0
 SEE_SECONDS = 10.0
-"""How long a file written on one host may take to appear on another (NFS caches what it knows about a folder)."""
+"""How long a file written on one host may take to appear on another (NFS caches what it knows about
+a folder).
+"""
 RENAME_SECONDS = 0.3
+"""For how long one host replaces a file that the others read."""
+POLL_SECONDS = 0.05
 CONTENT = "x" * 4096
+"""Of the file that is replaced."""
 PREFIX = "headway/preflight/"
+"""Of keys in the store of the launchers."""
 SHARED_FOLDER = "shared folder"
 MUST_BE_EQUAL = ("headway", "torch", "numpy")
+"""Another version of these may compute or store something else; of other packages it is a
+warning.
+"""
 
 
 class Exchange(Protocol):
@@ -51,7 +63,10 @@ class Exchange(Protocol):
 
 
 class KeyValueStore(Protocol):
-    """The two methods of torch's TCPStore that an exchange needs; `get` waits until the key is there."""
+    """The two methods of torch's TCPStore that an exchange needs.
+
+    `get` waits until the key is there.
+    """
 
     def set(self, key: str, value: str) -> Any:
         """Store a value."""
@@ -63,26 +78,35 @@ class KeyValueStore(Protocol):
 
 
 class StoreExchange:
-    """An exchange over the key-value store in which the launchers of a job meet. `name` separates several checks of one job."""
+    """An exchange over the key-value store in which the launchers of a job meet.
+
+    `name` separates several checks of one job.
+    """
 
     def __init__(self, store: KeyValueStore, rank: int, size: int, name: str = "launch") -> None:
-        self.store, self.rank, self.size, self.name = store, rank, size, name
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.name = name
         self.rounds = 0
 
     def swap(self, text: str) -> list[str]:
         """Wait for the texts of all hosts."""
+        # A key is written once: each swap has its own.
         self.rounds += 1
         keys = [f"{PREFIX}{self.name}/{self.rounds}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], text)
-        found: list[str] = []
+        texts: list[str] = []
         for rank, key in enumerate(keys):
             try:
-                found.append(self.store.get(key).decode())
+                texts.append(self.store.get(key).decode())
             except RuntimeError as error:
                 raise LaunchError(
-                    f"node {rank} did not answer the checks before the start: {first_line(error)}. Look at its log."
+                    f"node {rank} did not answer the checks before the start: "
+                    f"{first_line(error)}. Look at its log."
                 ) from None
-        return found
+
+        return texts
 
 
 def preflight(
@@ -91,37 +115,44 @@ def preflight(
     needs: HostNeeds = HostNeeds(),
     environment: Mapping[str, str] | None = None,
 ) -> list[Check]:
-    """Check all hosts of a job; each of them calls this. `folder` is where the run will be. Leaves nothing behind."""
-    facts, mine = host_checks(folder, needs, os.environ if environment is None else environment)
-    answers = [
-        json.loads(text)
-        for text in exchange.swap(
-            json.dumps([facts.to_json(), [check.to_json() for check in mine]])
-        )
-    ]
-    hosts = [HostFacts.from_json(one[0]) for one in answers]
-    checks = [Check.from_json(one) for one in answers[0][1]] if exchange.size == 1 else []
-    if exchange.size > 1:
-        for name, (_, found) in zip(host_names(hosts), answers, strict=True):
-            checks += [
-                check.on(name) for check in map(Check.from_json, found) if check.state != "ok"
-            ]
-        checks.append(Check("hosts", "ok", f"{exchange.size} answered"))
-        offsets = clock_offsets(exchange)
-        checks += [
-            *compare_hosts(hosts, offsets),
-            *shared_folder_checks(exchange, folder, host_names(hosts)),
-        ]
+    """Check all hosts of a job; each of them calls this.
+
+    `folder` is where the run will be. Leaves nothing behind.
+    """
+    if environment is None:
+        environment = os.environ
+    facts, local_checks = host_checks(folder, needs, environment)
+    if exchange.size == 1:
+        return local_checks
+
+    message = json.dumps([facts.to_json(), [check.to_json() for check in local_checks]])
+    answers = [json.loads(text) for text in exchange.swap(message)]
+    hosts = [HostFacts.from_json(host_facts) for host_facts, _ in answers]
+    names = host_names(hosts)
+
+    # What is good on a host is not listed: with a hundred hosts nobody would read it.
+    checks: list[Check] = []
+    for name, (_, checks_data) in zip(names, answers, strict=True):
+        for check in map(Check.from_json, checks_data):
+            if check.state != "ok":
+                checks.append(check.on(name))
+
+    checks.append(Check("hosts", "ok", f"{exchange.size} answered"))
+    checks += compare_hosts(hosts, clock_offsets(exchange))
+    checks += shared_folder_checks(exchange, folder, names)
     return checks
 
 
 def host_names(hosts: Sequence[HostFacts]) -> list[str]:
     """A name for each host; equal names get the node's number."""
-    counts = Counter(one.host for one in hosts)
-    return [
-        one.host if counts[one.host] == 1 else f"{one.host} (node {node})"
-        for node, one in enumerate(hosts)
-    ]
+    counts = Counter(facts.host for facts in hosts)
+    names: list[str] = []
+    for node, facts in enumerate(hosts):
+        name = facts.host
+        if counts[name] > 1:
+            name = f"{name} (node {node})"
+        names.append(name)
+    return names
 
 
 def require(checks: Sequence[Check]) -> None:
@@ -139,43 +170,53 @@ def require(checks: Sequence[Check]) -> None:
 
 
 def clock_offsets(exchange: Exchange) -> list[float]:
-    """Seconds by which each host's clock is ahead of node 0's; wrong by the delay of the network."""
+    """Seconds by which each host's clock is ahead of node 0's.
+
+    Wrong by the delay of the network.
+    """
+    # The first swap lets all hosts read their clocks at the same moment.
     exchange.swap("ready")
     times = [float(text) for text in exchange.swap(repr(time.time()))]
-    return [one - times[0] for one in times]
+    return [seconds - times[0] for seconds in times]
 
 
 def compare_hosts(
     hosts: Sequence[HostFacts], offsets: Sequence[float] | None = None
 ) -> list[Check]:
-    """What must be equal on all hosts: code, versions, GPUs; and clocks, if their offsets in seconds are known."""
+    """What must be equal on all hosts: code, versions, GPUs.
+
+    Clocks, too, if their offsets in seconds are known.
+    """
     names = host_names(hosts)
     checks: list[Check] = []
-    packages = sorted({name for one in hosts for name in one.packages})
+    packages = sorted(set().union(*(facts.packages for facts in hosts)))
     different: list[Check] = []
     for name in packages:
-        found = _difference(names, [one.packages.get(name, "missing") for one in hosts])
-        if found is not None:
+        difference = _difference(names, [facts.packages.get(name, "missing") for facts in hosts])
+        if difference is not None:
             state = "fail" if name in MUST_BE_EQUAL else "warn"
             different.append(
                 Check(
                     f"package {name}",
                     state,
-                    f"differs: {found}",
+                    f"differs: {difference}",
                     "Install the same version on all hosts.",
                 )
             )
+
+    # Code of different versions differs anyway.
     if not any(check.name == "package headway" for check in different):
-        found = _difference(names, [one.code for one in hosts])
-        if found is not None:
+        difference = _difference(names, [facts.code for facts in hosts])
+        if difference is not None:
             different.append(
                 Check(
                     "headway's code",
                     "fail",
-                    f"differs: {found}",
+                    f"differs: {difference}",
                     "Install the same build on all hosts, or one shared folder.",
                 )
             )
+
     checks += different or [
         Check(
             "versions",
@@ -183,51 +224,41 @@ def compare_hosts(
             f"{len(packages)} packages and headway's code are equal on {len(hosts)} hosts",
         )
     ]
-    for title, values, state, remedy in (
-        (
-            "python",
-            [one.python.rpartition(".")[0] for one in hosts],
-            "fail",
-            "Use one Python version on all hosts.",
-        ),
-        (
-            "cuda",
-            [str(one.cuda) for one in hosts],
-            "fail",
-            "Install the same torch build on all hosts.",
-        ),
-        (
-            "nccl",
-            [str(one.nccl) for one in hosts],
-            "fail",
-            "Install the same torch build on all hosts.",
-        ),
-        ("driver", [str(one.driver) for one in hosts], "warn", "Update the older drivers."),
-        (
-            "gpus",
-            [_count_names(one.gpus) for one in hosts],
-            "warn",
-            "Every step waits for the slowest host: use hosts of one kind.",
-        ),
-    ):
-        found = _difference(names, values)
-        if found is not None:
-            checks.append(Check(title, state, f"differs: {found}", remedy))  # pyright: ignore[reportArgumentType]
-    for key in sorted({key for one in hosts for key in one.same}):
-        found = _difference(names, [one.same.get(key, "missing") for one in hosts])
-        if found is not None:
-            checks.append(Check(key, "fail", f"differs: {found}", "Give all hosts the same."))
+
+    same_torch = "Install the same torch build on all hosts."
+    one_kind = "Every step waits for the slowest host: use hosts of one kind."
+    # The last part of Python's version may differ: pickles and bytecode do not change with it.
+    pythons = [facts.python.rpartition(".")[0] for facts in hosts]
+    table: list[tuple[str, list[str], State, str]] = [
+        ("python", pythons, "fail", "Use one Python version on all hosts."),
+        ("cuda", [str(facts.cuda) for facts in hosts], "fail", same_torch),
+        ("nccl", [str(facts.nccl) for facts in hosts], "fail", same_torch),
+        ("driver", [str(facts.driver) for facts in hosts], "warn", "Update the older drivers."),
+        ("gpus", [_count_names(facts.gpus) for facts in hosts], "warn", one_kind),
+    ]
+    for title, values, state, remedy in table:
+        difference = _difference(names, values)
+        if difference is not None:
+            checks.append(Check(title, state, f"differs: {difference}", remedy))
+
+    for key in sorted(set().union(*(facts.same for facts in hosts))):
+        difference = _difference(names, [facts.same.get(key, "missing") for facts in hosts])
+        if difference is not None:
+            checks.append(Check(key, "fail", f"differs: {difference}", "Give all hosts the same."))
+
     return [*checks, *clock_checks(names, offsets)]
 
 
 def clock_checks(names: Sequence[str], offsets: Sequence[float] | None) -> Iterator[Check]:
-    """Clocks that differ."""
+    """One line about the clocks of all hosts; none where their offsets are not known."""
     if offsets is None:
         return
+
     worst = max(offsets) - min(offsets)
     if worst <= MAX_CLOCK_SKEW_SECONDS:
         yield Check("clocks", "ok", f"within {worst:.2f} s on {len(names)} hosts")
         return
+
     apart = ", ".join(
         f"{name} {offset:+.1f} s" for name, offset in zip(names, offsets, strict=True)
     )
@@ -243,10 +274,10 @@ def _difference(names: Sequence[str], values: Sequence[str]) -> str | None:
     """Which hosts have which value, if they differ."""
     if len(set(values)) < 2:
         return None
-    return "; ".join(
-        f"{value} on {', '.join(n for n, v in zip(names, values, strict=True) if v == value)}"
-        for value in dict.fromkeys(values)
-    )
+    hosts_of: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        hosts_of.setdefault(value, []).append(name)
+    return "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in hosts_of.items())
 
 
 def _count_names(gpus: Sequence[str]) -> str:
@@ -254,51 +285,61 @@ def _count_names(gpus: Sequence[str]) -> str:
 
 
 def shared_folder_checks(exchange: Exchange, folder: Path, names: Sequence[str]) -> list[Check]:
-    """Whether every host sees what another wrote into the folder, and never a half-written file where another renames."""
-    made = missing_folders(folder)  # before the first swap: no host has made one yet
+    """Whether every host sees what another wrote into the folder, and never a half-written file
+    where another renames.
+
+    Hosts go through the same steps; each swap is a barrier between two of them.
+    """
+    # Before the first swap: no host has made one yet, so that all of them remove the same.
+    missing = missing_folders(folder)
     token = exchange.swap(uuid.uuid4().hex)[0]
-    place = folder / f".headway-check-{token}"
+    check_folder = folder / f".headway-check-{token}"
+
     problem = ""
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"node-{exchange.rank}").write_text(token)
+        check_folder.mkdir(parents=True, exist_ok=True)
+        (check_folder / f"node-{exchange.rank}").write_text(token)
         if exchange.rank == 0:
-            (place / "replaced").write_text(
-                CONTENT
-            )  # before anybody looks: NFS remembers for a while that a file was missing
+            # Before anybody looks: NFS remembers for a while that a file was missing.
+            (check_folder / "replaced").write_text(CONTENT)
     except OSError as error:
         problem = f"cannot write: {error.strerror}"
-    written = exchange.swap(problem)
-    unseen = _unseen(place, token, [node for node, text in enumerate(written) if not text])
-    seen = [json.loads(text) for text in exchange.swap(json.dumps(unseen))]
-    is_shared = not any(written) and not any(seen)
-    torn = _rename_trouble(place, exchange.rank) if is_shared else ""
-    troubles = exchange.swap(torn)
+    problems = exchange.swap(problem)
+
+    writers = [node for node, text in enumerate(problems) if not text]
+    unseen = _unseen(check_folder, token, writers)
+    all_unseen = [json.loads(text) for text in exchange.swap(json.dumps(unseen))]
+    is_shared = not any(problems) and not any(all_unseen)
+
+    rename_trouble = ""
+    if is_shared:
+        rename_trouble = _rename_trouble(check_folder, exchange.rank)
+    troubles = exchange.swap(rename_trouble)
+
     with suppress(OSError):
-        for path in (
-            (*place.glob("node-*"), *place.glob("replaced*"))
-            if exchange.rank == 0 or not is_shared
-            else ()
-        ):
-            path.unlink(missing_ok=True)
-        place.rmdir()
-    remove_empty(made)
+        # In a shared folder one host removes the files; otherwise each has its own.
+        if exchange.rank == 0 or not is_shared:
+            for path in (*check_folder.glob("node-*"), *check_folder.glob("replaced*")):
+                path.unlink(missing_ok=True)
+        check_folder.rmdir()
+    remove_empty(missing)
+
     exchange.swap("")  # all hosts wait until the last one has removed its files
-    return _shared_folder_findings(folder, names, written, seen, troubles)
+    return _shared_folder_findings(folder, names, problems, all_unseen, troubles)
 
 
-def _unseen(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
+def _unseen(check_folder: Path, token: str, nodes: Sequence[int]) -> list[int]:
     """The nodes whose file does not appear here in time."""
     deadline = time.monotonic() + SEE_SECONDS
-    left = list(nodes)
-    while left:
-        left = [node for node in left if _content(place / f"node-{node}") != token]
-        if not left or time.monotonic() > deadline:
+    unseen = list(nodes)
+    while unseen:
+        unseen = [node for node in unseen if _content(check_folder / f"node-{node}") != token]
+        if not unseen or time.monotonic() > deadline:
             break
         with suppress(OSError):
-            os.listdir(place)  # makes NFS look again
-        time.sleep(0.05)
-    return left
+            os.listdir(check_folder)  # makes NFS look again
+        time.sleep(POLL_SECONDS)
+    return unseen
 
 
 def _content(path: Path) -> str | None:
@@ -308,41 +349,50 @@ def _content(path: Path) -> str | None:
         return None
 
 
-def _rename_trouble(place: Path, rank: int) -> str:
-    """Node 0 replaces a file again and again; the others read it and must always find a whole one."""
-    target, deadline = place / "replaced", time.monotonic() + RENAME_SECONDS
+def _rename_trouble(check_folder: Path, rank: int) -> str:
+    """What a reader of a file that is replaced again and again found wrong; empty: nothing.
+
+    Node 0 replaces it, the others read it and must always find a whole one.
+    """
+    target = check_folder / "replaced"
+    deadline = time.monotonic() + RENAME_SECONDS
     while time.monotonic() < deadline:
         if rank == 0:
-            new = place / "replaced-new"
-            new.write_text(CONTENT)
-            os.replace(new, target)
+            replacement = check_folder / "replaced-new"
+            replacement.write_text(CONTENT)
+            os.replace(replacement, target)
             continue
+
         try:
             text = target.read_text()
         except FileNotFoundError:
             return "the file was missing for a moment"
         except OSError as error:
-            if (
-                error.errno == errno.ESTALE
-            ):  # NFS: the file that was opened has been replaced; a reader opens it again
+            # NFS: the file that was opened has been replaced; a reader opens it again.
+            if error.errno == errno.ESTALE:
                 continue
             return f"reading failed: {error.strerror}"
+
         if text != CONTENT:
             return f"{len(text)} of {len(CONTENT)} bytes were there"
+
     return ""
 
 
 def _shared_folder_findings(
     folder: Path,
     names: Sequence[str],
-    written: Sequence[str],
-    seen: Sequence[Sequence[int]],
+    problems: Sequence[str],
+    unseen: Sequence[Sequence[int]],
     troubles: Sequence[str],
 ) -> list[Check]:
+    """The checks that follow from what each host found, by node: why it cannot write, whose files
+    it does not see, what went wrong with renames.
+    """
     remedy = "Use a folder that all hosts share (NFS, Lustre, ...) for run.dir."
-    if any(written):
+    if any(problems):
         detail = "; ".join(
-            f"{name}: {text}" for name, text in zip(names, written, strict=True) if text
+            f"{name}: {text}" for name, text in zip(names, problems, strict=True) if text
         )
         return [
             Check(
@@ -352,13 +402,15 @@ def _shared_folder_findings(
                 "Make the folder writable on every host.",
             )
         ]
-    if any(seen):
+
+    if any(unseen):
         pairs = [
             f"{name} does not see what {', '.join(names[node] for node in nodes)} wrote"
-            for name, nodes in zip(names, seen, strict=True)
+            for name, nodes in zip(names, unseen, strict=True)
             if nodes
         ]
         return [Check(SHARED_FOLDER, "fail", f"{folder}: {'; '.join(pairs)}", remedy)]
+
     checks = [Check(SHARED_FOLDER, "ok", f"{folder} is one folder on {len(names)} hosts")]
     if any(troubles):
         detail = "; ".join(
@@ -374,4 +426,5 @@ def _shared_folder_findings(
         )
     else:
         checks.append(Check("atomic rename", "ok", "a replaced file is always whole"))
+
     return checks

@@ -1,7 +1,8 @@
 """Slow ranks: every rank's times come in, the outliers go out. Imports without torch.
 
-InternLM's rule: a rank's time is compared with the mean of all ranks (without the smallest and largest where there are more than four) and
-with the mean of its own last ten. It is an outlier if it is longer by more than a ratio and the mean is long enough to matter.
+InternLM's rule: a rank's time is compared with the mean of all ranks (without the smallest and
+largest where there are more than four) and with the mean of its own last ten. It is an outlier if
+it is longer by more than a ratio and the mean is long enough to matter.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from headway.parallel.collectives import RankGroup
 
 TRIM_ABOVE = 4
+"""Ranks; with more, the smallest and the largest time are left out of the mean."""
 HISTORY = 10
+"""A rank's own last times that a new one is compared with."""
 COMPARE_EVERY = 50
 """Steps between two comparisons during training."""
 MIN_MEAN_SECONDS = 0.5
+"""Shorter times differ by chance."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,9 @@ class SlowRule:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of one rank over some steps: its own compute, its wait for its own data, and the whole."""
+    """Seconds of one rank over some steps: its own compute, its wait for its own data, and the
+    whole.
+    """
 
     compute: float = 0.0
     data_wait: float = 0.0
@@ -69,21 +75,24 @@ class Outlier:
 def usual(times: Sequence[float]) -> float:
     """The mean over ranks, without the extremes where there are more than four."""
     ordered = sorted(times)
-    return mean(ordered[1:-1] if len(ordered) > TRIM_ABOVE else ordered)
+    if len(ordered) > TRIM_ABOVE:
+        ordered = ordered[1:-1]
+    return mean(ordered)
 
 
 def slow_ranks(times: Mapping[str, Sequence[float]], rule: SlowRule) -> list[Outlier]:
     """Ranks that are slower than the others; `times` has one number per rank for each timer."""
-    found: list[Outlier] = []
+    outliers: list[Outlier] = []
     for timer, values in times.items():
         expected = usual(values)
+        # Short times differ by chance.
         if len(values) > 1 and expected >= rule.min_seconds:
-            found += [
+            outliers += [
                 Outlier(timer, rank, value, expected, "the ranks' mean")
                 for rank, value in enumerate(values)
                 if value > rule.ratio * expected
             ]
-    return found
+    return outliers
 
 
 def slower_than_before(
@@ -91,48 +100,64 @@ def slower_than_before(
 ) -> list[Outlier]:
     """Whether the last of a rank's times is longer than the ten before it."""
     before = list(history[-HISTORY - 1 : -1])
-    if not before or mean(before) < rule.min_seconds or history[-1] <= rule.ratio * mean(before):
+    if not before:
         return []
-    return [Outlier(timer, rank, history[-1], mean(before), "its own last ten")]
+    expected = mean(before)
+    if expected < rule.min_seconds or history[-1] <= rule.ratio * expected:
+        return []
+    return [Outlier(timer, rank, history[-1], expected, "its own last ten")]
 
 
 def slow_in_training(everyone: Sequence[RankTimes], rule: SlowRule) -> dict[int, str]:
-    """Why each slow rank is slow, by rank. All steps end together, so only a rank's own compute and data wait show who is slow."""
-    num_steps = min(one.num_steps for one in everyone)
+    """Why each slow rank is slow, by rank.
+
+    All steps end together, so only a rank's own compute and data wait show who is slow.
+    """
+    # Ranks may have counted different numbers of steps: all times are of the smallest number.
+    num_steps = min(times.num_steps for times in everyone)
     if num_steps == 0:
         return {}
-    compute = [one.compute / one.num_steps * num_steps for one in everyone]
-    waits = [one.data_wait / one.num_steps * num_steps for one in everyone]
-    steps = usual([one.total / one.num_steps * num_steps for one in everyone])
-    found: dict[int, str] = {}
-    for one in slow_ranks({"compute": compute}, rule):
-        found[one.rank] = f"{one} over {num_steps} steps"
+
+    compute = [times.compute / times.num_steps * num_steps for times in everyone]
+    waits = [times.data_wait / times.num_steps * num_steps for times in everyone]
+    steps = usual([times.total / times.num_steps * num_steps for times in everyone])
+
+    reasons: dict[int, str] = {}
+    for outlier in slow_ranks({"compute": compute}, rule):
+        reasons[outlier.rank] = f"{outlier} over {num_steps} steps"
+
+    # Usual waits are near zero, so that a ratio of them says nothing: a wait counts by its share
+    # of the step.
+    usual_wait = usual(waits)
     for rank, seconds in enumerate(waits):
-        if steps >= rule.min_seconds and seconds - usual(waits) > (rule.ratio - 1) * steps:
-            others = (
-                f"ranks wait {usual(waits):.3f} s on average, {num_steps} steps take {steps:.3f} s"
+        if steps >= rule.min_seconds and seconds - usual_wait > (rule.ratio - 1) * steps:
+            comparison = (
+                f"ranks wait {usual_wait:.3f} s on average, {num_steps} steps take {steps:.3f} s"
             )
-            found[rank] = f"rank {rank}: waited {seconds:.3f} s for its data; {others}"
-    return {rank: f"{text}, on {everyone[rank].host}" for rank, text in sorted(found.items())}
+            reasons[rank] = f"rank {rank}: waited {seconds:.3f} s for its data; {comparison}"
+
+    return {rank: f"{text}, on {everyone[rank].host}" for rank, text in sorted(reasons.items())}
 
 
 def write_report(
     times: Mapping[str, Sequence[float]], outliers: Sequence[Outlier], rule: SlowRule
 ) -> str:
     """A table of all ranks, and the outliers."""
-    timers = list(times)
-    lines = [
-        f"{'rank':<6}" + "".join(f"{timer:>24}" for timer in timers),
-        *(
-            f"{rank:<6}" + "".join(f"{times[timer][rank]:>24.4f}" for timer in timers)
-            for rank in range(len(next(iter(times.values()), ())))
-        ),
-        f"{'mean':<6}" + "".join(f"{usual(times[timer]):>24.4f}" for timer in timers),
+    num_ranks = len(next(iter(times.values()), ()))
+    lines = [f"{'rank':<6}" + "".join(f"{timer:>24}" for timer in times)]
+    for rank in range(num_ranks):
+        cells = [f"{seconds[rank]:>24.4f}" for seconds in times.values()]
+        lines.append(f"{rank:<6}" + "".join(cells))
+    means = [f"{usual(seconds):>24.4f}" for seconds in times.values()]
+    lines.append(f"{'mean':<6}" + "".join(means))
+    lines += [
         "",
-        f"seconds in all profiled steps; slow = more than {rule.ratio:g} times the mean, where that is at least {rule.min_seconds:g} s",
-        *(str(one) for one in outliers),
+        f"seconds in all profiled steps; slow = more than {rule.ratio:g} times the mean, where "
+        f"that is at least {rule.min_seconds:g} s",
     ]
-    return "\n".join(lines if outliers else [*lines, "no rank is slow"]) + "\n"
+
+    lines += [str(outlier) for outlier in outliers] or ["no rank is slow"]
+    return "\n".join(lines) + "\n"
 
 
 class SlowRankReporter:
@@ -145,15 +170,18 @@ class SlowRankReporter:
     def after_step(
         self, step: int, ratio: float | None, world: RankGroup, take_times: Callable[[], RankTimes]
     ) -> list[str]:
-        """Every `every` steps, exchange the times of all ranks; returns a text for each rank that has become slow.
+        """Every `every` steps, exchange the times of all ranks.
 
-        All ranks call it together. The times are measured already, so that nothing waits for the device.
+        Returns a text for each rank that has become slow.
+
+        All ranks call it together. The times are measured already, so that nothing waits for the
+        device.
         """
+        # The same answer on all ranks, so that all of them gather or none does.
         if ratio is None or world.size == 1 or step % self.every:
             return []
-        found = slow_in_training(
-            world.gather(replace(take_times(), host=socket.gethostname())), SlowRule(ratio)
-        )
-        new = [text for rank, text in found.items() if rank not in self._slow]
-        self._slow = frozenset(found)
-        return new
+        times = replace(take_times(), host=socket.gethostname())
+        reasons = slow_in_training(world.gather(times), SlowRule(ratio))
+        newly_slow = [text for rank, text in reasons.items() if rank not in self._slow]
+        self._slow = frozenset(reasons)
+        return newly_slow

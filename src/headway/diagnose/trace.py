@@ -1,4 +1,5 @@
-"""Where the time of a step goes: the events of a chrome trace come in, a summary whose parts add up to the whole step goes out.
+"""Where the time of a step goes: the events of a chrome trace come in, a summary whose parts add up
+to the whole step goes out.
 
 compute         computation outside the optimizer
 optimizer       computation inside the optimizer
@@ -14,23 +15,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TRACE_DATA = "headway.data"
-TRACE_FORWARD_BACKWARD = "headway.forward_backward"
-TRACE_OPTIMIZER = "headway.optimizer"
-"""Names of the parts of a step in a profiler trace."""
+from headway.diagnose.profile import TRACE_DATA, TRACE_OPTIMIZER
 
 Interval = tuple[float, float]
 Intervals = list[Interval]
 
 COMMUNICATION = re.compile(r"^(gloo:|nccl:|ncclDevKernel|ncclKernel|nccl)")
+"""Names of events that are communication, on the host and on the device."""
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of events that are computation on a device."""
 NO_COMPUTE = ("c10d::", "ProfilerStep", "headway.", "record_param_comms")
+"""Beginnings of names of host events that wrap others."""
+MICROSECOND = 1e-6
+"""The unit of times in a trace, in seconds."""
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
     """The same times as disjoint intervals in order."""
     joined: Intervals = []
     for begin, end in sorted(intervals):
+        # It touches or overlaps the last one.
         if joined and begin <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         elif end > begin:
@@ -38,46 +42,56 @@ def union(intervals: Iterable[Interval]) -> Intervals:
     return joined
 
 
-def intersection(one: Intervals, two: Intervals) -> Intervals:
-    """The times in both."""
-    found: Intervals = []
-    i = j = 0
-    while i < len(one) and j < len(two):
-        begin, end = max(one[i][0], two[j][0]), min(one[i][1], two[j][1])
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """The times in both. Both lists are disjoint and in order."""
+    common: Intervals = []
+    i = 0
+    j = 0
+    while i < len(first) and j < len(second):
+        begin = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
         if begin < end:
-            found.append((begin, end))
-        if one[i][1] < two[j][1]:
+            common.append((begin, end))
+
+        # The one that ends first meets nothing more.
+        if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
-    return found
+
+    return common
 
 
 def total_time(intervals: Intervals) -> float:
-    """Their total time."""
+    """The time that disjoint intervals take together."""
     return sum(end - begin for begin, end in intervals)
 
 
-def difference(one: Intervals, two: Intervals) -> Intervals:
+def difference(first: Intervals, second: Intervals) -> Intervals:
     """The times of the first that are not in the second."""
-    left: Intervals = []
-    for begin, end in one:
-        for other_begin, other_end in two:
+    remaining: Intervals = []
+    for begin, end in first:
+        for other_begin, other_end in second:
             if other_end <= begin:
                 continue
             if other_begin >= end:
                 break
             if other_begin > begin:
-                left.append((begin, other_begin))
+                remaining.append((begin, other_begin))
             begin = max(begin, other_end)
+
         if begin < end:
-            left.append((begin, end))
-    return left
+            remaining.append((begin, end))
+
+    return remaining
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """Seconds per step, averaged over the profiled steps; all but `hidden_communication` add up to `step`."""
+    """Seconds per step, averaged over the profiled steps.
+
+    All but `hidden_communication` add up to `step`.
+    """
 
     num_steps: int
     step: float
@@ -93,39 +107,43 @@ class StepSummary:
 
 def summarize_trace(events: Sequence[Mapping[str, Any]]) -> StepSummary | None:
     """The summary of a trace; None if it holds no whole step."""
+    # Complete events: those with a beginning and a length.
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    steps = union(
-        _interval(one)
-        for one in timed
-        if str(one["name"]).startswith("ProfilerStep") and one.get("cat") == "user_annotation"
-    )
-    num = len({one["name"] for one in timed if str(one["name"]).startswith("ProfilerStep")})
-    if not num:
+    step_events = [event for event in timed if str(event["name"]).startswith("ProfilerStep")]
+    # A step may have one annotation on the host and one on the device.
+    num_steps = len({event["name"] for event in step_events})
+    if not num_steps:
         return None
-    on_device = any(one.get("cat") == "kernel" for one in timed)
-    work = [one for one in timed if _is_compute(one, on_device)]
-    busy = intersection(union(_interval(one) for one in work), steps)
-    communication = intersection(
-        union(_interval(one) for one in timed if _is_communication(one, on_device)), steps
+    steps = union(
+        _interval(event) for event in step_events if event.get("cat") == "user_annotation"
     )
+
+    # With kernels in the trace, the time of the device counts; otherwise that of the host.
+    on_device = any(event.get("cat") == "kernel" for event in timed)
+    work = [event for event in timed if _is_compute(event, on_device)]
+    messages = [event for event in timed if _is_communication(event, on_device)]
+    busy = intersection(union(map(_interval, work)), steps)
+    communication = intersection(union(map(_interval, messages)), steps)
     optimizer = _annotated(timed, TRACE_OPTIMIZER, on_device)
-    data = _annotated(timed, TRACE_DATA, on_device=False)
+    data = intersection(_annotated(timed, TRACE_DATA, on_device=False), steps)
+
+    # Each moment belongs to one part, in this order: computation, communication, data wait.
     exposed = difference(communication, busy)
-    waiting = difference(difference(intersection(data, steps), busy), communication)
-    per = 1e-6 / num
+    waiting = difference(difference(data, busy), communication)
+    per_step = MICROSECOND / num_steps
     parts = {
-        "compute": total_time(difference(busy, optimizer)) * per,
-        "optimizer": total_time(intersection(busy, optimizer)) * per,
-        "exposed_communication": total_time(exposed) * per,
-        "data_wait": total_time(waiting) * per,
+        "compute": total_time(difference(busy, optimizer)) * per_step,
+        "optimizer": total_time(intersection(busy, optimizer)) * per_step,
+        "exposed_communication": total_time(exposed) * per_step,
+        "data_wait": total_time(waiting) * per_step,
     }
-    total = total_time(steps) * per
+    total = total_time(steps) * per_step
     return StepSummary(
-        num_steps=num,
+        num_steps=num_steps,
         step=total,
-        hidden_communication=total_time(intersection(communication, busy)) * per,
+        hidden_communication=total_time(intersection(communication, busy)) * per_step,
         rest=max(0.0, total - sum(parts.values())),
-        operations=_longest(work, on_device, num),
+        operations=_longest(work, on_device, num_steps),
         **parts,
     )
 
@@ -135,7 +153,9 @@ def _interval(event: Mapping[str, Any]) -> Interval:
 
 
 def _is_communication(event: Mapping[str, Any], on_device: bool) -> bool:
-    """With kernels in the trace, only kernels count as communication, not the host events about them."""
+    """With kernels in the trace, only kernels count as communication, not the host events about
+    them.
+    """
     return (
         bool(COMMUNICATION.match(str(event["name"])))
         and (event.get("cat") == "kernel") is on_device
@@ -146,13 +166,18 @@ def _is_compute(event: Mapping[str, Any], on_device: bool) -> bool:
     name = str(event["name"])
     if COMMUNICATION.match(name) or name.startswith(NO_COMPUTE):
         return False
-    return event.get("cat") in (DEVICE_EVENTS if on_device else ("cpu_op",))
+    if on_device:
+        return event.get("cat") in DEVICE_EVENTS
+    return event.get("cat") == "cpu_op"
 
 
 def _annotated(timed: Sequence[Mapping[str, Any]], name: str, on_device: bool) -> Intervals:
-    wanted = "gpu_user_annotation" if on_device else "user_annotation"
+    """The times of a part of a step; on a device, of the kernels that were launched in it."""
+    category = "gpu_user_annotation" if on_device else "user_annotation"
     return union(
-        _interval(one) for one in timed if one["name"] == name and one.get("cat") == wanted
+        _interval(event)
+        for event in timed
+        if event["name"] == name and event.get("cat") == category
     )
 
 
@@ -165,26 +190,35 @@ def _longest(
     threads: dict[Any, list[tuple[float, float, str]]] = {}
     for event in work:
         threads.setdefault(event.get("tid"), []).append((*_interval(event), str(event["name"])))
+
     for events in threads.values():
+        # Operations that have begun and not ended: (end, name). An operation that begins within
+        # another is called by it; of those that begin together the longest is the caller.
         stack: list[tuple[float, str]] = []
-        for begin, end, name in sorted(events, key=lambda one: (one[0], -one[1])):
+        for begin, end, name in sorted(events, key=lambda event: (event[0], -event[1])):
             while stack and stack[-1][0] <= begin:
                 stack.pop()
+
             seconds[name] = seconds.get(name, 0.0) + end - begin
             calls[name] = calls.get(name, 0) + 1
+            # Kernels of one stream do not call each other.
             if stack and not on_device:
                 seconds[stack[-1][1]] -= end - begin
+
             stack.append((end, name))
-    first = sorted(seconds, key=lambda name: -seconds[name])[:count]
+
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:count]
     return tuple(
-        (name, round(calls[name] / num_steps), seconds[name] * 1e-6 / num_steps) for name in first
+        (name, round(calls[name] / num_steps), seconds[name] * MICROSECOND / num_steps)
+        for name in longest
     )
 
 
 def write_page(summary: StepSummary, rank: int, world: int, device: str) -> str:
     """The summary as a page of text."""
     lines = [
-        f"rank {rank} of {world} on {device}: {summary.num_steps} steps, {summary.step * 1e3:.1f} ms each",
+        f"rank {rank} of {world} on {device}: {summary.num_steps} "
+        f"steps, {summary.step * 1e3:.1f} ms each",
         "",
         f"{'part':<26}{'ms per step':>14}{'share':>9}",
     ]
@@ -196,9 +230,11 @@ def write_page(summary: StepSummary, rank: int, world: int, device: str) -> str:
         ("rest", summary.rest),
     ):
         lines.append(f"{label:<26}{value * 1e3:>14.2f}{value / summary.step:>9.1%}")
+
     lines += [
         "",
-        f"{'communication, hidden':<26}{summary.hidden_communication * 1e3:>14.2f}   (behind the above)",
+        f"{'communication, hidden':<26}{summary.hidden_communication * 1e3:>14.2f} "
+        "  (behind the above)",
         "",
     ]
     lines.append(f"{'operations by self time':<60}{'calls':>8}{'ms per step':>14}")

@@ -8,54 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import ConfigError
-from headway.eval.dataset import Dataset, ReadOptions, read_eval_documents
+from headway.eval.dataset import Dataset, read_eval_documents
+from headway.eval.options import ReadOptions, SamplePlan
 from headway.eval.perplexity import BATCH_TOKENS, Perplexity, check_windows, perplexity
 
 if TYPE_CHECKING:
-    from headway.infer.generate import GenerateOptions
     from headway.infer.load import LoadedModel
     from headway.parallel.collectives import RankGroup
 
 log = logging.getLogger("headway")
-
-MAX_PER_PROMPT = 10_000
-
-
-@dataclass(frozen=True)
-class SamplePlan:
-    """Texts to generate besides the scores."""
-
-    prompts: tuple[str, ...] = ()
-    per_prompt: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 0.8
-    seed: int = 0
-    template: str | None = None
-    """Chat template: a prompt is what a user says, and the text is the answer; None: a prompt is continued."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.per_prompt <= MAX_PER_PROMPT:
-            raise ConfigError(
-                f"--samples is {self.per_prompt}; it must be from 1 to {MAX_PER_PROMPT}."
-            )
-        if self.template is not None and not self.prompts:
-            raise ConfigError(
-                f"--chat-template is {self.template!r}, and there is no prompt. Give --prompt or --prompts-file."
-            )
-        if "" in self.prompts:
-            raise ConfigError("a prompt is empty. Give some text.")
-        if self.prompts:
-            self.options()
-
-    def options(self) -> GenerateOptions:
-        """How to generate; invalid numbers are refused here, before anything is measured."""
-        from headway.infer.generate import GenerateOptions
-        from headway.infer.sampling import Sampling
-
-        return GenerateOptions(
-            self.max_new_tokens, sampling=Sampling(self.temperature, seed=self.seed)
-        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +40,7 @@ class EvalPlan:
 
     def __post_init__(self) -> None:
         check_windows(self.window, self.stride, self.batch_tokens)
+        self.samples.check()
 
 
 @dataclass(frozen=True)
@@ -98,7 +60,9 @@ class TrainingCurves:
     loss: list[tuple[int, float]]
     """Training loss: means over ranges of steps, each with its last step."""
     valid: dict[str, list[ValidationPoint]]
-    """Validations of each set in the order of their steps; step 0 is before the first update (`eval.at_start`)."""
+    """Validations of each set in the order of their steps; step 0 is before the first update
+    (`eval.at_start`).
+    """
 
 
 @dataclass(frozen=True)
@@ -126,7 +90,9 @@ class Evaluation:
     template: str | None = None
     """The chat template under which the samples are answers; None: they are continuations."""
     training: list[TrainingCurves] = field(default_factory=list)
-    """The curves of the run, or of each of its stages, where the model is one."""
+    """The curves of the run, or of each of its stages, where the model is one. `evaluate` leaves
+    them empty: the caller reads them from the run folder.
+    """
     masks: dict[str, Any] | None = None
     """The head masks it ran under; None: every head keeps the whole past."""
     rope_theta: float | None = None
@@ -149,6 +115,7 @@ def evaluate(
     for dataset in plan.datasets:
         # A wrong key or path in the last dataset shows before the first one is scored.
         next(read_eval_documents(dataset, loaded, replace(plan.read_options, max_samples=1)), None)
+
     results: dict[str, Perplexity] = {}
     for dataset in plan.datasets:
         log.debug("%s: score %s", loaded.path, dataset.name)
@@ -161,8 +128,13 @@ def evaluate(
             batch_tokens=plan.batch_tokens,
             group=group,
         )
-    samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
-    tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
+
+    samples = []
+    if group is None or group.rank == 0:
+        samples = _samples(loaded, plan.samples)
+    tokenizer = None
+    if loaded.tokenizer is not None:
+        tokenizer = loaded.tokenizer.fingerprint
     path = str(loaded.path)
     return Evaluation(
         name or path,
@@ -174,8 +146,8 @@ def evaluate(
         masks=loaded.describe_masks(),
         rope_theta=loaded.config.rope_theta,
         no_rope_layers=list(loaded.config.no_rope_layers),
-        begin=_begin(loaded, plan.read_options),
-        perplexities=spread([one.perplexity for one in results.values()]),
+        begin=_begin_token(loaded, plan.read_options),
+        perplexities=spread([result.perplexity for result in results.values()]),
     )
 
 
@@ -183,21 +155,25 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Mean, population standard deviation and range; None without numbers."""
     if not values:
         return None
+    # Of the population: the datasets are all there are, not a sample of more.
     return Spread(statistics.fmean(values), statistics.pstdev(values), min(values), max(values))
 
 
-def _begin(loaded: LoadedModel, options: ReadOptions) -> str | None:
+def _begin_token(loaded: LoadedModel, options: ReadOptions) -> str | None:
+    """The token before each window of raw text, as it is written; None if there is none."""
     from headway.tokenizer.chat import expected_bos_ids
 
     if loaded.tokenizer is None:
         return None
     ids = expected_bos_ids(loaded.tokenizer, options.bos)
-    return loaded.tokenizer.decode(ids) if ids else None
+    if ids:
+        return loaded.tokenizer.decode(ids)
+    return None
 
 
 def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
-    """Losses per token of these models are comparable."""
-    return len({one.tokenizer for one in evaluations}) == 1
+    """Whether losses per token of these models are comparable."""
+    return len({evaluation.tokenizer for evaluation in evaluations}) == 1
 
 
 def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[GeneratedSample]:
@@ -205,11 +181,14 @@ def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[GeneratedSample]:
         return []
     from headway.infer.generate import answer, generate
 
-    prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
+    # `generate` counts the repetitions of a prompt, so that each gives another sample.
+    prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt or 1)]
     options = plan.options()
-    made = (
-        generate(loaded, prompts, options)
-        if plan.template is None
-        else answer(loaded, prompts, plan.template, options)
-    )
-    return [GeneratedSample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]
+    if plan.template is None:
+        generations = generate(loaded, prompts, options)
+    else:
+        generations = answer(loaded, prompts, plan.template, options)
+    return [
+        GeneratedSample(prompt, generation.text)
+        for prompt, generation in zip(prompts, generations, strict=True)
+    ]

@@ -1,7 +1,8 @@
-"""Tasks of lm-evaluation-harness over a model: names of tasks come in, their metrics, a table and results.json go out.
+"""Tasks of lm-evaluation-harness over a model: names of tasks come in, their metrics, a table and
+results.json go out.
 
-The harness is an extra (`pip install headway[eval]`) and is imported only here, when it is used. Its data is read from this machine
-unless `online` is set.
+The harness is an extra (`pip install headway[eval]`) and is imported only here, when it is used.
+Its data is read from this machine unless `online` is set.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.errors import ConfigError, DataError
+from headway.eval.options import HarnessPlan
 from headway.eval.report import REPORT, RESULTS, make_report_folder, markdown_table
 from headway.model.head_masks.masks import in_words
 from headway.runtime.optional import need
@@ -28,32 +30,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("task", "shots", "filter", "metric", "value", "stderr", "samples")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-
-
-@dataclass(frozen=True)
-class HarnessPlan:
-    """Which tasks, and how much of them."""
-
-    tasks: Sequence[str]
-    task_dir: Path | None = None
-    """A folder with your own tasks (YAML)."""
-    limit: int | None = None
-    """Only the first N documents of each task."""
-    shots: int | None = None
-    """Solved examples before each question; None = the task's default."""
-    online: bool = False
-    """Tasks may download their data from the hub."""
-
-    def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ConfigError("no task is given. Use --tasks NAME, several times or with commas.")
-        for name, value, least in (("--limit", self.limit, 1), ("--shots", self.shots, 0)):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be {least} or more.")
-        if self.task_dir is not None and not self.task_dir.is_dir():
-            raise ConfigError(
-                f"--task-dir is {str(self.task_dir)!r}, which is not a folder. Give a folder of tasks in YAML."
-            )
+"""Environment variables with which huggingface_hub and datasets stay on this machine."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +47,22 @@ class TaskMetric:
 
     def cells(self) -> list[str]:
         """As a row under `COLUMNS`."""
-        value = (
-            str(self.value)
-            if isinstance(self.value, str)
-            else f"{self.value:.4f}"
-            if abs(self.value) < 1e6
-            else f"{self.value:.4e}"
-        )
-        texts = ("" if one is None else str(one) for one in (self.shots, self.filter, self.name))
-        return [
-            self.task,
-            *texts,
-            value,
-            "" if self.stderr is None else f"{self.stderr:.4f}",
-            str(self.samples or ""),
-        ]
+        if isinstance(self.value, str):
+            value = str(self.value)
+        elif abs(self.value) < 1e6:
+            value = f"{self.value:.4f}"
+        else:
+            # Perplexities of words may be astronomic.
+            value = f"{self.value:.4e}"
+
+        shots = ""
+        if self.shots is not None:
+            shots = str(self.shots)
+        stderr = ""
+        if self.stderr is not None:
+            stderr = f"{self.stderr:.4f}"
+        samples = str(self.samples or "")
+        return [self.task, shots, self.filter, self.name, value, stderr, samples]
 
 
 @dataclass(frozen=True)
@@ -105,19 +83,17 @@ class HarnessResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        named = {
+        content = {
             "headway": __version__,
             "model": self.model,
             "path": self.path,
             "masks": self.masks,
             "lm_eval": self.harness,
+            "metrics": [vars(metric) for metric in self.metrics],
+            **self.details,
         }
-        return json.loads(
-            json.dumps(
-                {**named, "metrics": [vars(one) for one in self.metrics], **self.details},
-                default=_plain,
-            )
-        )
+        # Through JSON and back: configs of tasks hold functions and numbers of numpy.
+        return json.loads(json.dumps(content, default=_plain))
 
 
 def check_installed() -> None:
@@ -130,28 +106,34 @@ def run_harness(
 ) -> HarnessResult | None:
     """Run the tasks; None on every rank but the first."""
     check_installed()
-    offline = {} if plan.online else OFFLINE  # read when the libraries are imported
-    # The harness prints to stdout; that would end up in the middle of our output.
-    with contextlib.redirect_stdout(sys.stderr), environment(offline):
+    variables = OFFLINE
+    if plan.online:
+        variables = {}
+
+    # The harness prints to stdout; that would end up in the middle of our output. Libraries read
+    # the variables when they are imported, which is here.
+    with contextlib.redirect_stdout(sys.stderr), environment(variables):
         import lm_eval
 
+        # Tasks are loaded here for their errors; the harness must not load them a second time.
         manager = _manager(plan)
         loaded = _load(manager, plan)
-        manager.load = lambda _: loaded  # read once
-        found: Any = lm_eval.simple_evaluate(
+        manager.load = lambda _: loaded
+        results: Any = lm_eval.simple_evaluate(
             as_lm(answers),
             tasks=list(plan.tasks),
             num_fewshot=plan.shots,
             limit=plan.limit,
             task_manager=manager,
         )
-    if found is None or (answers.group is not None and answers.group.rank != 0):
+    if results is None or (answers.group is not None and answers.group.rank != 0):
         return None
+
     path = str(answers.loaded.path)
-    kept = {
-        key: found[key]
+    details = {
+        key: results[key]
         for key in ("results", "groups", "versions", "n-shot", "n-samples", "configs")
-        if key in found
+        if key in results
     }
     masks = answers.loaded.describe_masks()
     return HarnessResult(
@@ -159,9 +141,9 @@ def run_harness(
         path,
         masks,
         lm_eval.__version__,
-        list(_metrics(found)),
-        kept,
-        found.get("samples", {}),
+        list(_metrics(results)),
+        details,
+        results.get("samples", {}),
     )
 
 
@@ -185,93 +167,103 @@ def as_lm(answers: HarnessModel) -> Any:
 
 
 def _manager(plan: HarnessPlan) -> Any:
-    """The index of tasks: of the user's folder alone where that is enough, since the harness's own takes seconds to read."""
+    """The index of tasks: of the user's folder alone where that is enough, since the harness's own
+    takes seconds to read.
+    """
     from lm_eval.tasks import TaskManager
 
+    task_dir = None
     if plan.task_dir is not None:
-        own = TaskManager(include_path=str(plan.task_dir), include_defaults=False)
-        if not _unknown(own, plan.tasks):
-            return own
-    manager = TaskManager(include_path=None if plan.task_dir is None else str(plan.task_dir))
+        task_dir = str(plan.task_dir)
+        user_tasks = TaskManager(include_path=task_dir, include_defaults=False)
+        if not _unknown(user_tasks, plan.tasks):
+            return user_tasks
+
+    manager = TaskManager(include_path=task_dir)
     for task in _unknown(manager, plan.tasks):
         near = difflib.get_close_matches(task, manager.all_tasks, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = ""
+        if near:
+            hint = f" Did you mean {near[0]!r}?"
         raise ConfigError(
-            f"--tasks has {task!r}; there is no such task. `lm-eval ls tasks` lists them, --task-dir adds your own.{hint}"
+            f"--tasks has {task!r}; there is no such task. `lm-eval ls tasks` lists them, "
+            f"--task-dir adds your own.{hint}"
         )
     return manager
 
 
 def _unknown(manager: Any, tasks: Sequence[str]) -> list[str]:
+    """Names and patterns that match no task."""
     return [task for task in tasks if not manager.match_tasks([task])]
 
 
 def _load(manager: Any, plan: HarnessPlan) -> Any:
     try:
         return manager.load(manager.match_tasks(list(plan.tasks)))
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-    ) as error:  # each library raises a different error for missing data
-        said = " ".join(str(error).split())
-        offline = (
-            ""
-            if plan.online
-            else " Tasks read data from this machine alone; --online lets them fetch it."
-        )
+    except (OSError, ValueError, ImportError) as error:
+        # Each library raises a different error for missing data.
+        reason = " ".join(str(error).split())
+        hint = ""
+        if not plan.online:
+            hint = " Tasks read data from this machine alone; --online lets them fetch it."
         raise DataError(
-            f"the data of --tasks {' '.join(plan.tasks)} cannot be read: {said}.{offline}"
+            f"the data of --tasks {' '.join(plan.tasks)} cannot be read: {reason}.{hint}"
         ) from None
 
 
-def _metrics(found: Mapping[str, Any]) -> Iterator[TaskMetric]:
-    for task, numbers in {**found["results"], **(found.get("groups") or {})}.items():
-        shots, counts = found.get("n-shot", {}).get(task), found.get("n-samples", {}).get(task, {})
+def _metrics(results: Mapping[str, Any]) -> Iterator[TaskMetric]:
+    """The numbers of the harness, whose keys are `METRIC,FILTER` and `METRIC_stderr,FILTER`."""
+    for task, numbers in {**results["results"], **(results.get("groups") or {})}.items():
+        shots = results.get("n-shot", {}).get(task)
+        counts = results.get("n-samples", {}).get(task, {})
         for key, value in numbers.items():
-            name, comma, way = key.partition(",")
+            # Keys without a comma are names (`alias`), not numbers.
+            name, comma, filter_name = key.partition(",")
             if not comma or name.endswith("_stderr") or isinstance(value, Mapping):
                 continue
-            error = numbers.get(f"{name}_stderr,{way}")
-            number = value if isinstance(value, str) else float(value)
-            stderr = None if error is None or isinstance(error, str) else float(error)
-            yield TaskMetric(
-                task,
-                shots,
-                "" if way == "none" else way,
-                name,
-                number,
-                stderr,
-                counts.get("effective"),
-            )
+
+            number = value
+            if not isinstance(value, str):
+                number = float(value)
+            # "N/A" where a metric has no standard error.
+            error = numbers.get(f"{name}_stderr,{filter_name}")
+            stderr = None
+            if error is not None and not isinstance(error, str):
+                stderr = float(error)
+            if filter_name == "none":
+                filter_name = ""
+            samples = counts.get("effective")
+            yield TaskMetric(task, shots, filter_name, name, number, stderr, samples)
 
 
 def write_results(folder: Path, result: HarnessResult, *, samples: bool = False) -> None:
     """Write results.json and report.md, and the documents with their answers if they are wanted."""
     make_report_folder(folder)
-    write_atomic(
-        folder / RESULTS, json.dumps(result.to_json(), ensure_ascii=False, indent=2) + "\n"
-    )
-    named = (
+    content = json.dumps(result.to_json(), ensure_ascii=False, indent=2)
+    write_atomic(folder / RESULTS, content + "\n")
+
+    headline = (
         f"`{result.model}`, masks: {in_words(result.masks)}; lm-evaluation-harness {result.harness}"
     )
-    lines = [
-        "# Tasks",
-        "",
-        named,
-        "",
-        *markdown_table(COLUMNS, (one.cells() for one in result.metrics)),
-    ]
-    write_atomic(folder / REPORT, "\n".join(lines))
-    if samples:
-        for task, documents in result.samples.items():
-            text = "".join(
-                json.dumps(one, ensure_ascii=False, default=_plain) + "\n" for one in documents
-            )
-            write_atomic(folder / f"samples-{task.replace('/', '_')}.jsonl", text)
+    table = markdown_table(COLUMNS, (metric.cells() for metric in result.metrics))
+    write_atomic(folder / REPORT, "\n".join(["# Tasks", "", headline, "", *table]))
+
+    if not samples:
+        return
+    for task, documents in result.samples.items():
+        lines = [
+            json.dumps(document, ensure_ascii=False, default=_plain) + "\n"
+            for document in documents
+        ]
+        write_atomic(folder / f"samples-{task.replace('/', '_')}.jsonl", "".join(lines))
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: numbers of numpy as numbers, functions of a task's config and the rest by name."""
+    """A value that JSON does not have: numbers of numpy as numbers, functions of a task's config
+    and everything else as text.
+    """
+    # Scalars of numpy and torch have `item`.
     item = getattr(value, "item", None)
-    return item() if callable(item) else str(value)
+    if callable(item):
+        return item()
+    return str(value)

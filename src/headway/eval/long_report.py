@@ -1,5 +1,6 @@
-"""Long-context results come in; results.json, report.md and plots go out: where in a prompt answers are found, and what a smaller
-cache loses."""
+"""Long-context results come in; results.json, report.md and plots go out: where in a prompt answers
+are found, and what a smaller cache loses.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 HEAT_MAP = "heat-map.png"
 SCORES = "score-by-footprint.png"
 MAX_COLUMNS = 4
+"""Panels side by side."""
 KV_COLUMNS = (
     "variant",
     "masks",
@@ -46,6 +48,7 @@ def draw_long_plots(folder: Path, result: LongResult) -> list[str]:
     written: list[str] = []
     if not can_draw():
         return written
+    # Tasks whose answers are in many places have no depth to draw.
     if any(cell.depth is not None for cell in result.variants[0].cells):
         write_atomic(folder / HEAT_MAP, png(heat_map(result)))
         written.append(HEAT_MAP)
@@ -56,12 +59,17 @@ def draw_long_plots(folder: Path, result: LongResult) -> list[str]:
 
 
 def heat_map(result: LongResult) -> Figure:
-    """One panel per variant: length against depth, the mean score of the tasks whose answer is in one place."""
+    """One panel per variant: length against depth, the mean score of the tasks whose answer is in
+    one place.
+    """
     # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
 
-    variants, plan = result.variants, result.plan
-    lengths, depths = sorted(plan.lengths), sorted(plan.depths)
+    variants = result.variants
+    lengths = sorted(result.plan.lengths)
+    depths = sorted(result.plan.questions.depths)
+
+    # Inches: a cell keeps its size, so that its number is readable in a large table, too.
     columns = min(len(variants), MAX_COLUMNS)
     rows = math.ceil(len(variants) / columns)
     width = max(2.6, 0.62 * len(lengths) + 1.2)
@@ -71,23 +79,27 @@ def heat_map(result: LongResult) -> Figure:
         layout="constrained",
     )
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
+
+    ticks = [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths]
     image = None
     for axes, variant in zip(grid, variants, strict=False):
         table = [[_mean(variant, length, depth) for length in lengths] for depth in depths]
         image = axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for y, row in enumerate(table):
             for x, value in enumerate(row):
-                text, colour = (
-                    "" if math.isnan(value) else f"{value:.2f}",
-                    "white" if abs(value - 0.5) > 0.38 else "black",
-                )
+                text = ""
+                if not math.isnan(value):
+                    text = f"{value:.2f}"
+                # The ends of the colour map are dark.
+                colour = "black"
+                if abs(value - 0.5) > 0.38:
+                    colour = "white"
                 axes.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_title(variant.name, fontsize=10)
-        axes.set_xticks(
-            range(len(lengths)),
-            [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths],
-        )
+        axes.set_xticks(range(len(lengths)), ticks)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+
+    # Labels stand at the left and at the lowest panel of each column.
     for axes in grid[len(variants) :]:
         axes.remove()
     for axes in grid[: len(variants)][::columns]:
@@ -105,24 +117,25 @@ def scores(result: LongResult) -> Figure:
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
-    random = [one for one in result.variants if one.name.startswith("random")]
-    chosen = sorted(
-        (one for one in result.variants if one not in random), key=lambda one: one.footprint
-    )
+    random = [variant for variant in result.variants if variant.name.startswith("random")]
+    chosen = [variant for variant in result.variants if variant not in random]
+    chosen.sort(key=lambda variant: variant.footprint)
     for task in result.plan.tasks:
         (line,) = axes.plot(
-            [100 * one.footprints[task] for one in chosen],
-            [one.score(task) for one in chosen],
+            [100 * variant.footprints[task] for variant in chosen],
+            [variant.score(task) for variant in chosen],
             marker="o",
             label=task,
         )
         if random:
             axes.scatter(
-                [100 * one.footprints[task] for one in random],
-                [one.score(task) for one in random],
+                [100 * variant.footprints[task] for variant in random],
+                [variant.score(task) for variant in random],
                 marker="x",
                 color=line.get_color(),
             )
+
+    # An empty set of points, for the legend.
     if random:
         axes.scatter([], [], marker="x", color="grey", label="random masks")
     axes.set_xlabel("KV footprint (% of full attention)")
@@ -134,76 +147,83 @@ def scores(result: LongResult) -> Figure:
 
 
 def _mean(variant: VariantResult, length: int, depth: float) -> float:
-    found = [cell for cell in variant.cells if cell.length == length and cell.depth == depth]
-    total = sum(cell.cases for cell in found)
-    return sum(cell.score * cell.cases for cell in found) / total if total else math.nan
+    cells = [cell for cell in variant.cells if cell.length == length and cell.depth == depth]
+    total = sum(cell.cases for cell in cells)
+    if not total:
+        return math.nan
+    return sum(cell.score * cell.cases for cell in cells) / total
 
 
 def write_long_report(folder: Path, result: LongResult, preface: Sequence[str] = ()) -> None:
     """Write the folder, replacing an existing report. `preface` is put at the top of report.md."""
     make_report_folder(folder)
-    write_atomic(
-        folder / RESULTS,
-        json.dumps({"headway": __version__, **result.to_json()}, ensure_ascii=False, indent=2)
-        + "\n",
-    )
+    content = {"headway": __version__, **result.to_json()}
+    write_atomic(folder / RESULTS, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
+
     pictures = draw_long_plots(folder, result)
-    write_atomic(folder / REPORT, "\n".join(only_drawn(_lines(result, pictures, preface))) + "\n")
+    lines = only_drawn(_lines(result, pictures, preface))
+    write_atomic(folder / REPORT, "\n".join(lines) + "\n")
 
 
 def kv_rows(variants: Sequence[VariantResult]) -> list[list[str]]:
     """The cells under `KV_COLUMNS`."""
     return [
         [
-            one.name,
-            Path(one.masks_from).name if one.masks_from else "none",
-            f"{one.sparsity:.1%}",
-            f"{one.footprint:.1%}",
-            f"{one.peak:.1%}",
-            f"{one.cache_bytes:,}",
-            f"{variants[0].cache_bytes / one.cache_bytes:.2f}x",
-            f"{one.prefill_tokens_per_second:,.0f}",
-            f"{one.decode_tokens_per_second:,.0f}",
+            variant.name,
+            Path(variant.masks_from).name if variant.masks_from else "none",
+            f"{variant.sparsity:.1%}",
+            f"{variant.footprint:.1%}",
+            f"{variant.peak:.1%}",
+            f"{variant.cache_bytes:,}",
+            f"{variants[0].cache_bytes / variant.cache_bytes:.2f}x",
+            f"{variant.prefill_tokens_per_second:,.0f}",
+            f"{variant.decode_tokens_per_second:,.0f}",
         ]
-        for one in variants
+        for variant in variants
     ]
 
 
 def score_table(result: LongResult) -> tuple[list[str], list[list[str]]]:
     """Score of every task and variant, with the footprint that keeps 90 %."""
-    columns = ["task", *(one.name for one in result.variants), "critical footprint"]
+    columns = ["task", *(variant.name for variant in result.variants), "critical footprint"]
     rows: list[list[str]] = []
     for task in result.plan.tasks:
-        critical = result.critical[task]
-        rows.append(
-            [
-                task,
-                *(f"{one.score(task):.3f}" for one in result.variants),
-                "" if critical is None else f"{critical:.1%}",
-            ]
-        )
+        critical = ""
+        footprint = result.critical[task]
+        if footprint is not None:
+            critical = f"{footprint:.1%}"
+        scores = [f"{variant.score(task):.3f}" for variant in result.variants]
+        rows.append([task, *scores, critical])
+
     means = [
-        sum(one.score(task) for task in result.plan.tasks) / len(result.plan.tasks)
-        for one in result.variants
+        sum(variant.score(task) for task in result.plan.tasks) / len(result.plan.tasks)
+        for variant in result.variants
     ]
     return columns, [*rows, ["mean", *(f"{mean:.3f}" for mean in means), ""]]
 
 
 def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) -> Iterable[str]:
-    plan, variants = result.plan, result.variants
+    plan = result.plan
+    variants = result.variants
     cases = sum(cell.cases for cell in variants[0].cells)
     yield "# Long context"
     yield ""
     yield from preface
     if plan.tasks:
         lengths = ", ".join(map(str, plan.lengths))
-        yield f"`{result.model}`: {cases} questions at {lengths} tokens, seed {plan.seed}; the same for every variant."
+        yield (
+            f"`{result.model}`: {cases} questions at {lengths} tokens, seed "
+            f"{plan.questions.seed}; the same for every variant."
+        )
         yield f"Prompts: {result.prompts}."
         yield ""
         yield "Share of the answers found:"
         yield ""
         yield from markdown_table(*score_table(result))
-        yield "Critical footprint: the smallest KV footprint that keeps 90 % of the full score, on straight lines between the variants."
+        yield (
+            "Critical footprint: the smallest KV footprint that keeps 90 % of the full score, on "
+            "straight lines between the variants."
+        )
         yield ""
     if SCORES in pictures:
         yield f"![score by footprint]({SCORES})"
@@ -214,8 +234,10 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
     first = variants[0]
     chunks = ", ".join(f"{chunk} at {length} tokens" for length, chunk in result.chunks.items())
     yield (
-        f"Footprint: KV entries that are kept, summed over all steps, as a share of full attention (prompts read in chunks of "
-        f"{chunks}). Cache and speed were measured at {first.length} tokens with {plan.rows} rows."
+        "Footprint: KV entries that are kept, summed over all steps, as a share of full "
+        "attention (prompts read in chunks of "
+        f"{chunks}). Cache and speed were measured at {first.length} tokens with "
+        f"{plan.questions.rows} rows."
     )
     yield ""
     for note in result.notes:
@@ -227,30 +249,34 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
         yield f"![heat map]({HEAT_MAP})"
         yield ""
     yield from _by_length(result)
+    # Texts are scored for all variants or for none.
     if first.perplexity is not None:
         yield from _perplexity(variants)
 
 
 def _by_length(result: LongResult) -> Iterable[str]:
+    """Score of every task and length; nothing where the table of scores says the same."""
     if len(result.plan.lengths) < 2 or not result.plan.tasks:
         return
     yield "## By length"
     yield ""
     rows = [
-        [task, str(length), *(f"{one.score(task, length):.3f}" for one in result.variants)]
+        [task, str(length), *(f"{variant.score(task, length):.3f}" for variant in result.variants)]
         for task in result.plan.tasks
         for length in result.plan.lengths
     ]
-    yield from markdown_table(["task", "tokens", *(one.name for one in result.variants)], rows)
+    yield from markdown_table(
+        ["task", "tokens", *(variant.name for variant in result.variants)], rows
+    )
 
 
 def _perplexity(variants: Sequence[VariantResult]) -> Iterable[str]:
-    found = [one.perplexity for one in variants]
-    assert all(one is not None for one in found)
+    """Loss by tokens of context, a column for each variant."""
+    text_scores = [variant.perplexity for variant in variants if variant.perplexity is not None]
+    assert len(text_scores) == len(variants)
     losses = [
-        {(bucket["first"], bucket["last"]): bucket["loss"] for bucket in one["positions"]}
-        for one in found
-        if one is not None
+        {(bucket["first"], bucket["last"]): bucket["loss"] for bucket in scores["positions"]}
+        for scores in text_scores
     ]
     yield "## Loss by tokens of context"
     yield ""
@@ -258,6 +284,6 @@ def _perplexity(variants: Sequence[VariantResult]) -> Iterable[str]:
         [f"{first}-{last}", *(f"{buckets[first, last]:.4f}" for buckets in losses)]
         for first, last in losses[0]
     ]
-    rows.append(["all", *(f"{one['loss']:.4f}" for one in found if one is not None)])
-    rows.append(["perplexity", *(f"{one['perplexity']:.3f}" for one in found if one is not None)])
-    yield from markdown_table(["context", *(one.name for one in variants)], rows)
+    rows.append(["all", *(f"{scores['loss']:.4f}" for scores in text_scores)])
+    rows.append(["perplexity", *(f"{scores['perplexity']:.3f}" for scores in text_scores)])
+    yield from markdown_table(["context", *(variant.name for variant in variants)], rows)

@@ -1,7 +1,10 @@
-"""Answers about pictures and sounds, scored. In: a model with media inputs and records; out: shares of right and valid answers, and rows.
+"""Answers about pictures and sounds, scored.
 
-An answer is right if it has the same words as the record's last answer. With `blank` every question is asked again with grey pictures and
-silence instead of its media: what a model knows from them shows in the difference.
+In: a model with media inputs and records; out: shares of right and valid answers, and rows.
+
+An answer is right if it has the same words as the record's last answer. With `blank` every question
+is asked again with grey pictures and silence instead of its media: what a model knows from them
+shows in the difference.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
     from headway.media.schema import AnswerSchema
 
-MOST_KINDS = 20
-"""Questions that occur often are scored one by one, if there are no more of them than this."""
+MOST_QUESTIONS = 20
+"""Questions that occur more than once are scored one by one, if there are no more than this."""
+# Encoders resize pictures and read sounds of any length, so one of each is enough.
 BLANKS = {
     "image": write_png(np.full((64, 64, 3), 127, np.uint8)),
     "audio": write_wave(np.zeros(16_000, np.float32), 16_000),
@@ -90,81 +94,109 @@ def evaluate_multimodal(
 ) -> MultimodalScores:
     """Answer the records of a file and compare."""
     rows: list[AnswerRow] = []
-    blanks: list[bool] = []
+    blind_is_right: list[bool] = []
+    # A list of one number, which the generator counts up.
     dropped = [0]
     questions = islice(_questions(path, plan.drop_bad, dropped), plan.limit)
     with progress("answer", unit="records", total=plan.limit) as advance:
         while chunk := list(islice(questions, plan.options.rows)):
             answers = answer_media(loaded, chunk, plan.template, plan.options)
-            rows += [
-                _row(one, found.text, plan.schema)
-                for one, found in zip(chunk, answers, strict=True)
-            ]
+            for question, answer in zip(chunk, answers, strict=True):
+                rows.append(_row(question, answer.text, plan.schema))
+
             if plan.blank:
-                blind = answer_media(
-                    loaded, [_blanked(one) for one in chunk], plan.template, plan.options
-                )
-                blanks += [
-                    same_answer(found.text, one.expected or "")
-                    for one, found in zip(chunk, blind, strict=True)
-                ]
+                blanked = [_blanked(question) for question in chunk]
+                answers = answer_media(loaded, blanked, plan.template, plan.options)
+                for question, answer in zip(chunk, answers, strict=True):
+                    blind_is_right.append(same_answer(answer.text, question.expected or ""))
             advance(len(chunk))
+
     if not rows:
         raise ConfigError(f"{path}: no record could be asked.")
-    return _scores(rows, blanks if plan.blank else None, plan.schema, dropped[0])
+    return _scores(rows, blind_is_right if plan.blank else None, plan.schema, dropped[0])
 
 
 def _questions(path: Path | str, drop_bad: bool, dropped: list[int]) -> Iterator[MediaQuestion]:
+    """The questions of all records that can be read; others are refused or counted."""
     for record in read_sources(path):
         try:
-            found = question_of(record)
-            for ref in found.media:
+            question = question_of(record)
+            # Reads the file, so that a missing one is found before the batch is answered.
+            for ref in question.media:
                 ref.content_hash()
         except DataError as error:
             if not drop_bad:
                 raise DataError(f"{error} Give --drop-bad to leave such records out.") from None
             dropped[0] += 1
             continue
-        yield found
+        yield question
 
 
 def _blanked(question: MediaQuestion) -> MediaQuestion:
-    return replace(
-        question,
-        media=tuple(
-            MediaRef(ref.modality, data=BLANKS[ref.modality], name="blank")
-            for ref in question.media
-        ),
-    )
+    """The question with a grey picture or silence in the place of each of its media."""
+    blanks = [
+        MediaRef(ref.modality, data=BLANKS[ref.modality], name="blank") for ref in question.media
+    ]
+    return replace(question, media=tuple(blanks))
 
 
 def _row(question: MediaQuestion, answer: str, schema: AnswerSchema | None) -> AnswerRow:
     asked = "\n".join(turn.content for turn in question.turns if turn.role == "user")
-    problems = schema.problems(answer) if schema is not None else []
+    problems = []
+    if schema is not None:
+        problems = schema.problems(answer)
     return AnswerRow(asked, answer, question.media, question.expected, "; ".join(problems))
 
 
 def _scores(
-    rows: Sequence[AnswerRow], blanks: list[bool] | None, schema: AnswerSchema | None, dropped: int
+    rows: Sequence[AnswerRow],
+    blind_is_right: list[bool] | None,
+    schema: AnswerSchema | None,
+    dropped: int,
 ) -> MultimodalScores:
-    judged = [number for number, row in enumerate(rows) if row.is_right is not None]
+    """The scores of all rows; `blind_is_right` says of each whether it is right with blank media."""
 
-    def share(numbers: Sequence[int]) -> float:
-        return sum(bool(rows[number].is_right) for number in numbers) / len(numbers)
+    def share_right(indices: Sequence[int]) -> float:
+        return sum(bool(rows[index].is_right) for index in indices) / len(indices)
 
-    def blind(numbers: Sequence[int]) -> float | None:
-        return None if blanks is None else sum(blanks[number] for number in numbers) / len(numbers)
+    def share_blind(indices: Sequence[int]) -> float | None:
+        if blind_is_right is None:
+            return None
+        return sum(blind_is_right[index] for index in indices) / len(indices)
 
+    # Rows of records that have an answer.
+    judged = [index for index, row in enumerate(rows) if row.is_right is not None]
+    right = None
+    blank = None
+    if judged:
+        right = share_right(judged)
+        blank = share_blind(judged)
+    valid = None
+    if schema is not None:
+        valid = sum(schema.is_valid(row.answer) for row in rows) / len(rows)
+
+    # Generated data asks a few questions again and again. Where every record has a question of its
+    # own, a table of them says nothing.
     by_question: dict[str, list[int]] = {}
-    for number in judged:
-        by_question.setdefault(plain_question(rows[number].question), []).append(number)
-    often = {name: found for name, found in by_question.items() if len(found) > 1}
-    listed = sorted(often.items()) if len(often) <= MOST_KINDS else []
+    for index in judged:
+        by_question.setdefault(plain_question(rows[index].question), []).append(index)
+    repeated = {name: indices for name, indices in by_question.items() if len(indices) > 1}
+    questions: list[QuestionScore] = []
+    if len(repeated) <= MOST_QUESTIONS:
+        for name, indices in sorted(repeated.items()):
+            questions.append(
+                QuestionScore(name, len(indices), share_right(indices), share_blind(indices))
+            )
+
     return MultimodalScores(
-        len(rows), share(judged) if judged else None, blind(judged) if judged else None,
-        None if schema is None else sum(schema.is_valid(row.answer) for row in rows) / len(rows), dropped,
-        tuple(QuestionScore(name, len(found), share(found), blind(found)) for name, found in listed), tuple(rows),
-    )  # fmt: skip
+        records=len(rows),
+        right=right,
+        blank=blank,
+        valid=valid,
+        dropped=dropped,
+        questions=tuple(questions),
+        rows=tuple(rows),
+    )
 
 
 def plain_question(text: str) -> str:
@@ -179,5 +211,5 @@ def as_json(scores: MultimodalScores) -> dict[str, Any]:
     named = ("records", "right", "blank", "valid", "dropped")
     return {
         **{name: getattr(scores, name) for name in named},
-        "questions": [vars(one) for one in scores.questions],
+        "questions": [vars(question) for question in scores.questions],
     }

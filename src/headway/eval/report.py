@@ -1,4 +1,5 @@
-"""Evaluations come in; a folder with results.json (every number), report.md (tables and continuations) and plots goes out.
+"""Evaluations come in; a folder with results.json (every number), report.md (tables and
+continuations) and plots goes out.
 
 The cells of the tables are the same on a terminal and in a report.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from headway import __version__
 from headway.errors import ConfigError
 from headway.eval.evaluate import Evaluation, TrainingCurves, ValidationPoint, share_a_tokenizer
-from headway.eval.perplexity import PartPerplexity, Perplexity
+from headway.eval.perplexity import PartPerplexity, Perplexity, finite_exp
 from headway.eval.scoring import NUM_BINS
 from headway.model.head_masks.masks import in_words
 from headway.runtime.optional import how_to_get, is_installed
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RESULTS, REPORT = "results.json", "report.md"
 log = logging.getLogger("headway")
-LOSS_BY_POSITION, RELIABILITY, TRAINING = "loss-by-position.png", "reliability.png", "training.png"
+
+RESULTS = "results.json"
+REPORT = "report.md"
+LOSS_BY_POSITION = "loss-by-position.png"
+RELIABILITY = "reliability.png"
+TRAINING = "training.png"
 NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
 MODELS = (
     "model",
@@ -48,26 +53,41 @@ TRAINING_COLUMNS = ("run", "set", "number", "first validation", "last validation
 NOT_SHOWN = ("tokens",)
 """Counts of what was validated, the same every time."""
 TRAINING_PLOTS = ("loss", "rewards/accuracies", "rewards/margins")
+"""Numbers of validation that get a plot; runs without rewards have only the first."""
 MAX_COLUMNS = 3
-OTHER_TOKENIZERS = "The models have different tokenizers: compare bits per byte, not loss, perplexity or accuracy, which are per token."
+"""Panels side by side."""
+OTHER_TOKENIZERS = (
+    "The models have different tokenizers: compare bits per byte, not loss, perplexity or "
+    "accuracy, which are per token."
+)
 
 
-def model_cells(one: Evaluation) -> list[str]:
+def model_cells(evaluation: Evaluation) -> list[str]:
     """The cells under `MODELS`: what a model is, and its perplexity over the datasets."""
-    theta = "unknown" if one.rope_theta is None else f"{one.rope_theta:g}"
-    layers = ", ".join(map(str, one.no_rope_layers)) or "none"
-    found = one.perplexities
-    over = (
-        ["", "", ""]
-        if found is None
-        else [f"{found.mean:.3f}", f"{found.std:.3f}", f"{found.min:.3f} - {found.max:.3f}"]
-    )
-    return [one.model, theta, layers, in_words(one.masks), one.begin or "none", *over]
+    theta = "unknown"
+    if evaluation.rope_theta is not None:
+        theta = f"{evaluation.rope_theta:g}"
+    layers = ", ".join(map(str, evaluation.no_rope_layers)) or "none"
+
+    perplexities = ["", "", ""]
+    spread = evaluation.perplexities
+    if spread is not None:
+        value_range = f"{spread.min:.3f} - {spread.max:.3f}"
+        perplexities = [f"{spread.mean:.3f}", f"{spread.std:.3f}", value_range]
+    return [
+        evaluation.model,
+        theta,
+        layers,
+        in_words(evaluation.masks),
+        evaluation.begin or "none",
+        *perplexities,
+    ]
 
 
 def score_cells(result: Perplexity) -> list[str]:
     """The cells under `NUMBERS`."""
     cells = _cells(result)
+    # The error stands behind the accuracy, before the counts.
     return [*cells[:4], f"{result.calibration_error:.4f}", *cells[4:]]
 
 
@@ -77,7 +97,9 @@ def part_cells(part: PartPerplexity) -> list[str]:
 
 
 def _cells(result: Perplexity | PartPerplexity) -> list[str]:
-    bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+    bits = "unknown"
+    if result.bits_per_byte is not None:
+        bits = f"{result.bits_per_byte:.4f}"
     return [
         f"{result.loss:.4f}",
         f"{result.perplexity:.3f}",
@@ -98,9 +120,12 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Ite
 
 
 def training_rows(training: TrainingCurves) -> Iterable[list[str]]:
-    """The cells under `TRAINING_COLUMNS`: every number of every set at its first and its last validation."""
+    """The cells under `TRAINING_COLUMNS`: every number of every set at its first and its last
+    validation.
+    """
     for name, points in training.valid.items():
-        first, last = points[0], points[-1]
+        first = points[0]
+        last = points[-1]
         for number in last.numbers:
             if number not in NOT_SHOWN:
                 yield [training.run, name, number, _cell(first, number), _cell(last, number)]
@@ -112,15 +137,24 @@ def training_lines(trainings: Sequence[TrainingCurves]) -> Iterable[str]:
     yield ""
     yield f"![training]({TRAINING})"
     yield ""
-    if table := [row for one in trainings for row in training_rows(one)]:
-        yield from markdown_table(TRAINING_COLUMNS, table)
-    if any(
-        point.numbers.get("rewards/accuracies") == 0 and point.step == 0
-        for one in trainings
-        for at in one.valid.values()
-        for point in at
-    ):
-        yield "A reward is the gain of a model over its reference. Before the first step both are identical, so no pair is won."
+
+    rows: list[list[str]] = []
+    has_zero_rewards = False
+    for training in trainings:
+        rows += training_rows(training)
+        for points in training.valid.values():
+            for point in points:
+                is_zero = point.numbers.get("rewards/accuracies") == 0
+                has_zero_rewards |= is_zero and point.step == 0
+    if rows:
+        yield from markdown_table(TRAINING_COLUMNS, rows)
+
+    # An accuracy of 0 looks like a broken run, and is none.
+    if has_zero_rewards:
+        yield (
+            "A reward is the gain of a model over its reference. Before the first step both are "
+            "identical, so no pair is won."
+        )
         yield ""
 
 
@@ -134,15 +168,16 @@ def make_report_folder(folder: Path) -> None:
 def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write the folder; a report that is already there is replaced."""
     make_report_folder(folder)
-    results = {"headway": __version__, "models": [one.to_json() for one in evaluations]}
-    write_atomic(
-        folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n"
-    )
+    models = [evaluation.to_json() for evaluation in evaluations]
+    results = {"headway": __version__, "models": models}
+    # NaN is no JSON. A number that is not finite must have become None before.
+    content = json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False)
+    write_atomic(folder / RESULTS, content + "\n")
+
     if evaluations[0].datasets and can_draw():
         draw_plots(folder, evaluations)
-    if (
-        trainings := [one for evaluation in evaluations for one in evaluation.training]
-    ) and can_draw():
+    trainings = _trainings(evaluations)
+    if trainings and can_draw():
         write_atomic(folder / TRAINING, draw_training(trainings))
     write_atomic(folder / REPORT, "\n".join(only_drawn(_lines(evaluations))) + "\n")
 
@@ -153,7 +188,10 @@ def can_draw() -> bool:
 
 
 def only_drawn(lines: Iterable[str]) -> Iterable[str]:
-    """The lines of a report; without matplotlib its pictures are left out. Text of models is indented, so it is never taken for one."""
+    """The lines of a report; without matplotlib its pictures are left out.
+
+    Text of models is indented, so it is never taken for one.
+    """
     if can_draw():
         return lines
     log.warning(
@@ -167,24 +205,30 @@ def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     yield ""
     if evaluations[0].datasets:
         yield from _scores(evaluations)
-    if trainings := [one for evaluation in evaluations for one in evaluation.training]:
+    trainings = _trainings(evaluations)
+    if trainings:
         yield from training_lines(trainings)
-    if any(one.samples for one in evaluations):
+    if any(evaluation.samples for evaluation in evaluations):
         yield from _samples(evaluations)
+
+
+def _trainings(evaluations: Sequence[Evaluation]) -> list[TrainingCurves]:
+    """The curves of all models that are runs."""
+    return [training for evaluation in evaluations for training in evaluation.training]
 
 
 def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     datasets = list(evaluations[0].datasets)
-    for one in evaluations:
-        first = one.datasets[datasets[0]]
-        yield f"- `{one.model}`: windows of {first.window} tokens with stride {first.stride}"
+    for evaluation in evaluations:
+        first = evaluation.datasets[datasets[0]]
+        yield f"- `{evaluation.model}`: windows of {first.window} tokens with stride {first.stride}"
     yield ""
     yield from markdown_table(
         ["dataset", "model", *NUMBERS],
         (
-            [name, one.model, *score_cells(one.datasets[name])]
+            [name, evaluation.model, *score_cells(evaluation.datasets[name])]
             for name in datasets
-            for one in evaluations
+            for evaluation in evaluations
         ),
     )
     yield from markdown_table(MODELS, map(model_cells, evaluations))
@@ -193,7 +237,10 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     if not share_a_tokenizer(evaluations):
         yield OTHER_TOKENIZERS
         yield ""
-    yield "Loss is in nats per token. ECE is the expected calibration error of the first choice's probability, over 15 bins."
+    yield (
+        "Loss is in nats per token. ECE is the expected calibration error of the first choice's "
+        "probability, over 15 bins."
+    )
     yield ""
     yield from _parts(evaluations, datasets)
     yield from _positions(evaluations, datasets)
@@ -206,9 +253,9 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
 def _parts(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
     for name in datasets:
         rows = [
-            [part.name, one.model, *part_cells(part)]
-            for one in evaluations
-            for part in one.datasets[name].parts
+            [part.name, evaluation.model, *part_cells(part)]
+            for evaluation in evaluations
+            for part in evaluation.datasets[name].parts
         ]
         if rows:
             yield f"## Parts of {name}"
@@ -224,41 +271,53 @@ def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> It
     yield f"![loss by position]({LOSS_BY_POSITION})"
     yield ""
     for name in datasets:
-        found = [
-            {(bucket.first, bucket.last): bucket.loss for bucket in one.datasets[name].positions}
-            for one in evaluations
+        losses = [
+            {
+                (bucket.first, bucket.last): bucket.loss
+                for bucket in evaluation.datasets[name].positions
+            }
+            for evaluation in evaluations
         ]
-        spans = sorted({span for buckets in found for span in buckets})
+        # Models of other tokenizers have other lengths, so a bucket may be empty for some.
+        spans = sorted({span for buckets in losses for span in buckets})
         yield f"### {name}"
         yield ""
         cells = (
             [
                 f"{first}-{last}",
-                *(_loss_and_perplexity(buckets.get((first, last))) for buckets in found),
+                *(_loss_and_perplexity(buckets.get((first, last))) for buckets in losses),
             ]
             for first, last in spans
         )
-        yield from markdown_table(["context", *(one.model for one in evaluations)], cells)
+        yield from markdown_table(
+            ["context", *(evaluation.model for evaluation in evaluations)], cells
+        )
 
 
 def _loss_and_perplexity(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f} ({math.exp(min(loss, 700.0)):.2f})"
+    if loss is None:
+        return ""
+    return f"{loss:.4f} ({finite_exp(loss):.2f})"
 
 
 def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     """Every prompt once, followed by the text of each model."""
-    asked = evaluations[0].template is not None
-    yield f"## {'Answers' if asked else 'Continuations'}"
-    for at, sample in enumerate(evaluations[0].samples):
+    has_answers = evaluations[0].template is not None
+    yield "## Answers" if has_answers else "## Continuations"
+    for index, sample in enumerate(evaluations[0].samples):
         yield ""
         yield from _indented(sample.prompt)
-        for one in evaluations:
+        for evaluation in evaluations:
+            # A continuation is shown with its prompt in front, as one text.
+            headline = f"**{evaluation.model}**:"
+            text = sample.prompt + evaluation.samples[index].text
+            if has_answers:
+                headline = f"**{evaluation.model}** answers:"
+                text = evaluation.samples[index].text
             yield ""
-            yield f"**{one.model}**{' answers' if asked else ''}:"
+            yield headline
             yield ""
-            yield from _indented(
-                one.samples[at].text if asked else sample.prompt + one.samples[at].text
-            )
+            yield from _indented(text)
 
 
 def _indented(text: str) -> Iterable[str]:
@@ -269,34 +328,31 @@ def _indented(text: str) -> Iterable[str]:
 def draw_plots(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write one plot per kind of number, with a panel per dataset and a line per model."""
     for name, draw in ((LOSS_BY_POSITION, _loss_by_position), (RELIABILITY, _reliability)):
-
+        # `draw` is a default, so that each panel function keeps the one of its turn.
         def panel(
             axes: Axes, dataset: str, draw: Callable[[Axes, Sequence[Evaluation], str], None] = draw
         ) -> None:
             draw(axes, evaluations, dataset)
-            axes.set_title(_plain(dataset))
+            axes.set_title(_escaped(dataset))
 
         figure, first = _panels(list(evaluations[0].datasets), panel, extra_height=0.4)
         if len(evaluations) > 1:
+            # Lines of models have points; the diagonal of perfect calibration has none.
             lines = [line for line in first.get_lines() if line.get_marker() == "o"]
-            figure.legend(
-                lines,
-                [_plain(one.model) for one in evaluations],
-                loc="outside lower center",
-                ncols=1,
-            )
+            names = [_escaped(evaluation.model) for evaluation in evaluations]
+            figure.legend(lines, names, loc="outside lower center", ncols=1)
         write_atomic(folder / name, png(figure))
 
 
 def draw_training(trainings: Sequence[TrainingCurves]) -> bytes:
     """A PNG: the loss of each run, and the rewards of a preference run."""
-    panels = [
-        (one, number)
-        for one in trainings
-        for number in TRAINING_PLOTS
-        if number == "loss" or _has(one, number)
-    ]
-    return png(_panels(panels, lambda axes, panel: _training_panel(axes, *panel))[0])
+    panels: list[tuple[TrainingCurves, str]] = []
+    for training in trainings:
+        for number in TRAINING_PLOTS:
+            if number == "loss" or _has(training, number):
+                panels.append((training, number))
+    figure, _ = _panels(panels, lambda axes, panel: _training_panel(axes, *panel))
+    return png(figure)
 
 
 def _panels(
@@ -306,6 +362,7 @@ def _panels(
     # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
 
+    # Sizes are in inches.
     columns = min(len(items), MAX_COLUMNS)
     rows = math.ceil(len(items) / columns)
     figure = Figure(figsize=(5 * columns, 4 * rows + extra_height), dpi=120, layout="constrained")
@@ -326,6 +383,7 @@ def png(figure: Figure) -> bytes:
 
 
 def _training_panel(axes: Axes, training: TrainingCurves, number: str) -> None:
+    """One number of one run over its steps, a line for each validation set."""
     if number == "loss" and training.loss:
         axes.plot(
             [step for step, _ in training.loss],
@@ -333,6 +391,7 @@ def _training_panel(axes: Axes, training: TrainingCurves, number: str) -> None:
             color="lightgrey",
             label="training",
         )
+    # A value that was not finite is unknown; the line skips it.
     for name, points in training.valid.items():
         known = [
             (point.step, value)
@@ -343,9 +402,9 @@ def _training_panel(axes: Axes, training: TrainingCurves, number: str) -> None:
             [step for step, _ in known],
             [value for _, value in known],
             marker="o",
-            label=_plain(name),
+            label=_escaped(name),
         )
-    axes.set_title(_plain(training.run), fontsize="small")
+    axes.set_title(_escaped(training.run), fontsize="small")
     axes.set_xlabel("step")
     axes.set_ylabel(number)
     if axes.get_lines():
@@ -357,16 +416,20 @@ def _has(training: TrainingCurves, number: str) -> bool:
 
 
 def _cell(point: ValidationPoint, number: str) -> str:
+    text = "unknown"
     value = point.numbers.get(number)
-    return f"{'unknown' if value is None else f'{value:.4f}'} (step {point.step})"
+    if value is not None:
+        text = f"{value:.4f}"
+    return f"{text} (step {point.step})"
 
 
 def _loss_by_position(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) -> None:
-    for one in evaluations:
-        buckets = one.datasets[dataset].positions
+    for evaluation in evaluations:
+        buckets = evaluation.datasets[dataset].positions
         axes.plot(
             [bucket.first for bucket in buckets], [bucket.loss for bucket in buckets], marker="o"
         )
+    # Buckets are powers of two.
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("tokens of context (from here to twice as many)")
@@ -374,21 +437,20 @@ def _loss_by_position(axes: Axes, evaluations: Sequence[Evaluation], dataset: st
 
 
 def _reliability(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) -> None:
+    """Accuracy over confidence; on the diagonal a model is as often right as it says."""
     axes.plot([0, 1], [0, 1], color="grey", linestyle="--", linewidth=1)
-    only = evaluations[0].datasets[dataset] if len(evaluations) == 1 else None
-    if only is not None:
-        share = [bin.tokens / only.tokens for bin in only.bins]
-        axes.bar(
-            [bin.low for bin in only.bins], share, 1 / NUM_BINS, align="edge", color="lightgrey"
-        )
-        axes.text(
-            0.03,
-            0.93,
-            f"ECE {only.calibration_error:.4f}; grey: share of tokens",
-            transform=axes.transAxes,
-        )
-    for one in evaluations:
-        bins = one.datasets[dataset].bins
+
+    # Bars of several models would hide each other.
+    if len(evaluations) == 1:
+        scores = evaluations[0].datasets[dataset]
+        lows = [bin.low for bin in scores.bins]
+        shares = [bin.tokens / scores.tokens for bin in scores.bins]
+        axes.bar(lows, shares, 1 / NUM_BINS, align="edge", color="lightgrey")
+        caption = f"ECE {scores.calibration_error:.4f}; grey: share of tokens"
+        axes.text(0.03, 0.93, caption, transform=axes.transAxes)
+
+    for evaluation in evaluations:
+        bins = evaluation.datasets[dataset].bins
         points = [
             (bin.confidence, bin.accuracy)
             for bin in bins
@@ -405,6 +467,6 @@ def _reliability(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) ->
     axes.set_ylabel("accuracy")
 
 
-def _plain(text: str) -> str:
-    """Text with dollar signs escaped, so that none begins a formula."""
+def _escaped(text: str) -> str:
+    """Text with dollar signs escaped, so that matplotlib reads none as a formula."""
     return text.replace("$", r"\$")

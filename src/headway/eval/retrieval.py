@@ -1,7 +1,10 @@
-"""Retrieval with an aligner, scored. In: a run of phase 1 and captioned records; out: recall, MRR and median rank of each pair, and rows.
+"""Retrieval with an aligner, scored.
 
-Each item is ranked among the items of all records that have both modalities of a pair. Candidates that are equally similar share their
-mean rank and their chance to be among the first, so that equal captions count for neither side. Training validates with the same numbers.
+In: a run of phase 1 and captioned records; out: recall, MRR and median rank of each pair, and rows.
+
+Each item is ranked among the items of all records that have both modalities of a pair. Candidates
+that are equally similar share their mean rank and their chance to be among the first, so that equal
+captions count for neither side. Training validates with the same numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.eval.media_report import RetrievalRow
-from headway.media.items import MediaRef
 from headway.model.loading.aligner_file import AlignerHeads, read_aligner
 from headway.model.media_encoders import aligned_encoder_text, aligner_folder, open_encoder
 from headway.prepare.features import Sample, read_samples
@@ -22,7 +24,11 @@ from headway.prepare.media_inputs import content_hash
 from headway.tasks.contrastive import places_of, recall_ceiling
 
 ENCODED_AT_ONCE = 64
+"""Items of one batch of an encoder."""
 EPS = 1e-6
+"""Of the layer norm in an aligner's head."""
+SHORTEST_NORM = 1e-12
+"""As in torch.nn.functional.normalize: a vector of zeros stays one."""
 SHOWN = 3
 """The best candidates of a query that a report shows."""
 
@@ -61,43 +67,49 @@ def evaluate_retrieval(
             f"{model}: is not a run of phase 1 with its encoders (recipe multimodal/align)."
         )
     heads = read_aligner(folder)
+    # The modalities that the run has aligned.
     names = [
         name for name in ("text", "image", "audio") if f"heads.{name}.proj.weight" in heads.tensors
     ]
     samples = list(islice(read_samples(data, names), limit))
+    vectors = {name: _vectors(folder, heads, name, samples) for name in names}
+
     scores: list[RetrievalScores] = []
     rows: list[RetrievalRow] = []
-    vectors = {name: _vectors(folder, heads, name, samples) for name in names}
     for first, second in permutations(names, 2):
-        both = [
-            number
-            for number, one in enumerate(samples)
-            if first in one.items and second in one.items
-        ]
-        if len(both) < 2:
+        indices = sorted(vectors[first].keys() & vectors[second].keys())
+        pairs = [samples[index] for index in indices]
+        # One candidate alone is always first.
+        if len(pairs) < 2:
             continue
-        queries, keys = (np.stack([vectors[name][n] for n in both]) for name in (first, second))
-        similarity, gap = queries @ keys.T, float(np.linalg.norm(queries.mean(0) - keys.mean(0)))
-        given = (torch.from_numpy(one) for one in (queries, keys, np.ones(len(both), np.bool_)))
-        higher, equal = (one.numpy() for one in places_of(*given))
+
+        # [pairs, width] each; row i of both is of the same record.
+        queries = np.stack([vectors[first][index] for index in indices])
+        keys = np.stack([vectors[second][index] for index in indices])
+        similarity = queries @ keys.T
+        gap = float(np.linalg.norm(queries.mean(0) - keys.mean(0)))
+
+        # Candidates above the right one, and those as similar as it is, itself included: it stands
+        # in the middle of these.
+        is_present = torch.ones(len(pairs), dtype=torch.bool)
+        places = places_of(torch.from_numpy(queries), torch.from_numpy(keys), is_present)
+        higher, equal = (counts.numpy() for counts in places)
         ranks = higher + (equal + 1) / 2
-        scored = _scores(f"{first}_to_{second}", higher, equal, ranks, gap)
-        first_contents = [content_hash(samples[number].items[first]) for number in both]
-        second_contents = [content_hash(samples[number].items[second]) for number in both]
-        scores.append(replace(scored, ceiling=recall_ceiling(first_contents, second_contents)))
-        for at, number in enumerate(both):
-            best = np.argsort(-similarity[at], kind="stable")[:SHOWN]
-            found = tuple(
-                (_item(samples[both[int(one)]], second), float(similarity[at, one])) for one in best
+
+        direction_scores = _scores(f"{first}_to_{second}", higher, equal, ranks, gap)
+        ceiling = recall_ceiling(
+            [content_hash(sample.items[first]) for sample in pairs],
+            [content_hash(sample.items[second]) for sample in pairs],
+        )
+        scores.append(replace(direction_scores, ceiling=ceiling))
+
+        for index, sample in enumerate(pairs):
+            best = np.argsort(-similarity[index], kind="stable")[:SHOWN]
+            candidates = tuple(
+                (pairs[int(other)].items[second], float(similarity[index, other])) for other in best
             )
-            rows.append(
-                RetrievalRow(
-                    _item(samples[number], first),
-                    _item(samples[number], second),
-                    int(np.ceil(ranks[at])),
-                    found,
-                )
-            )
+            rank = int(np.ceil(ranks[index]))
+            rows.append(RetrievalRow(sample.items[first], sample.items[second], rank, candidates))
     if not scores:
         raise ConfigError(
             f"{data}: fewer than two records have two of {', '.join(names)}; nothing can be ranked."
@@ -108,45 +120,45 @@ def evaluate_retrieval(
 def _scores(
     pair: str, higher: np.ndarray, equal: np.ndarray, ranks: np.ndarray, gap: float
 ) -> RetrievalScores:
+    """The numbers of one direction, from the places of the right candidates."""
+
     def recall(k: int) -> float:
+        # The chance of being among the first k, if equal candidates are put in any order.
         return float(np.clip((k - higher) / equal, 0, 1).mean())
 
+    # The lower of the two middle ranks, as torch.median has it.
     median = float(np.sort(ranks)[(len(ranks) - 1) // 2])
     return RetrievalScores(
         pair, len(ranks), recall(1), recall(5), recall(10), float((1 / ranks).mean()), median, gap
     )
 
 
-def _item(sample: Sample, name: str) -> MediaRef | str:
-    return sample.items[name]
-
-
 def _vectors(
     folder: Path, heads: AlignerHeads, name: str, samples: list[Sample]
 ) -> dict[int, np.ndarray]:
-    """The unit vectors of one modality, by sample."""
-    there = [number for number, one in enumerate(samples) if name in one.items]
-    if not there:
+    """The unit vectors of one modality, by the index of their sample.
+
+    item -> encoder -> features [n, width] -> layer norm -> projection [n, dim] -> length 1
+    """
+    indices = [index for index, sample in enumerate(samples) if name in sample.items]
+    if not indices:
         return {}
+
     encoder = open_encoder(aligned_encoder_text(folder, name), name)
-    weight, bias, proj = (
-        heads.tensors[f"heads.{name}.{leaf}"].numpy()
-        for leaf in ("norm.weight", "norm.bias", "proj.weight")
-    )
-    found: dict[int, np.ndarray] = {}
-    for start in range(0, len(there), ENCODED_AT_ONCE):
-        some = there[start : start + ENCODED_AT_ONCE]
-        features = encoder.encode(
-            np.stack([encoder.input.read(samples[number].items[name]) for number in some])
-        ).reshape(len(some), -1)
+    weight = heads.tensors[f"heads.{name}.norm.weight"].numpy()
+    bias = heads.tensors[f"heads.{name}.norm.bias"].numpy()
+    projection = heads.tensors[f"heads.{name}.proj.weight"].numpy()
+
+    vectors: dict[int, np.ndarray] = {}
+    for start in range(0, len(indices), ENCODED_AT_ONCE):
+        batch = indices[start : start + ENCODED_AT_ONCE]
+        inputs = np.stack([encoder.input.read(samples[index].items[name]) for index in batch])
+        features = encoder.encode(inputs).reshape(len(batch), -1)
+
         centred = features - features.mean(1, keepdims=True)
-        normed = centred / np.sqrt((centred**2).mean(1, keepdims=True) + EPS) * weight + bias
-        values = normed @ proj.T
-        found |= dict(
-            zip(
-                some,
-                values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12),
-                strict=True,
-            )
-        )
-    return found
+        deviation = np.sqrt((centred**2).mean(1, keepdims=True) + EPS)
+        projected = (centred / deviation * weight + bias) @ projection.T
+        norms = np.linalg.norm(projected, axis=1, keepdims=True)
+        unit_vectors = projected / np.maximum(norms, SHORTEST_NORM)
+        vectors |= dict(zip(batch, unit_vectors, strict=True))
+    return vectors

@@ -1,4 +1,6 @@
-"""The weights of an adapter come in, a folder that `peft` loads goes out: adapter_config.json and adapter_model.safetensors."""
+"""The weights of an adapter come in, a folder that `peft` loads goes out, whole or not at all:
+adapter_config.json and adapter_model.safetensors.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,26 @@ def write_adapter(
     base: str | None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Write a PEFT folder from low-rank updates and fully trained parameters; replaces an earlier adapter there."""
+    """Write a PEFT folder; replaces an earlier adapter there.
+
+    `values` has low-rank updates and parameters that were trained fully, under headway's names.
+    `base` is the base model that the folder names; None: unknown.
+    """
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):
         raise ConfigError(
-            f"out is {str(out)!r}, which contains something other than an earlier adapter. Give a folder that does not exist yet."
+            f"out is {str(out)!r}, which contains something other than an earlier adapter. Give a "
+            "folder that does not exist yet."
         )
-    whole = [name for name in values if ADAPTER not in name]
-    settings = adapter_settings(config, model, whole, base)
+    # ADAPTER is a part of the name of every low-rank matrix.
+    fully_trained = [name for name in values if ADAPTER not in name]
+    settings = adapter_settings(config, model, fully_trained, base)
+
+    # Cloned: safetensors refuses tensors that share memory, as views of one parameter do.
     tensors = {
         name: converted(name, value, dtype).contiguous().clone()
         for name, value in their_tensors(values, config, model)
     }
+
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK | notes_of(config, model))
         (folder / ADAPTER_CONFIG).write_text(
@@ -64,24 +75,34 @@ def write_adapter(
 def export_adapter(
     model: Path | str, out: Path, *, dtype: Dtype = "float32", family: str | None = None
 ) -> None:
-    """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with one, or an adapter folder."""
+    """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with
+    one, or an adapter folder.
+    """
     path = Path(model)
-    inside = next(
-        (folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path
-    )
-    found = find_model_of_family(inside, family)
-    adapter: StoredAdapter | None = found.adapter
+
+    # A run's final/ holds the merged model, from which no adapter can be read. The adapter is in
+    # a folder inside it.
+    source = path
+    for folder in (path / FINAL / FOLDER, path / FOLDER):
+        if is_adapter(folder):
+            source = folder
+            break
+
+    stored = find_model_of_family(source, family)
+    adapter: StoredAdapter | None = stored.adapter
     if adapter is None:
         raise ConfigError(
-            f"{path}: was trained without an adapter. Leave --adapter out to export the whole model."
+            f"{path}: was trained without an adapter. Leave --adapter out to export the whole "
+            "model."
         )
-    names = set(adapter.full_weights())
-    values = {
-        **adapter.updates(),
-        **(
-            {name: value for name, value in adapter.base_weights() if name in names}
-            if names
-            else {}
-        ),
-    }
-    write_adapter(values, adapter.config, found.config, out, base=adapter.base, dtype=dtype)
+
+    values = dict(adapter.updates())
+    fully_trained = set(adapter.full_weights())
+    # `base_weights` has the trained values of these parameters in place of the base's. Without such
+    # parameters it is not read: it may be many gigabytes.
+    if fully_trained:
+        for name, value in adapter.base_weights():
+            if name in fully_trained:
+                values[name] = value
+
+    write_adapter(values, adapter.config, stored.config, out, base=adapter.base, dtype=dtype)

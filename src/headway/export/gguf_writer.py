@@ -1,12 +1,14 @@
-"""A model comes in; one GGUF file that llama.cpp, Ollama and LM Studio load goes out, whole or not at all, and a Modelfile next to it.
+"""A model comes in; one GGUF file that llama.cpp, Ollama and LM Studio load goes out, whole or not
+at all, and a Modelfile next to it.
 
     type     matrices                                                  vectors
     f32, f16, bf16, q8_0   that type                                   f32
     q4_k_m   q4_k; q6_k for the head, and for values and the down      f32
              projection of half of the layers, as llama.cpp mixes them
 
-Tensors are written as they come: memory holds one of them. Rows that a type cannot hold in whole blocks are stored in a wider type.
-A family, setting or tokenizer for which llama.cpp has no rules is refused by name before anything is written.
+Tensors are written as they come: memory holds one of them. Rows that a type cannot hold in whole
+blocks are stored in a wider type. A family, setting or tokenizer for which llama.cpp has no rules
+is refused by name before anything is written.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.checkpoint.stored_model import StoredModel, find_model_of_family
+from headway.checkpoint.stored_model import StoredModel, check_vocabulary, find_model_of_family
 from headway.errors import CheckpointError, ConfigError
-from headway.export.huggingface import converted
+from headway.export.huggingface import Dtype, converted
 from headway.export.kquants import BLOCK, BLOCK_BYTES, quantise
 from headway.export.modelfile import write_modelfile
-from headway.infer.load import check_vocabulary
 from headway.model.config import ModelConfig
 from headway.model.families._config_json import NEUTRAL
 from headway.model.families.base import family_of
@@ -36,7 +37,7 @@ from headway.model.loading.gguf_names import (
     GgufArchitecture,
     gguf_name,
     permuted,
-)  # fmt: skip
+)
 from headway.model.rope_config import yarn_growth
 from headway.runtime.digests import record_digests
 from headway.runtime.optional import need
@@ -55,12 +56,14 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_k_m"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15}
 """Values of general.file_type."""
 QUANTISED_ROWS = 32
+"""Weights of a block of q8_0 and q5_0: a row must be a multiple of it."""
 QUANTISATION_VERSION = 2
+"""Value of general.quantization_version: the version of ggml's block layouts."""
 
 
 @dataclass(frozen=True)
 class GgufExport:
-    """What was written."""
+    """A written file: its path, its Modelfile, and what it holds."""
 
     out: Path
     modelfile: Path
@@ -68,7 +71,7 @@ class GgufExport:
     type: str
     bytes: int
     stored: dict[str, int]
-    """Tensors by the type they are stored as."""
+    """Number of tensors by the type they are stored as."""
 
 
 def export_gguf(
@@ -79,38 +82,45 @@ def export_gguf(
     name: str | None = None,
     family: str | None = None,
 ) -> GgufExport:
-    """Write the model that `--model` names. An earlier GGUF file at `out` is replaced; a file of another kind there is refused."""
+    """Write the model that `--model` names. An earlier GGUF file at `out` is replaced; a file of
+    another kind there is refused.
+    """
     from headway.tokenizer.gguf_vocabulary import to_metadata
     from headway.tokenizer.load import load_tokenizer
 
     need("gguf", "headway export gguf")
     _check_target(out)
-    found = find_model_of_family(model, family)
-    found.check_head()
-    config, architecture = _target(found.config)
-    if found.tokenizer_folder is None:
+    source = find_model_of_family(model, family)
+    source.check_head()
+    config, architecture = _target(source.config)
+    if source.tokenizer_folder is None:
         raise ConfigError(
-            f"{found.path}: has no tokenizer, and a GGUF file needs one. Put its files next to the model."
+            f"{source.path}: has no tokenizer, and a GGUF file needs one. Put its files next to "
+            "the model."
         )
-    tokenizer = load_tokenizer(found.tokenizer_folder)
-    check_vocabulary(tokenizer, found.tokenizer_folder, config)
+    tokenizer = load_tokenizer(source.tokenizer_folder)
+    check_vocabulary(tokenizer, source.tokenizer_folder, config)
+
     values = _shape_values(config, architecture) | to_metadata(tokenizer, config.vocab)
-    values |= _end_values(found, tokenizer)
-    if found.config.head_gates is not None:
+    values |= _end_values(source, tokenizer)
+    if source.config.head_gates is not None:
         log.info(
-            "%s: its head masks are left out: a GGUF file has no place for them, and every head keeps the whole context.",
-            found.path,
+            "%s: its head masks are left out: a GGUF file has no place for them, and every head "
+            "keeps the whole context.",
+            source.path,
         )
-    title = name if name is not None else _title(found)
+    if name is None:
+        name = _title(source)
     general = {
-        "general.name": title,
+        "general.name": name,
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": QUANTISATION_VERSION,
     }
+
     file = _GgufWriter(out, config, architecture, kind)
     with writing(out, error=CheckpointError):
-        stored = file.write(general | values, _completed(config, found))
-        modelfile = write_modelfile(out, tokenizer, config, found.end_ids)
+        stored = file.write(general | values, _with_zero_biases(config, source))
+        modelfile = write_modelfile(out, tokenizer, config, source.end_ids)
         record_digests(out.parent, (out.name,))
     return GgufExport(out, modelfile, architecture.name, kind, out.stat().st_size, stored)
 
@@ -121,11 +131,13 @@ def parse_type(name: str) -> GgufType:
         if name.lower() == known:
             return known  # pyright: ignore[reportReturnType]
     raise ConfigError(
-        f"--type is {name!r}; it must be one of {', '.join(FILE_TYPES)}. For others run llama-quantize on the f16 file."
+        f"--type is {name!r}; it must be one of {', '.join(FILE_TYPES)}. For others run "
+        "llama-quantize on the f16 file."
     )
 
 
 def _check_target(out: Path) -> None:
+    """Refuse a path that no GGUF file may replace."""
     if out.suffix != ".gguf":
         raise ConfigError(f"out is {str(out)!r}; it must end in .gguf.")
     if out.is_dir():
@@ -140,103 +152,125 @@ def _check_target(out: Path) -> None:
                 )
 
 
-def _title(found: StoredModel) -> str:
-    parts = [
-        part
-        for part in Path(str(found.path)).absolute().parts
-        if part not in ("final", "checkpoints")
-    ]
-    return parts[-1] if parts else "model"
+def _title(source: StoredModel) -> str:
+    """The name of the model's folder. For RUN/final it is that of the run."""
+    for part in reversed(Path(str(source.path)).absolute().parts):
+        if part not in ("final", "checkpoints"):
+            return part
+    return "model"
 
 
-def _completed(target: ModelConfig, found: StoredModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in the order of the file, with zeros for biases that only the written family has."""
+def _with_zero_biases(
+    target: ModelConfig, source: StoredModel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in the order of the file. Biases that only the written family has are zeros.
+
+    The file's table of tensors is written first, so a weight that comes out of order would end up
+    under another's name: the assertions exclude that.
+    """
     import torch
 
-    ours = {spec.name for spec in param_specs(found.config)}
-    rest = ((name, value) for name, value in found.weights() if name != GATES)
+    source_names = {spec.name for spec in param_specs(source.config)}
+    weights = ((name, value) for name, value in source.weights() if name != GATES)
     for spec in param_specs(target):
-        name, value = next(rest) if spec.name in ours else (spec.name, torch.zeros(spec.shape))
+        if spec.name in source_names:
+            name, value = next(weights)
+        else:
+            name = spec.name
+            value = torch.zeros(spec.shape)
         assert (name, tuple(value.shape)) == (spec.name, spec.shape), (
             f"{name} {tuple(value.shape)} came where {spec.name} {spec.shape} is due"
         )
-        assert name in ours or name.endswith(".bias"), (
+        assert name in source_names or name.endswith(".bias"), (
             f"{name} is no bias, so zeros would change the model"
         )
         yield name, value
 
 
 def _target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
-    """The config under which the model is written, and its architecture; what llama.cpp would compute differently is refused."""
+    """The config under which the model is written, and its architecture; what llama.cpp would
+    compute differently is refused.
+    """
     if config.media is not None:
         raise ConfigError(
-            "the model has media inputs, which `headway export gguf` does not write. Use `headway export hf`."
+            "the model has media inputs, which `headway export gguf` does not write. Use `headway "
+            "export hf`."
         )
-    target = family_of(config.family).published(config.with_(head_gates=None))
+    target = family_of(config.family).to_hf_model(config.with_(head_gates=None))
     if target.family not in ARCHITECTURE_OF:
-        known = ", ".join(ARCHITECTURE_OF)
+        families = ", ".join(ARCHITECTURE_OF)
         raise ConfigError(
-            f"model.family is {target.family!r}; `headway export gguf` knows {known}. Use `headway export hf`."
+            f"model.family is {target.family!r}; `headway export gguf` knows {families}. Use "
+            "`headway export hf`."
         )
     architecture = ARCHITECTURES[ARCHITECTURE_OF[target.family]]
-    unrotated = (
-        tuple(range(SMOLLM3_STEP - 1, target.num_layers, SMOLLM3_STEP))
-        if architecture.name == "smollm3"
-        else ()
-    )
-    needed: dict[str, Any] = {
+
+    # An architecture of llama.cpp is code with few switches. A setting that its code does not read
+    # must have the value that the code assumes, or the file would load and compute another model.
+    unrotated = ()
+    if architecture.name == "smollm3":
+        unrotated = tuple(range(SMOLLM3_STEP - 1, target.num_layers, SMOLLM3_STEP))
+    assumed: dict[str, Any] = {
         **NEUTRAL,
         "qk_norm": architecture.name == "qwen3",
         "no_rope_layers": unrotated,
     }
     if not architecture.output_bias:
-        needed |= {"output_bias": False, "ffn_bias": False}
-    for key, value in needed.items():
+        assumed |= {"output_bias": False, "ffn_bias": False}
+    for key, value in assumed.items():
         if getattr(target, key) != value:
             raise ConfigError(
-                f"model.{key} is {getattr(target, key)!r}; llama.cpp's {architecture.name} always has {value!r}. Use `headway export hf`."
+                f"model.{key} is {getattr(target, key)!r}; llama.cpp's {architecture.name} always "
+                f"has {value!r}. Use `headway export hf`."
             )
     if not architecture.any_head_size and target.num_heads * target.head_size != target.hidden_size:
         raise ConfigError(
-            f"model.head_dim is {target.head_size}; llama.cpp's {architecture.name} needs hidden_size / num_heads. Use `headway export hf`."
+            f"model.head_dim is {target.head_size}; llama.cpp's {architecture.name} needs "
+            "hidden_size / num_heads. Use `headway export hf`."
         )
-    if (
-        target.rope_scaling is not None
-        and target.rope_scaling.kind == "llama3"
-        and architecture.name != "llama"
-    ):
+
+    scaling = target.rope_scaling
+    if scaling is None:
+        return target, architecture
+    if scaling.kind == "llama3" and architecture.name != "llama":
         raise ConfigError(
-            f"model.rope_scaling.kind is 'llama3', which llama.cpp's {architecture.name} ignores. Use `headway export hf`."
+            f"model.rope_scaling.kind is 'llama3', which llama.cpp's {architecture.name} ignores. "
+            "Use `headway export hf`."
         )
-    if target.rope_scaling is not None and target.rope_scaling.kind == "longrope":
+    if scaling.kind == "longrope":
         raise ConfigError(
-            "model.rope_scaling.kind is 'longrope', which `headway export gguf` does not write. Use `headway export hf`."
+            "model.rope_scaling.kind is 'longrope', which `headway export gguf` does not write. "
+            "Use `headway export hf`."
         )
-    if (
-        target.rope_scaling is not None
-        and target.rope_scaling.kind == "yarn"
-        and not target.rope_scaling.truncate
-    ):
+    if scaling.kind == "yarn" and not scaling.truncate:
         raise ConfigError(
-            "model.rope_scaling.truncate is False, which llama.cpp's yarn does not have. Use `headway export hf`."
+            "model.rope_scaling.truncate is False, which llama.cpp's yarn does not have. Use "
+            "`headway export hf`."
         )
     return target, architecture
 
 
 def _shape_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The metadata of the shape. Windows are not in these architectures: the context length ends where they would begin to count."""
+    """The metadata of the shape. Windows are not in these architectures: the context length ends
+    where they would begin to count.
+    """
     context = config.max_seq_len
-    windows = [
-        window
-        for layer in range(config.num_layers)
-        if (window := config.window_of(layer)) is not None
-    ]
+    windows: list[int] = []
+    for layer in range(config.num_layers):
+        window = config.window_of(layer)
+        if window is not None:
+            windows.append(window)
     if windows and min(windows) < context:
         log.info(
-            "the model has windows of %d tokens, and llama.cpp's %s has none: the file says context length %d instead of %d.",
-            min(windows), architecture.name, min(windows), context,
-        )  # fmt: skip
+            "the model has windows of %d tokens, and llama.cpp's %s has none: the file says "
+            "context length %d instead of %d.",
+            min(windows),
+            architecture.name,
+            min(windows),
+            context,
+        )
         context = min(windows)
+
     values: dict[str, Any] = {
         "context_length": context,
         "embedding_length": config.hidden_size,
@@ -256,15 +290,19 @@ def _shape_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[s
 
 
 def _rope_values(config: ModelConfig) -> dict[str, Any]:
+    """The metadata of rotary scaling."""
     scaling = config.rope_scaling
     if scaling is None:
         return {}
-    if (
-        scaling.kind == "llama3"
-    ):  # the tensor rope_freqs.weight does the work; these say what it was made from
-        low, high = float(scaling.low_freq_factor), float(scaling.high_freq_factor)
-        return {"rope.scaling.original_context_length": scaling.original_max_seq_len, "rope.scaling.low_freq_factor": low,
-                "rope.scaling.high_freq_factor": high}  # fmt: skip
+    if scaling.kind == "llama3":
+        # llama.cpp computes with the tensor rope_freqs.weight (`_GgufWriter._factors`). These
+        # values only say what the tensor was made from.
+        return {
+            "rope.scaling.original_context_length": scaling.original_max_seq_len,
+            "rope.scaling.low_freq_factor": float(scaling.low_freq_factor),
+            "rope.scaling.high_freq_factor": float(scaling.high_freq_factor),
+        }
+
     values: dict[str, Any] = {
         "rope.scaling.type": scaling.kind,
         "rope.scaling.factor": float(scaling.factor),
@@ -276,53 +314,63 @@ def _rope_values(config: ModelConfig) -> dict[str, Any]:
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
         if scaling.attention_factor is not None:
-            values["rope.scaling.attn_factor"] = scaling.attention_factor / yarn_growth(
-                scaling.factor
-            )
+            # llama.cpp multiplies this value by the growth that the factor implies.
+            growth = yarn_growth(scaling.factor)
+            values["rope.scaling.attn_factor"] = scaling.attention_factor / growth
     return values
 
 
-def _end_values(found: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A second id that ends a text, such as the end of a turn."""
-    more = sorted(found.end_ids - {tokenizer.eos_id})
-    if not more:
-        return {}
+def _end_values(source: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Ids that end a text besides the tokenizer's end token, such as the end of a turn.
+
+    GGUF has two keys for them, eos and eot. Where the tokenizer has no end token, both are free.
+    """
+    end_ids = sorted(source.end_ids - {tokenizer.eos_id})
+    keys = ["tokenizer.ggml.eot_token_id"]
     if tokenizer.eos_id is None:
-        return {
-            "tokenizer.ggml.eos_token_id": more[0],
-            **({"tokenizer.ggml.eot_token_id": more[1]} if len(more) > 1 else {}),
-        }
-    return {"tokenizer.ggml.eot_token_id": more[0]}
+        keys.insert(0, "tokenizer.ggml.eos_token_id")
+    return dict(zip(keys, end_ids, strict=False))
 
 
 def stored_type(spec: ParamSpec, config: ModelConfig, kind: str) -> str:
-    """The type one tensor is stored as."""
+    """The type one tensor is stored as in a file of a kind."""
     if len(spec.shape) == 1 or kind == "f32":
         return "f32"
     if kind in ("f16", "bf16"):
         return kind
-    wanted = kind
+
+    tensor_type = kind
     if kind == "q4_k_m":
-        wanted = "q6_k" if _counts_more(spec, config) else "q4_k"
-    if wanted in BLOCK_BYTES and spec.shape[-1] % BLOCK:
-        wanted = "q5_0" if wanted == "q4_k" else "q8_0"
-    return wanted if wanted in BLOCK_BYTES or spec.shape[-1] % QUANTISED_ROWS == 0 else "f16"
+        tensor_type = "q4_k"
+        if _needs_six_bits(spec, config):
+            tensor_type = "q6_k"
+
+    # Rows of another length cannot be cut into blocks: llama.cpp then takes the next type with
+    # smaller blocks, and f16 where those do not fit either.
+    row_length = spec.shape[-1]
+    if tensor_type in BLOCK_BYTES and row_length % BLOCK:
+        tensor_type = {"q4_k": "q5_0", "q6_k": "q8_0"}[tensor_type]
+    if tensor_type not in BLOCK_BYTES and row_length % QUANTISED_ROWS:
+        return "f16"
+    return tensor_type
 
 
-def _counts_more(spec: ParamSpec, config: ModelConfig) -> bool:
-    """Tensors that llama.cpp's q4_k_m stores in six bits: the head, and in half of the layers the values and the down projection."""
+def _needs_six_bits(spec: ParamSpec, config: ModelConfig) -> bool:
+    """Tensors that llama.cpp's q4_k_m stores in six bits: the head, and in half of the layers the
+    values and the down projection.
+    """
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_embeddings):
         return True
-    if not spec.name.endswith(("v_proj.weight", "down_proj.weight")) or not isinstance(
-        spec.stage, int
-    ):
+    layer = spec.stage
+    if not spec.name.endswith(("v_proj.weight", "down_proj.weight")) or not isinstance(layer, int):
         return False
+
+    # `use_more_bits` of llama.cpp: the first and the last eighth of the layers, and every third
+    # layer between them.
     eighth = config.num_layers // 8
-    return (
-        spec.stage < eighth
-        or spec.stage >= 7 * config.num_layers // 8
-        or (spec.stage - eighth) % 3 == 2
-    )
+    if layer < eighth or layer >= 7 * config.num_layers // 8:
+        return True
+    return (layer - eighth) % 3 == 2
 
 
 class _GgufWriter:
@@ -331,7 +379,10 @@ class _GgufWriter:
     def __init__(
         self, out: Path, config: ModelConfig, architecture: GgufArchitecture, kind: str
     ) -> None:
-        self.out, self.config, self.architecture, self.kind = out, config, architecture, kind
+        self.out = out
+        self.config = config
+        self.architecture = architecture
+        self.kind = kind
 
     def write(
         self, values: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]
@@ -345,12 +396,16 @@ class _GgufWriter:
         specs = {spec.name: spec for spec in param_specs(self.config)}
         writer = gguf.GGUFWriter(temporary, self.architecture.name)
         try:
+            # The format puts metadata and the table of tensors before the tensors. The table needs
+            # shapes and types alone, so no weight is read before it is written.
             for key, value in values.items():
                 _add_value(writer, key, value)
             stored = self._plan(writer, specs)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+
+            # Tensors follow in the order of the table: the factors first.
             for row in self._factors():
                 writer.write_tensor_data(row)
             with progress(
@@ -359,6 +414,7 @@ class _GgufWriter:
                 for name, value in weights:
                     writer.write_tensor_data(self._bytes(specs[name], value))
                     advance(value.numel())
+
             writer.flush()
             writer.close()
             with open(temporary, "rb") as file:
@@ -371,7 +427,7 @@ class _GgufWriter:
         return stored
 
     def _plan(self, writer: Any, specs: dict[str, ParamSpec]) -> dict[str, int]:
-        """Name, shape and type of every tensor, in the order they are written."""
+        """Add the table of tensors, in the order they are written; the number of each type."""
         import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -379,21 +435,25 @@ class _GgufWriter:
         for row in self._factors():
             writer.add_tensor_info(ROPE_FACTORS, row.shape, row.dtype, row.nbytes)
         for spec in specs.values():
-            kind = stored_type(spec, self.config, self.kind)
-            code = GGMLQuantizationType[kind.upper()]
-            block, width = GGML_QUANT_SIZES[code]
+            tensor_type = stored_type(spec, self.config, self.kind)
+            code = GGMLQuantizationType[tensor_type.upper()]
+            block, block_bytes = GGML_QUANT_SIZES[code]
             writer.add_tensor_info(
                 gguf_name(spec.name),
                 spec.shape,
+                # Ignored, because raw_dtype names the type.
                 np.dtype(np.float32),
-                spec.size // block * width,
+                spec.size // block * block_bytes,
                 raw_dtype=code,
             )
-            stored[kind] = stored.get(kind, 0) + 1
+            stored[tensor_type] = stored.get(tensor_type, 0) + 1
         return stored
 
     def _factors(self) -> list[Any]:
-        """What each frequency is divided by, where the scaling is Llama 3's."""
+        """What each frequency is divided by, float32 [head_size / 2], if the scaling is Llama 3's.
+
+        A list of one array, or an empty one: the file has this tensor or not.
+        """
         from headway.model.rope import inverse_frequencies
 
         if self.config.rope_scaling is None or self.config.rope_scaling.kind != "llama3":
@@ -410,21 +470,25 @@ class _GgufWriter:
 
         if self.architecture.permuted:
             value = permuted(spec.name, value, self.config.num_heads, self.config.kv_heads)
-        kind = stored_type(spec, self.config, self.kind)
-        if kind in BLOCK_BYTES:
-            return quantise(value.reshape(-1, value.shape[-1]), kind)
-        if kind in ("f16", "bf16"):
-            made = converted(spec.name, value, "float16" if kind == "f16" else "bfloat16")
-            return made.contiguous().view(torch.uint8).numpy()
+        tensor_type = stored_type(spec, self.config, self.kind)
+        if tensor_type in BLOCK_BYTES:
+            return quantise(value.reshape(-1, value.shape[-1]), tensor_type)
+        if tensor_type in ("f16", "bf16"):
+            dtype: Dtype = "float16"
+            if tensor_type == "bf16":
+                dtype = "bfloat16"
+            narrow = converted(spec.name, value, dtype)
+            # As bytes, because numpy has no bfloat16.
+            return narrow.contiguous().view(torch.uint8).numpy()
         plain = value.detach().to("cpu", torch.float32).contiguous().numpy()
-        return (
-            plain.view(np.uint8)
-            if kind == "f32"
-            else quantize(plain, GGMLQuantizationType[kind.upper()])
-        )
+        if tensor_type == "f32":
+            return plain.view(np.uint8)
+        return quantize(plain, GGMLQuantizationType[tensor_type.upper()])
 
 
 def _add_value(writer: Any, key: str, value: Any) -> None:
+    """Add metadata as the GGUF type that llama.cpp expects for this Python type."""
+    # bool comes first: it is a subclass of int.
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

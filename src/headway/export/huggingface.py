@@ -1,9 +1,14 @@
-"""A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer load goes out, whole or not at all.
-Tensors are written as they come: memory holds one of them. A reward model is for AutoModelForSequenceClassification.
+"""A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer
+load goes out, whole or not at all. A reward model is for AutoModelForSequenceClassification.
 
-config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
-headway_digests.json with the digests of all of them (runtime/digests.py)
-and, if requested, modeling_*.py with the class of a model that transformers does not have
+Tensors are written as they come, so memory holds one of them. Three things stay longer: the parts
+of a tensor that the family joins from several parameters, head gates, and weights of media inputs.
+
+    config.json, generation_config.json
+    model.safetensors       or model-00001-of-00003.safetensors ... with an index
+    tokenizer files
+    modeling_*.py           if requested: the class of a model that transformers does not have
+    headway_digests.json    the digests of all of them (runtime/digests.py)
 """
 
 from __future__ import annotations
@@ -18,11 +23,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.checkpoint.stored_model import find_model_of_family
+from headway.checkpoint.stored_model import check_vocabulary, find_model_of_family
 from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
-from headway.infer.load import check_vocabulary
-from headway.model.families.base import family_of, pieces_of, published, published_with_code
+from headway.model.families.base import family_of, pieces_of, to_hf_config, to_hf_config_with_code
 from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
@@ -42,11 +46,20 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, Dtype] = {
-    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16",
-}  # fmt: skip
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
 """Each dtype under the names people use."""
 ROLE_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of config.json for the tokens that have a role."""
 MARK = {"format": "pt", "written_by": "headway"}
+"""Metadata of weight files. transformers needs `format`; `written_by` allows a later export to
+replace the folder.
+"""
 
 
 def export_huggingface(
@@ -61,25 +74,33 @@ def export_huggingface(
     end_ids: Collection[int] = (),
     model_folder: Path | None = None,
 ) -> None:
-    """Write a Hugging Face folder; an earlier export at `out` is replaced; anything else there is refused.
+    """Write a Hugging Face folder; an earlier export at `out` is replaced; anything else there is
+    refused.
 
     `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
-    With `remote_code`, a model that transformers has no class for gets its class in a file next to the weights. Head gates go
-    into files of their own (model/head_masks/gates_file.py), and so do media inputs (model/media_files.py; `model_folder` is where the
-    model was): the weights are those of the plain model.
+    With `remote_code`, a model that transformers has no class for gets its class in a file next to
+    the weights. Head gates go into files of their own (model/head_masks/gates_file.py), and so do
+    media inputs (model/media_files.py; `model_folder` is where the model was): the weights are
+    those of the plain model.
     """
-    gates, media, config = (
-        config.head_gates,
-        config.media,
-        config.with_(head_gates=None, media=None),
-    )
-    found: list[torch.Tensor] = []
-    aside: dict[str, torch.Tensor] = {}
-    target, settings, code = (
-        published_with_code(config) if remote_code else (*published(config), None)
-    )
+    gates = config.head_gates
+    media = config.media
+    config = config.with_(head_gates=None, media=None)
+    # `target` is the same model in the family that it is exported under, which may be another one:
+    # names, shapes and additional biases are those of the target.
+    if remote_code:
+        target, settings, code = to_hf_config_with_code(config)
+    else:
+        target, settings = to_hf_config(config)
+        code = None
+    # Newer versions of transformers read `dtype`, older ones `torch_dtype`.
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
+
+    # Filled while the weights stream by, so complete once the shards are written.
+    gate_values: list[torch.Tensor] = []
+    media_weights: dict[str, torch.Tensor] = {}
+
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         ids = _write_tokenizer(tokenizer, folder, config, end_ids)
         _write_json(folder / CONFIG, {**settings, **ids})
@@ -88,25 +109,35 @@ def export_huggingface(
         for file in code_files(config):
             shutil.copyfile(file, folder / file.name)
             _sync(folder / file.name)
+        # A reward model generates nothing.
         if not config.score_head:
-            _write_json(folder / "generation_config.json", _generation(ids, end_ids))
-        weights = without_media(_without_gates(weights, found), aside)
-        _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
+            _write_json(folder / "generation_config.json", _generation_config(ids, end_ids))
+
+        plain = without_media(_split_off_gates(weights, gate_values), media_weights)
+        completed = _with_zero_biases(config, target, plain)
+        _write_shards(target, completed, folder, dtype, max_shard_bytes)
         if gates is not None:
-            write_gates(folder, gates, found[0])
+            write_gates(folder, gates, gate_values[0])
         if media is not None:
-            write_media_files(folder, media, aside, model_folder)
+            write_media_files(folder, media, media_weights, model_folder)
+
+        # Last, because it hashes what is in the folder.
         write_digests(folder)
 
 
-def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[str, Any]:
+def _generation_config(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[str, Any]:
     """What generation_config.json says: with which ids texts begin and end."""
     known = {key: value for key, value in ids.items() if value is not None}
-    more = sorted(set(end_ids) - set(known.values()))
-    if not more:
+    additional = sorted(set(end_ids) - set(known.values()))
+    if not additional:
+        # This key lets transformers derive the values from config.json again. config.json names
+        # one end, so the key is left out where there are several.
         return {"_from_model_config": True, **known}
+
     end = ids["eos_token_id"]
-    return {**known, "eos_token_id": more if end is None else [end, *more]}
+    if end is not None:
+        additional = [end, *additional]
+    return {**known, "eos_token_id": additional}
 
 
 def export_model(
@@ -117,21 +148,34 @@ def export_model(
     remote_code: bool = False,
     family: str | None = None,
 ) -> None:
-    """Export what `--model` names: a run, a checkpoint or another Hugging Face folder. `family` is one's own that a checkpoint names."""
-    found = find_model_of_family(model, family)
+    """Export what `--model` names: a run, a checkpoint or another Hugging Face folder. `family`
+    names the user's module, for a checkpoint whose family is a user's own.
+    """
+    stored = find_model_of_family(model, family)
+    model_folder = None
+    if isinstance(stored.path, Path):
+        model_folder = stored.path
     export_huggingface(
-        found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids,
-        model_folder=found.path if isinstance(found.path, Path) else None,
-    )  # fmt: skip
+        stored.config,
+        stored.weights(),
+        out,
+        tokenizer=stored.tokenizer_folder,
+        dtype=dtype,
+        remote_code=remote_code,
+        end_ids=stored.end_ids,
+        model_folder=model_folder,
+    )
 
 
-def _without_gates(
-    weights: Iterable[tuple[str, torch.Tensor]], found: list[torch.Tensor]
+def _split_off_gates(
+    weights: Iterable[tuple[str, torch.Tensor]], gate_values: list[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the plain model; gates among them are put aside."""
+    """The weights of the plain model. The head gates among them are appended to `gate_values`."""
     for name, value in weights:
         if name == GATES:
-            found.append(value.detach().clone())
+            # A copy: gates are written after all weights have come. By then an engine that put
+            # averaged weights in place for the export has put the trained ones back.
+            gate_values.append(value.detach().clone())
         else:
             yield name, value
 
@@ -146,7 +190,11 @@ def _write_code(name: str, folder: Path) -> None:
 def _write_tokenizer(
     source: Path | None, folder: Path, config: ModelConfig, end_ids: Collection[int]
 ) -> dict[str, int | None]:
-    """Save the tokenizer and return the ids that config.json repeats, as unknown without one: absent keys would mean Llama 2's."""
+    """Save the tokenizer and return the ids that config.json repeats.
+
+    Without a tokenizer they are None, not absent: for an absent key transformers would take the id
+    of Llama 2.
+    """
     from headway.tokenizer.load import load_tokenizer
 
     if source is None:
@@ -160,26 +208,27 @@ def _write_tokenizer(
 
 
 def with_padding(tokenizer: Tokenizer, end_ids: Collection[int] = ()) -> Tokenizer:
-    """The tokenizer of a reward model. transformers scores the last token that is no padding, so no text may end with the padding token:
-    it is the tokenizer's own if that ends no text, else one named so, or one that begins texts or is unknown; else there is none."""
+    """The tokenizer of a reward model, with a padding token that ends no text.
+
+    transformers scores the last token that is not padding, so a text that ends with the padding
+    token would be scored one token too early. The first of these that ends no text is taken: the
+    tokenizer's padding token, a special token with pad, reserved or unk in its name (in this
+    order), the token that begins texts. Otherwise there is no padding token.
+    """
     ends = {tokenizer.eos_id, *end_ids}
-    special = {
-        token: number for token, number in tokenizer.special_tokens.items() if number not in ends
-    }
-    named = [
+    special = [
+        token for token, token_id in tokenizer.special_tokens.items() if token_id not in ends
+    ]
+    by_name = [
         token for word in ("pad", "reserved", "unk") for token in special if word in token.lower()
     ]
-    wanted = (tokenizer.roles.get("pad"), *named[:1], tokenizer.roles.get("bos"))
-    token = next(
-        (
-            one
-            for one in wanted
-            if one is not None and tokenizer.token_to_id(one) not in (None, *ends)
-        ),
-        None,
-    )
+
     roles = {name: value for name, value in tokenizer.roles.items() if name != "pad"}
-    return replace(tokenizer, roles=roles if token is None else {**roles, "pad": token})
+    for token in (tokenizer.roles.get("pad"), *by_name[:1], tokenizer.roles.get("bos")):
+        if token is not None and tokenizer.token_to_id(token) not in (None, *ends):
+            roles["pad"] = token
+            break
+    return replace(tokenizer, roles=roles)
 
 
 def _write_shards(
@@ -189,90 +238,117 @@ def _write_shards(
     dtype: Dtype,
     limit: int,
 ) -> None:
-    """Write every tensor as it comes, to its place in its file; which that is follows from the shapes."""
-    files = _planned(config, dtype, limit)
-    names = (
-        [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
-        if len(files) > 1
-        else [WEIGHTS]
-    )
+    """Write every tensor as it comes. Its file and its place there follow from the shapes, which
+    are known before any weight is.
+    """
+    files = _plan_files(config, dtype, limit)
+    names = [WEIGHTS]
+    if len(files) > 1:
+        names = [
+            f"model-{number:05}-of-{len(files):05}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
+
+    # All files stay open: a tensor that joins several parameters comes with the last of them, and
+    # zero biases come after everything else.
+    writer_of: dict[str, StreamedFile] = {}
     with (
         progress("export", total=num_parameters(config), unit="parameters") as advance,
         ExitStack() as opened,
     ):
-        writers = [
-            opened.enter_context(StreamedFile(folder / name, held, dtype, MARK))
-            for name, held in zip(names, files, strict=True)
-        ]
-        place = {name: writer for writer, held in zip(writers, files, strict=True) for name in held}
-        for name, value in _checked(config, weights):
-            place[name].write(name, converted(name, value, dtype))
+        for file_name, shapes in zip(names, files, strict=True):
+            writer = opened.enter_context(StreamedFile(folder / file_name, shapes, dtype, MARK))
+            writer_of |= dict.fromkeys(shapes, writer)
+        for name, value in _exported_tensors(config, weights):
+            writer_of[name].write(name, converted(name, value, dtype))
             advance(value.numel())
+
     if len(files) > 1:
-        total = sum(WIDTHS[dtype] * prod(shape) for held in files for shape in held.values())
-        index = {name: writer.path.name for name, writer in place.items()}
+        total = sum(WIDTHS[dtype] * prod(shape) for shapes in files for shape in shapes.values())
+        index = {name: writer.path.name for name, writer in writer_of.items()}
         _write_json(
             folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index}
         )
 
 
-def _planned(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
-    """The tensors of each file, under the family's names: as many as fit into a limit, in the order of the model."""
+def _plan_files(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
+    """Name and shape of the tensors of each file: as many as fit into `limit` bytes, in the order
+    of the model.
+    """
     files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for name, shape in _their_shapes(config).items():
-        more = WIDTHS[dtype] * prod(shape)
-        if files[-1] and size + more > limit:
+    for name, shape in _exported_shapes(config).items():
+        tensor_bytes = WIDTHS[dtype] * prod(shape)
+        # A tensor larger than the limit gets a file of its own.
+        if files[-1] and size + tensor_bytes > limit:
             files.append({})
             size = 0
         files[-1][name] = shape
-        size += more
+        size += tensor_bytes
     return files
 
 
-def _their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the family, in the order of the model."""
+def _exported_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every exported tensor, in the order of the model.
+
+    `_exported_tensors` makes the tensors themselves by the same pieces: the two must agree.
+    """
     family = family_of(config.family)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config)
         for piece in pieces:
-            shape = spec.shape[1:] if len(pieces) > 1 else spec.shape
-            shape = (*shape[:-2], shape[-1], shape[-2]) if piece.transposed else shape
+            # Several pieces: dim 0 of our parameter stacks experts, which the family stores one by
+            # one.
+            shape = spec.shape
+            if len(pieces) > 1:
+                shape = spec.shape[1:]
+            if piece.transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+
+            # The exported tensor joins several of our parameters along this dim. It ends where
+            # the last of them ends.
             if piece.dim is not None:
-                before = shapes.get(piece.name, shape)[piece.dim] if piece.name in shapes else 0
-                shape = tuple(
-                    max(before, piece.stop) if dim == piece.dim else n
-                    for dim, n in enumerate(shape)
-                )
+                stop = piece.stop
+                if piece.name in shapes:
+                    stop = max(stop, shapes[piece.name][piece.dim])
+                shape = (*shape[: piece.dim], stop, *shape[piece.dim + 1 :])
             shapes[piece.name] = shape
     return shapes
 
 
-def _completed(
+def _with_zero_biases(
     config: ModelConfig, target: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model, and zeros for the biases that the family it is exported under has beyond them."""
+    """The weights of a model, and zeros for the biases that the family it is exported under has
+    beyond them.
+    """
     import torch
 
     yield from weights
-    ours = {spec.name for spec in param_specs(config)}
+    names = {spec.name for spec in param_specs(config)}
     for spec in param_specs(target):
-        if spec.name not in ours:
+        if spec.name not in names:
             assert spec.name.endswith("bias"), (
                 f"{spec.name} is no bias, so zeros would change the model"
             )
             yield spec.name, torch.zeros(spec.shape)
 
 
-def _checked(
+def _exported_tensors(
     config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the family's names, every parameter once in its shape; what is one tensor of theirs waits for its other parts."""
+    """The weights as the family stores them.
+
+    A tensor that the family joins from several parameters comes with the last of them. Every
+    parameter of the config must come once, in its shape.
+    """
     import torch
 
-    family, theirs = family_of(config.family), _their_shapes(config)
+    family = family_of(config.family)
+    shapes = _exported_shapes(config)
     specs = {spec.name: spec for spec in param_specs(config)}
+    # Name of an exported tensor -> the parts of it that have come, by where they begin in it.
     waiting: dict[str, dict[int, torch.Tensor]] = {}
     for name, value in weights:
         spec = specs.pop(name, None)
@@ -280,39 +356,49 @@ def _checked(
         assert spec is not None and shape == tuple(value.shape), (
             f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
         )
+
         pieces = pieces_of(family, spec, config)
-        for piece, part in zip(pieces, value if len(pieces) > 1 else (value,), strict=True):
-            part = part.transpose(-1, -2) if piece.transposed else part
-            if piece.dim is None:
+        values = (value,)
+        if len(pieces) > 1:
+            values = value.unbind(0)
+        for piece, part in zip(pieces, values, strict=True):
+            if piece.transposed:
+                part = part.transpose(-1, -2)
+            dim = piece.dim
+            if dim is None:
                 yield piece.name, part
                 continue
+
             parts = waiting.setdefault(piece.name, {})
             parts[piece.start] = part
-            if sum(one.shape[piece.dim] for one in parts.values()) == theirs[piece.name][piece.dim]:
-                joined = [parts[start] for start in sorted(parts)]
+            length = sum(tensor.shape[dim] for tensor in parts.values())
+            if length != shapes[piece.name][dim]:
+                continue
+            ordered = [parts[start] for start in sorted(parts)]
+            if piece.step > 1:
                 # Parts with a step interleave: one element of each in turn.
-                at = piece.dim
-                yield (
-                    piece.name,
-                    torch.stack(joined, at + 1).flatten(at, at + 1)
-                    if piece.step > 1
-                    else torch.cat(joined, at),
-                )
-                del waiting[piece.name]
+                joined = torch.stack(ordered, dim + 1).flatten(dim, dim + 1)
+            else:
+                joined = torch.cat(ordered, dim)
+            del waiting[piece.name]
+            yield piece.name, joined
     assert not specs, f"{next(iter(specs))} was not given"
 
 
 def converted(name: str, value: torch.Tensor, dtype: Dtype) -> torch.Tensor:
-    """A weight on the CPU in another dtype; one with a value that float16 cannot hold is refused, not made infinite."""
+    """A weight on the CPU in another dtype; one with a value that float16 cannot hold is refused,
+    not made infinite.
+    """
     import torch
 
-    made = value.detach().to("cpu", getattr(torch, dtype))
-    if dtype == "float16" and bool((made.isinf() & value.detach().to("cpu").isfinite()).any()):
-        most = float(value.detach().abs().max())
+    result = value.detach().to("cpu", getattr(torch, dtype))
+    if dtype == "float16" and bool((result.isinf() & value.detach().to("cpu").isfinite()).any()):
+        largest = float(value.detach().abs().max())
         raise ConfigError(
-            f"dtype is float16; {name} has a value of {most:g}, and float16 ends at 65504. Use bfloat16 or float32."
+            f"dtype is float16; {name} has a value of {largest:g}, and float16 ends at 65504. Use "
+            "bfloat16 or float32."
         )
-    return made
+    return result
 
 
 def parse_dtype(name: str) -> Dtype:
@@ -339,11 +425,13 @@ def _check_target(out: Path) -> None:
         )
     if out.is_dir() and any(out.iterdir()) and not _is_export(out):
         raise ConfigError(
-            f"out is {str(out)!r}, which contains something other than an earlier export. Give a folder that does not exist yet."
+            f"out is {str(out)!r}, which contains something other than an earlier export. Give a "
+            "folder that does not exist yet."
         )
 
 
 def _is_export(folder: Path) -> bool:
+    """Whether headway wrote the weights in a folder, as their metadata says."""
     from safetensors import SafetensorError, safe_open
 
     mark = MARK["written_by"]
@@ -358,13 +446,16 @@ def _is_export(folder: Path) -> bool:
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `out` when the block ends well, and vanishes when it does not."""
+    """A temporary folder that becomes `out` when the block ends well, and vanishes when it does
+    not.
+    """
     clear_leftovers(out)
     temporary = temporary_name(out.absolute())
     temporary.mkdir(parents=True)
     try:
         yield temporary
         fsync_folder(temporary)
+        # A folder cannot be renamed onto one that is not empty.
         if out.is_dir():
             remove_folder(out.absolute())
         rename_folder(temporary, out.absolute())
@@ -378,6 +469,9 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path, notes: dict[str, 
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata=notes)
+
+    # safetensors writes metadata in an order that differs from process to process. The header is
+    # overwritten in place, so that equal weights give equal files.
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = json.loads(file.read(length))

@@ -1,10 +1,16 @@
-"""Block quantisation of llama.cpp's k types: fp32 rows whose length is a multiple of 256 come in, bytes in the layout of ggml go out.
+"""Block quantisation of llama.cpp's k types: fp32 rows whose length is a multiple of 256 come in,
+bytes in the layout of ggml go out.
 
-    q4_k   256 weights: 8 parts of 32 with 4-bit values; weight = scale * value - minimum; 6-bit scales and minima; 144 bytes
-    q6_k   256 weights: 16 parts of 16 with 6-bit values; weight = scale * (value - 32); 8-bit scales; 210 bytes
+    q4_k   256 weights in 8 parts of 32, 144 bytes: 4-bit values, 6-bit scales and minima
+           weight = d * scale * value - m * minimum
+    q6_k   256 weights in 16 parts of 16, 210 bytes: 6-bit values, 8-bit scales
+           weight = d * scale * (value - 32)
 
-The gguf package reads these types and cannot write them. For each part several scales are tried and refined by least squares, with
-weights that count large values more, and the best is kept. tests/unit/export/test_kquants.py bounds the error by what gguf reads back.
+d and m are fp16 numbers of the block.
+
+The gguf package reads these types and cannot write them. For each part several scales are tried and
+refined by least squares, with weights that count large values more, and the best is kept.
+tests/unit/export/test_kquants.py bounds the error by what gguf reads back.
 """
 
 from __future__ import annotations
@@ -15,10 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 256
+"""Weights of a block."""
 BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
 CHUNK_BLOCKS = 512
 """Blocks quantised at a time: their temporaries stay in the cache of a core."""
 TRIES = 21
+"""Scales tried for each part."""
 
 
 def quantise(rows: Tensor, kind: str) -> Any:
@@ -28,16 +36,16 @@ def quantise(rows: Tensor, kind: str) -> Any:
     assert rows.shape[-1] % BLOCK == 0, f"rows of {rows.shape[-1]} are no whole blocks of {BLOCK}"
     blocks = rows.detach().reshape(-1, BLOCK)
     pack = {"q4_k": _q4_k, "q6_k": _q6_k}[kind]
-    done = [pack(part.to("cpu", torch.float32)) for part in blocks.split(CHUNK_BLOCKS)]
-    return torch.cat(done).reshape(rows.shape[0], -1).numpy()
+    packed = [pack(chunk.to("cpu", torch.float32)) for chunk in blocks.split(CHUNK_BLOCKS)]
+    return torch.cat(packed).reshape(rows.shape[0], -1).numpy()
 
 
 def _half(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values rounded to fp16, in fp32 and as bytes."""
+    """Values [N] rounded to fp16: in fp32 [N], and as bytes [N, 2]."""
     import torch
 
-    made = values.to(torch.float16)
-    return made.float(), made.contiguous().view(torch.uint8).reshape(len(values), 2)
+    rounded = values.to(torch.float16)
+    return rounded.float(), rounded.contiguous().view(torch.uint8).reshape(len(values), 2)
 
 
 def _inverse(values: Tensor) -> Tensor:
@@ -52,17 +60,25 @@ def _inverse(values: Tensor) -> Tensor:
 
 
 def _q4_k(x: Tensor) -> Tensor:
+    """Blocks [N, 256] as bytes [N, 144]: d, m, 12 bytes of scales and minima, 128 of values."""
     import torch
 
     x = x.reshape(-1, 8, 32)
-    scale, least = _affine(x)
+    scale, minimum = _affine(x)
     d, d_bytes = _half(scale.amax(dim=1) / 63)
-    m, m_bytes = _half(least.amax(dim=1) / 63)
+    m, m_bytes = _half(minimum.amax(dim=1) / 63)
     scales = (scale * _inverse(d)[:, None]).round().clamp(0, 63)
-    minima = (least * _inverse(m)[:, None]).round().clamp(0, 63)
-    width, base = d[:, None] * scales, m[:, None] * minima
+    minima = (minimum * _inverse(m)[:, None]).round().clamp(0, 63)
+
+    # The values are chosen for the rounded scales, which a reader multiplies by.
+    width = d[:, None] * scales
+    base = m[:, None] * minima
     q = ((x + base[..., None]) * _inverse(width)[..., None]).round().clamp(0, 15).to(torch.uint8)
-    s, b = scales.to(torch.uint8), minima.to(torch.uint8)
+
+    # ggml's layout: 6 bits each of the first four scales and minima fill a byte's low bits. The
+    # high two bits there belong to the last four, whose low four bits share the last 4 bytes.
+    s = scales.to(torch.uint8)
+    b = minima.to(torch.uint8)
     packed = torch.cat(
         (
             s[:, :4] | (s[:, 4:] >> 4) << 6,
@@ -71,57 +87,72 @@ def _q4_k(x: Tensor) -> Tensor:
         ),
         dim=1,
     )
+    # A byte holds the values at one position of two neighbouring parts.
     nibbles = q[:, 0::2] | q[:, 1::2] << 4
     return torch.cat((d_bytes, m_bytes, packed, nibbles.reshape(-1, 128)), dim=1)
 
 
 def _affine(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum (both >= 0) of each part, so that scale * value - minimum with values 0..15 is near x."""
+    """Scale and minimum (both >= 0) of each part, so that scale * value - minimum with values 0..15
+    is near x.
+    """
     import torch
 
+    # The weights that llama.cpp gives the errors of this type: rms(x) + |x|.
     weight = x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
     low = x.amin(dim=-1, keepdim=True).clamp(max=0)
     span = x.amax(dim=-1, keepdim=True) - low
-    total, total_x = weight.sum(-1), (weight * x).sum(-1)
-    best_scale, best_least = (span / 15).squeeze(-1), -low.squeeze(-1)
+    total = weight.sum(-1)
+    total_x = (weight * x).sum(-1)
+
+    best_scale = (span / 15).squeeze(-1)
+    best_minimum = -low.squeeze(-1)
     best_error = torch.full_like(best_scale, float("inf"))
     for step in torch.linspace(-1, 1, TRIES).tolist():
         q = ((x - low) * ((15 + step) * _inverse(span))).round().clamp(0, 15)
+
+        # The scale s and offset o that minimise sum(w * (s*q + o - x)^2) for these q: the normal
+        # equations of weighted least squares.
         wq = weight * q
-        first, second, cross = wq.sum(-1), (wq * q).sum(-1), (wq * x).sum(-1)
-        spread = total * second - first * first
-        scale = (total * cross - total_x * first) * _inverse(spread)
-        offset = (second * total_x - first * cross) * _inverse(spread)
-        alone = offset > 0  # a minimum is subtracted, so it cannot be negative: fit the scale alone
-        scale = torch.where(alone, cross * _inverse(second), scale)
-        offset = torch.where(alone, torch.zeros_like(offset), offset)
+        sum_wq = wq.sum(-1)
+        sum_wqq = (wq * q).sum(-1)
+        sum_wqx = (wq * x).sum(-1)
+        determinant = total * sum_wqq - sum_wq * sum_wq
+        scale = (total * sum_wqx - total_x * sum_wq) * _inverse(determinant)
+        offset = (sum_wqq * total_x - sum_wq * sum_wqx) * _inverse(determinant)
+
+        # A minimum is subtracted and cannot be negative. There the scale is fitted alone.
+        positive = offset > 0
+        scale = torch.where(positive, sum_wqx * _inverse(sum_wqq), scale)
+        offset = torch.where(positive, torch.zeros_like(offset), offset)
+
         error = (weight * (scale[..., None] * q + offset[..., None] - x).square()).sum(-1)
         better = (error < best_error) & (scale > 0)
         best_error = torch.where(better, error, best_error)
-        best_scale, best_least = (
-            torch.where(better, scale, best_scale),
-            torch.where(better, -offset, best_least),
-        )
-    return best_scale, best_least
+        best_scale = torch.where(better, scale, best_scale)
+        best_minimum = torch.where(better, -offset, best_minimum)
+    return best_scale, best_minimum
 
 
 def _q6_k(x: Tensor) -> Tensor:
+    """Blocks [N, 256] as bytes [N, 210]: 128 with low bits, 64 with high bits, 16 scales, d."""
     import torch
 
     x = x.reshape(-1, 16, 16)
     scale = _symmetric(x)
     widest = scale.gather(1, scale.abs().argmax(dim=1, keepdim=True)).squeeze(1)
+    # Divided by -128 rather than 127: int8 has one value more on its negative side.
     d, d_bytes = _half(widest / -128)
     scales = (scale * _inverse(d)[:, None]).round().clamp(-128, 127)
     width = d[:, None] * scales
-    q = (
-        ((x * _inverse(width)[..., None]).round().clamp(-32, 31) + 32)
-        .to(torch.uint8)
-        .reshape(-1, 2, 4, 32)
-    )
-    one, two, three, four = q.unbind(dim=2)
-    low = torch.cat((one & 15 | (three & 15) << 4, two & 15 | (four & 15) << 4), dim=-1)
-    high = one >> 4 | (two >> 4) << 2 | (three >> 4) << 4 | (four >> 4) << 6
+    values = (x * _inverse(width)[..., None]).round().clamp(-32, 31) + 32
+
+    # ggml's layout: each half of a block is four quarters of 32 values. A byte of `low` holds the
+    # low four bits of two quarters, a byte of `high` the high two bits of all four.
+    halves = values.to(torch.uint8).reshape(-1, 2, 4, 32)
+    q1, q2, q3, q4 = halves.unbind(dim=2)
+    low = torch.cat((q1 & 15 | (q3 & 15) << 4, q2 & 15 | (q4 & 15) << 4), dim=-1)
+    high = q1 >> 4 | (q2 >> 4) << 2 | (q3 >> 4) << 4 | (q4 >> 4) << 6
     return torch.cat(
         (
             low.reshape(-1, 128),
@@ -137,17 +168,21 @@ def _symmetric(x: Tensor) -> Tensor:
     """The scale of each part, so that scale * value with values -32..31 is near x."""
     import torch
 
+    # The weights that llama.cpp gives the errors of this type: x^2.
     weight = x.square()
-    top = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
-    best = torch.zeros_like(top.squeeze(-1))
-    best_gain = torch.full_like(best, -1.0)
+    largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
+    best_scale = torch.zeros_like(largest.squeeze(-1))
+    best_gain = torch.full_like(best_scale, -1.0)
     for step in torch.linspace(-1, 1, TRIES).tolist():
-        q = (x * (-(32 + step) * _inverse(top))).round().clamp(-32, 31)
-        cross, second = (weight * q * x).sum(-1), (weight * q * q).sum(-1)
-        gain = cross.square() * _inverse(second)  # what the fit takes off the error
+        # The value of largest magnitude becomes about -32, the farther end of -32..31.
+        q = (x * (-(32 + step) * _inverse(largest))).round().clamp(-32, 31)
+
+        # Of all scales s, sum(w*q*x) / sum(w*q^2) has the least error, which is
+        # sum(w*x^2) - gain. Only the gain depends on q.
+        sum_wqx = (weight * q * x).sum(-1)
+        sum_wqq = (weight * q * q).sum(-1)
+        gain = sum_wqx.square() * _inverse(sum_wqq)
         better = gain > best_gain
-        best_gain, best = (
-            torch.where(better, gain, best_gain),
-            torch.where(better, cross * _inverse(second), best),
-        )
-    return best
+        best_gain = torch.where(better, gain, best_gain)
+        best_scale = torch.where(better, sum_wqx * _inverse(sum_wqq), best_scale)
+    return best_scale

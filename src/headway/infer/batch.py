@@ -1,10 +1,12 @@
-"""A file of prompts comes in, a file of answers goes out: in order, in constant memory, continued after a kill.
+"""A file of prompts comes in, a file of answers goes out: in order, in constant memory, continued
+after a kill.
 
     line -> prompt ids -> n requests of the engine -> texts -> line of the output
 
-The engine always has more requests than it runs at once. Lines are written in the order of the input, so a long answer holds back the
-lines behind it, at most `WINDOW` of them. What a line becomes depends on its prompt and the seed alone: it is what `generate` gives for
-the prompt, and the k-th of n samples is what `generate` gives for the k-th time it has the prompt.
+The engine always has more requests than it runs at once. Lines are written in the order of the
+input, so a long answer holds back the lines behind it, at most `WINDOW` of them. What a line
+becomes depends on its prompt and the seed alone: it is what `generate` gives for the prompt, and
+the k-th of n samples is what `generate` gives for the k-th time it has the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from headway.infer.content import content_of
 from headway.infer.engine.ranks import build_engine
 from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest
 from headway.infer.engine.text import CONTEXT, RequestText
-from headway.infer.generate import GenerateOptions, prompt_ids
+from headway.infer.generate import conversation_name, prompt_ids
+from headway.infer.generate_options import GenerateOptions
 from headway.infer.load import LoadedModel
 from headway.infer.messages import conversation_of
 from headway.records.chat import Conversation
@@ -41,7 +44,8 @@ class BatchOptions:
 
     generate: GenerateOptions = field(default_factory=GenerateOptions)
     template: str | None = None
-    """Prompts are questions in this chat template; None: they are continued. Messages always have one."""
+    """Prompts are questions in this chat template; None: they are continued. Messages always have
+    one."""
     system: str | None = None
     samples: int = 1
     """Answers to each line."""
@@ -51,18 +55,29 @@ class BatchOptions:
             raise ConfigError(f"--n is {self.samples}; it must be 1 or more.")
         if self.samples > 1 and self.generate.sampling.temperature == 0:
             raise ConfigError(
-                f"--n is {self.samples} with temperature 0, which gives the same answer each time. Set --temperature."
+                f"--n is {self.samples} with temperature 0, which gives the same answer each "
+                "time. Set --temperature."
             )
 
     def settings(self, loaded: LoadedModel, path: Path) -> dict[str, Any]:
         """What decides the answers, as plain values."""
-        sampling, masks = self.generate.sampling, loaded.describe_masks()
+        sampling = self.generate.sampling
+        masks = loaded.describe_masks()
         values: dict[str, Any] = {
-            "model": str(loaded.path), "input": str(path), "n": self.samples, "max_new_tokens": self.generate.max_new_tokens,
-            "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": sampling.seed,
-            "stop": list(self.generate.stop), "special": self.generate.special, "template": self.template, "system": self.system,
+            "model": str(loaded.path),
+            "input": str(path),
+            "n": self.samples,
+            "max_new_tokens": self.generate.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop": list(self.generate.stop),
+            "special": self.generate.special,
+            "template": self.template,
+            "system": self.system,
             "masks": None if masks is None else json.loads(json.dumps(masks, default=str)),
-        }  # fmt: skip
+        }
         return {**values, **content_of(loaded)}
 
 
@@ -72,9 +87,9 @@ class BatchReport:
 
     output: str
     lines: int
-    """In the output now."""
+    """Lines in the output now."""
     answered: int
-    """Now; the others were there."""
+    """Lines that this run answered; the others were there before."""
     failed: int
     """Of those answered now: lines with an error instead of an answer."""
     prompt_tokens: int
@@ -99,6 +114,7 @@ def answer_file(
             prefill_tokens=options.generate.chunk_tokens,
             speculation=options.generate.speculation,
         )
+    # Refuses a model without a tokenizer, or a wrong template, before any file is touched.
     job = _BatchJob(loaded, options, engine_options)
     begun = time.monotonic()
     if path.absolute() == output.absolute():
@@ -114,26 +130,34 @@ def answer_file(
         lines = read_lines(path)
         file.skip(lines)
         advance(file.kept)
+
         for values in job.run(lines):
             file.write(values)
             advance(1)
+
     stats = job.engine.stats()
-    proposed = (
-        None
-        if job.engine.options.speculation is None
-        else {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}
-    )
+    proposed = None
+    if job.engine.options.speculation is not None:
+        proposed = {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}
     return BatchReport(
-        str(output), file.kept + job.done, job.done, job.failed, stats.prompt_tokens + stats.cached_tokens, stats.generated_tokens,
-        round(time.monotonic() - begun, 3), proposed,
-    )  # fmt: skip
+        str(output),
+        file.kept + job.done,
+        job.done,
+        job.failed,
+        stats.prompt_tokens + stats.cached_tokens,
+        stats.generated_tokens,
+        round(time.monotonic() - begun, 3),
+        proposed,
+    )
 
 
 class _Answer:
     """One request while its text grows."""
 
     def __init__(self, text: RequestText) -> None:
-        self.text, self.said, self.tokens = text, list[str](), 0
+        self.text = text
+        self.said = list[str]()
+        self.tokens = 0
         self.stopped_by: str | None = None
 
     def add(self, event: EngineEvent) -> None:
@@ -142,6 +166,7 @@ class _Answer:
 
     def finish(self, reason: str) -> None:
         self.said.append(self.text.finish())
+        # A stop text may have come in the same event as the end of the request.
         self.stopped_by = "stop" if self.text.stopped else reason
 
     def values(self) -> dict[str, Any]:
@@ -158,12 +183,14 @@ class _OpenLine:
 
     @property
     def is_complete(self) -> bool:
-        return self.error is not None or all(one.stopped_by is not None for one in self.answers)
+        return self.error is not None or all(
+            answer.stopped_by is not None for answer in self.answers
+        )
 
     def values(self) -> dict[str, Any]:
         if self.error is not None:
             return self.line.answered({ERROR: self.error})
-        return self.line.answered({GENERATIONS: [one.values() for one in self.answers]})
+        return self.line.answered({GENERATIONS: [answer.values() for answer in self.answers]})
 
 
 class _BatchJob:
@@ -172,14 +199,13 @@ class _BatchJob:
     def __init__(
         self, loaded: LoadedModel, options: BatchOptions, engine_options: EngineOptions
     ) -> None:
-        if loaded.tokenizer is None:
-            raise ConfigError(
-                f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
-            )
-        self.loaded, self.tokenizer, self.options = loaded, loaded.tokenizer, options
+        self.loaded = loaded
+        self.tokenizer = loaded.require_tokenizer()
+        self.options = options
         self._template: tuple[ChatTemplate, tuple[int, ...]] | None = None
         if options.template is not None:
             self._chat_template()  # a wrong name is refused before any line
+        # The engine need not bound its queue: `run` bounds what it submits.
         self.engine = build_engine(loaded, replace(engine_options, max_waiting=1 << 30))
         self._open: dict[int, tuple[_OpenLine, _Answer]] = {}
         self.done = self.failed = 0
@@ -187,6 +213,7 @@ class _BatchJob:
     def run(self, lines: Iterator[BatchLine]) -> Iterator[dict[str, Any]]:
         """The lines of the output, in order."""
         waiting: deque[_OpenLine] = deque()
+        # Enough requests that a slot never waits for the next line, few enough to bound memory.
         ahead = 2 * self.engine.options.max_running
         ended = False
         while True:
@@ -196,18 +223,22 @@ class _BatchJob:
                     ended = True
                 else:
                     waiting.append(self._start(line))
+
+            # In the order of the input: a line behind one that is not complete waits.
             while waiting and waiting[0].is_complete:
-                found = waiting.popleft()
+                complete = waiting.popleft()
                 self.done += 1
-                self.failed += found.error is not None
-                yield found.values()
+                self.failed += complete.error is not None
+                yield complete.values()
+
             if not waiting and ended:
                 return
             for event in self.engine.step():
                 self._take(event)
 
     def _start(self, line: BatchLine) -> _OpenLine:
-        found = _OpenLine(line)
+        """Submit the requests of a line; a line that cannot be asked is complete with its error."""
+        open_line = _OpenLine(line)
         numbers: list[int] = []
         try:
             if line.record is None or line.problem is not None:
@@ -216,6 +247,7 @@ class _BatchJob:
             generate = self.options.generate
             stops = frozenset((*generate.stop_ids, *ends))
             for sample in range(self.options.samples):
+                # The key of the k-th time that `generate` has the prompt: the same samples.
                 request = EngineRequest(
                     tuple(ids),
                     generate.max_new_tokens,
@@ -225,20 +257,26 @@ class _BatchJob:
                 )
                 numbers.append(self.engine.submit(request))
                 answer = _Answer(RequestText(self.tokenizer, ids[-CONTEXT:], generate.stop))
-                found.answers.append(answer)
-                self._open[numbers[-1]] = (found, answer)
+                open_line.answers.append(answer)
+                self._open[numbers[-1]] = (open_line, answer)
         except (DataError, ConfigError) as problem:
+            # The line gets the error instead of an answer; the job continues.
             text = str(problem)
-            found.error = text if text.startswith(line.place) else f"{line.place}: {text}"
+            if text.startswith(line.place):
+                open_line.error = text
+            else:
+                open_line.error = f"{line.place}: {text}"
+            # samples of this line that were submitted before the one that failed
             for number in numbers:
                 self.engine.cancel(number)
-        return found
+        return open_line
 
     def _prompt(self, record: dict[str, Any], place: str) -> tuple[str, list[int], tuple[int, ...]]:
-        """Name and ids of a prompt, and the ids that end its answer. Names are those of `generate`: they decide the samples."""
+        """Name and ids of a prompt, and the ids that end its answer. Names are those of `generate`:
+        they decide the samples."""
         options = self.options
         if isinstance(record.get("messages"), list):
-            found = conversation_of(record, place, options.system)
+            conversation = conversation_of(record, place, options.system)
         else:
             key = next((key for key in TEXT_KEYS if key in record), None)
             if key is None:
@@ -246,37 +284,39 @@ class _BatchJob:
             text = record[key]
             if not isinstance(text, str) or not text:
                 raise DataError(
-                    f"{place}: {key} is {json.dumps(text, ensure_ascii=False)[:80]}; a text that is not empty is expected."
+                    f"{place}: {key} is {json.dumps(text, ensure_ascii=False)[:80]}; a text that "
+                    "is not empty is expected."
                 )
+            # `text` is always continued; `prompt` is a question where a template is set.
             if key == "text" or options.template is None:
                 return text, prompt_ids(self.tokenizer, text, special=options.generate.special), ()
-            before = () if options.system is None else (Turn("system", options.system),)
-            found = Conversation((*before, Turn("user", text)))
+            before = ()
+            if options.system is not None:
+                before = (Turn("system", options.system),)
+            conversation = Conversation((*before, Turn("user", text)))
         template, ends = self._chat_template()
-        name = (
-            found.turns[0].content
-            if len(found.turns) == 1
-            else json.dumps([turn.content for turn in found.turns])
-        )
-        return name, render_prompt(found.turns, template, self.tokenizer, found.tools), ends
+        ids = render_prompt(conversation.turns, template, self.tokenizer, conversation.tools)
+        return conversation_name(conversation.turns), ids, ends
 
     def _chat_template(self) -> tuple[ChatTemplate, tuple[int, ...]]:
         """The template, and the ids that end an answer in it."""
         if self._template is None:
-            found = find_template(self.options.template or "tokenizer", self.tokenizer)
-            self._template = found, answer_end(found, self.tokenizer)
+            template = find_template(self.options.template or "tokenizer", self.tokenizer)
+            self._template = template, answer_end(template, self.tokenizer)
         return self._template
 
     def _take(self, event: EngineEvent) -> None:
-        held = self._open.get(event.request)
-        if held is None:
-            return
-        line, answer = held
+        """Add an event to the answer it belongs to."""
+        pending = self._open.get(event.request)
+        if pending is None:
+            return  # the last event of a request that was cancelled at a stop text
+        line, answer = pending
         answer.add(event)
         if event.error is not None:
             line.error = f"{line.line.place}: {event.error}"
         if event.finished is not None or answer.text.stopped:
             answer.finish(event.finished or "stop")
             del self._open[event.request]
+            # The engine knows nothing of stop texts, and would continue.
             if event.finished is None:
                 self.engine.cancel(event.request)

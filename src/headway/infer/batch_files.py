@@ -1,7 +1,10 @@
-"""The two files of a batch job: lines of JSON come in one by one, lines of answers go out in the same order and survive a kill.
+"""The two files of a batch job: lines of JSON come in one by one, lines of answers go out in the
+same order and survive a kill.
 
-    answers.jsonl             whole lines, the answers to the first lines of the input; a line that a kill cut short is removed
-    answers.jsonl.settings    what decides the answers: the same command continues, another one is refused
+    answers.jsonl             whole lines, the answers to the first lines of the input; a line that
+                              a kill cut short is removed
+    answers.jsonl.settings    what decides the answers: the same command continues, another one is
+                              refused
 
 Neither file is ever held in memory.
 """
@@ -22,7 +25,9 @@ from headway.runtime.storage import write_atomic
 from headway.text.raw import RawFile
 
 MAX_LINE_BYTES = 64 << 20
+"""A longer line is no record but another kind of file."""
 BLOCK_BYTES = 1 << 20
+"""Read at once when the lines of an output are counted."""
 INDEX, GENERATIONS, ERROR = "index", "generations", "error"
 RESERVED = (INDEX, GENERATIONS, ERROR)
 DIGEST = "_digest"
@@ -45,14 +50,16 @@ class BatchLine:
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """The lines of a .jsonl file, which may be compressed; blank ones are skipped. A line that cannot be read has its problem."""
+    """The lines of a .jsonl file, which may be compressed; blank ones are skipped. A line that
+    cannot be read has its problem."""
     with RawFile.at(path).open() as stream:
         index = number = 0
         while data := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(data) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB. Give one record per line."
+                    f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB. Give "
+                    "one record per line."
                 )
             if data.strip():
                 yield _parsed(data, index, f"{path}:{number}")
@@ -61,6 +68,7 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 
 def _parsed(data: bytes, index: int, place: str) -> BatchLine:
     try:
+        # Only the first line may begin with a byte order mark.
         record = json.loads(data.decode("utf-8-sig" if index == 0 else "utf-8"))
     except (ValueError, RecursionError) as problem:
         return BatchLine(index, place, None, f"not JSON: {' '.join(str(problem).split())[:200]}")
@@ -69,6 +77,7 @@ def _parsed(data: bytes, index: int, place: str) -> BatchLine:
             index, place, None, f"a line must be an object, not {type(record).__name__}"
         )
     taken = [key for key in RESERVED if key in record]
+    # The output keeps a record's fields beside the answers, so their names may not collide.
     if taken:
         rest = {key: value for key, value in record.items() if key not in RESERVED}
         return BatchLine(
@@ -94,13 +103,15 @@ def require_same(output: Path, before: Mapping[str, Any], settings: Mapping[str,
             if key in before:
                 part = key.removesuffix(DIGEST)
                 raise ConfigError(
-                    f"--output is {output}, which was begun with other content of model {_shown(settings.get('model'))}: its {part} "
-                    f"changed (sha256 {_shown(before[key])}, now {_shown(settings.get(key))}). Give another file, or the same model."
+                    f"--output is {output}, which was begun with other content of model "
+                    f"{_shown(settings.get('model'))}: its {part} changed (sha256 "
+                    f"{_shown(before[key])}, now {_shown(settings.get(key))}). Give another file, "
+                    "or the same model."
                 )
             continue
         raise ConfigError(
-            f"--output is {output}, which was begun with {key} {_shown(before.get(key))}; now it is "
-            f"{_shown(settings.get(key))}. Give another file, or the same settings."
+            f"--output is {output}, which was begun with {key} {_shown(before.get(key))}; now it "
+            f"is {_shown(settings.get(key))}. Give another file, or the same settings."
         )
 
 
@@ -118,6 +129,7 @@ class BatchOutput:
 
     def __enter__(self) -> BatchOutput:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # An empty file may have come from anywhere; it is taken.
         if self.path.exists() and self.path.stat().st_size:
             self._check_settings()
             self._count()
@@ -142,7 +154,8 @@ class BatchOutput:
     def _check_settings(self) -> None:
         if not self._side.is_file():
             raise ConfigError(
-                f"--output is {self.path}, which exists, without {self._side.name}: it was not written by this verb. Give another file."
+                f"--output is {self.path}, which exists, without {self._side.name}: it was not "
+                "written by this verb. Give another file."
             )
         require_same(self.path, read_object(self._side, ConfigError), self._settings)
 
@@ -151,9 +164,10 @@ class BatchOutput:
         size = whole = last = 0
         with open(self.path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
-                at = -1
-                while (at := block.find(b"\n", at + 1)) >= 0:
-                    last, whole = whole, size + at + 1
+                newline = -1
+                while (newline := block.find(b"\n", newline + 1)) >= 0:
+                    last = whole
+                    whole = size + newline + 1
                     self.kept += 1
                 size += len(block)
             if self.kept:
@@ -161,20 +175,25 @@ class BatchOutput:
                 self._last = _object(file.read(whole - last))
         if self.kept and (self._last is None or self._last.get(INDEX) != self.kept - 1):
             raise ConfigError(
-                f"--output is {self.path}, whose line {self.kept} is no answer of this job. Give another file."
+                f"--output is {self.path}, whose line {self.kept} is no answer of this job. Give "
+                "another file."
             )
+        # Only after the checks: a file that is not ours is left as it is.
         if whole < size:
             os.truncate(self.path, whole)
 
     def skip(self, lines: Iterator[BatchLine]) -> None:
-        """Pass over the lines of the input that have answers; the last of them must be the one that was answered."""
+        """Pass over the lines of the input that have answers; the last of them must be the one that
+        was answered."""
         line: BatchLine | None = None
         for _ in range(self.kept):
             line = next(lines, None)
             if line is None:
                 raise ConfigError(
-                    f"--output is {self.path}, which has more lines than the input. Give another file, or remove it."
+                    f"--output is {self.path}, which has more lines than the input. Give another "
+                    "file, or remove it."
                 )
+        # One line is compared, the last: an input that only has more lines now is the same input.
         last = self._last
         if (
             line is not None
@@ -182,11 +201,13 @@ class BatchOutput:
             and any(last.get(key) != value for key, value in line.answered({}).items())
         ):
             raise ConfigError(
-                f"--output is {self.path}, whose line {self.kept} is of another input. Give another file, or remove it."
+                f"--output is {self.path}, whose line {self.kept} is of another input. Give "
+                "another file, or remove it."
             )
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One line. It is with the system when this returns, so that a kill of the process does not lose it."""
+        """One line. It is with the system when this returns, so that a kill of the process does not
+        lose it."""
         assert self._file is not None
         self._file.write(
             json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
@@ -196,12 +217,14 @@ class BatchOutput:
 
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."

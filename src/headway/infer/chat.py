@@ -1,8 +1,11 @@
-"""A conversation with a model: what a person says comes in, the answer goes out piece by piece, and both become turns.
+"""A conversation with a model: what a person says comes in, the answer goes out piece by piece, and
+both become turns.
 
-    ChatSession (turns, media, what is left out) -> Responder (an engine in this process, or a server) -> ChatAnswer
+    ChatSession (turns, media, what is left out)
+        -> Responder (an engine in this process, or a server) -> ChatAnswer
 
-When the context is full the oldest turns are no longer sent; they stay in the conversation. The system message is always sent.
+When the context is full the oldest turns are no longer sent; they stay in the conversation. The
+system message is always sent.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.errors import ConfigError, DataError
-from headway.infer.generate import GenerateOptions
+from headway.infer.generate_options import GenerateOptions, Say
 from headway.infer.load import LoadedModel
 from headway.infer.messages import as_messages
-from headway.infer.stream import Say
 from headway.media.items import MediaRef, Modality
 from headway.records.encode_media import MARK
 from headway.runtime.storage import write_atomic
@@ -31,7 +33,7 @@ LISTED: dict[Modality, str] = {"image": "images", "audio": "audios", "video": "v
 
 @dataclass(frozen=True)
 class ChatStats:
-    """What an answer took."""
+    """Tokens and seconds that an answer took."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -43,9 +45,11 @@ class ChatStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token; None where there are too few to tell."""
+        """Speed after the first token, without reading the prompt; None where too few to tell."""
         spent = self.seconds - self.first_seconds
-        return (self.new_tokens - 1) / spent if self.new_tokens > 1 and spent > 0 else None
+        if self.new_tokens > 1 and spent > 0:
+            return (self.new_tokens - 1) / spent
+        return None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class ChatAnswer:
 
 
 class ContextFull(ConfigError):
-    """A conversation is longer than the model's context, or leaves too little room for an answer."""
+    """A conversation is longer than the model's context, or leaves too little room for an
+    answer."""
 
 
 class Responder(Protocol):
@@ -71,12 +76,12 @@ class Responder(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the model, as a person knows it."""
+        """The name of the model, as a person knows it."""
         ...
 
     @property
     def takes(self) -> frozenset[Modality]:
-        """Media it takes."""
+        """Kinds of media that the model takes."""
         ...
 
     def answer(
@@ -89,7 +94,8 @@ class Responder(Protocol):
         attempt: int = 0,
         is_last_try: bool = False,
     ) -> ChatAnswer:
-        """The next turn. Raises ContextFull before anything is said; with `is_last_try` only where there is no room at all.
+        """The next turn. Raises ContextFull before anything is said; with `is_last_try` only where
+        there is no room at all.
 
         `attempt` counts answers to the same conversation: each draws other tokens.
         """
@@ -101,7 +107,8 @@ class Responder(Protocol):
 
 
 class ChatSession:
-    """A model, and the turns so far. Every answer is computed from the whole conversation, as far as the context holds it."""
+    """A model, and the turns so far. Every answer is computed from the whole conversation, as far
+    as the context holds it."""
 
     def __init__(
         self,
@@ -112,9 +119,10 @@ class ChatSession:
     ) -> None:
         from headway.infer.chat_engine import EngineResponder
 
-        self.responder: Responder = (
-            EngineResponder(source, template) if isinstance(source, LoadedModel) else source
-        )
+        if isinstance(source, LoadedModel):
+            self.responder: Responder = EngineResponder(source, template)
+        else:
+            self.responder = source
         self.options = options
         self.turns: list[Turn] = []
         self.media: list[MediaRef] = []
@@ -126,61 +134,72 @@ class ChatSession:
         self._attempt = 0
 
     def ask(self, text: str, say: Say, media: Sequence[MediaRef] = ()) -> ChatAnswer:
-        """Say something and get the answer. If it cannot be answered, the conversation is as before."""
-        kept = list(
-            self.turns[:-1] if self.turns and self.turns[-1].role == "user" else self.turns
-        )  # one that was never answered
+        """Say something and get the answer. If it cannot be answered, the conversation is as
+        before."""
+        earlier = list(self.turns)
+        if earlier and earlier[-1].role == "user":
+            earlier.pop()  # one that was never answered
+        earlier_media, _ = _split_media(earlier, self.media)
+
+        # As in training data, a mark stands for each picture or sound, before the text.
         marks = "".join(f"<{ref.modality}>" for ref in media)
-        asked = Turn("user", f"{marks}\n{text}" if marks else text)
-        return self._answer([*kept, asked], [*_split_media(kept, self.media)[0], *media], say, 0)
+        question = Turn("user", f"{marks}\n{text}" if marks else text)
+        return self._answer([*earlier, question], [*earlier_media, *media], say, 0)
 
     def regenerate(self, say: Say) -> ChatAnswer:
         """Answer the last question again."""
-        at = self._last_question()
-        return self._answer(self.turns[: at + 1], self.media, say, self._attempt + 1)
+        index = self._last_question()
+        return self._answer(self.turns[: index + 1], self.media, say, self._attempt + 1)
 
     def edit(self, text: str, say: Say) -> ChatAnswer:
         """Replace the last question, which keeps its media, and answer it."""
-        at = self._last_question()
-        marks = "".join(f"<{name}>" for name in MARK.findall(self.turns[at].content))
-        asked = Turn("user", f"{marks}\n{text}" if marks else text)
-        return self._answer([*self.turns[:at], asked], self.media, say, 0)
+        index = self._last_question()
+        marks = "".join(f"<{name}>" for name in MARK.findall(self.turns[index].content))
+        question = Turn("user", f"{marks}\n{text}" if marks else text)
+        return self._answer([*self.turns[:index], question], self.media, say, 0)
 
     def last_question(self) -> str:
         """The text of the last question, without marks of media."""
         text = self.turns[self._last_question()].content
-        return MARK.sub("", text).lstrip("\n") if MARK.search(text) else text
+        if MARK.search(text):
+            return MARK.sub("", text).lstrip("\n")
+        return text
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
-        self.turns, self.media, self.left_out, self.last = [], [], 0, None
+        self.turns = []
+        self.media = []
+        self.left_out = 0
+        self.last = None
 
     def copy_turns(self, other: ChatSession) -> None:
         """Take over the conversation of another session."""
-        self.turns, self.media, self.system, self.left_out = (
-            list(other.turns),
-            list(other.media),
-            other.system,
-            0,
-        )
+        self.turns = list(other.turns)
+        self.media = list(other.media)
+        self.system = other.system
+        self.left_out = 0
 
     def _last_question(self) -> int:
-        found = [number for number, turn in enumerate(self.turns) if turn.role == "user"]
-        if not found:
+        questions = [number for number, turn in enumerate(self.turns) if turn.role == "user"]
+        if not questions:
             raise ConfigError("nothing has been asked yet. Say something first.")
-        return found[-1]
+        return questions[-1]
 
     def _answer(
         self, turns: list[Turn], media: list[MediaRef], say: Say, attempt: int
     ) -> ChatAnswer:
+        """Ask with as much of the conversation as fits: whole questions are left out, the oldest
+        first."""
+        # Begin where the last answer had to: what did not fit then does not fit now.
         first = min(self.left_out, max(0, len(turns) - 1))
         while True:
-            sent, after = turns[first:], _next_question(turns, first)
+            sent = turns[first:]
+            after = _next_question(turns, first)
             try:
-                seen = _split_media(turns[:first], media)[1]
+                _, sent_media = _split_media(turns[:first], media)
                 answer = self.responder.answer(
                     self._with_system(sent),
-                    seen,
+                    sent_media,
                     self.options,
                     say,
                     attempt=attempt,
@@ -191,20 +210,21 @@ class ChatSession:
                 if after is None:
                     raise
                 first = after
+
         if answer.text:
-            self.turns, self.media, self.left_out, self._attempt = (
-                [*turns, Turn("assistant", answer.text)],
-                list(media),
-                first,
-                attempt,
-            )
-        # An empty turn would teach the model to be silent: without a text the conversation is as before.
+            self.turns = [*turns, Turn("assistant", answer.text)]
+            self.media = list(media)
+            self.left_out = first
+            self._attempt = attempt
+        # An empty turn would teach the model to be silent: without a text the conversation is as
+        # before.
         left = sum(turn.role == "user" for turn in turns[:first])
         self.last = replace(answer, left_out=left)
         return self.last
 
     def save(self, path: Path) -> None:
-        """Write the conversation as JSON in OpenAI's shape, as `--messages` and training on chats read it."""
+        """Write the conversation as JSON in OpenAI's shape, as `--messages` and training on chats
+        read it."""
         save_chats(path, [self])
 
     def load(self, turns: Sequence[Turn], media: Sequence[MediaRef]) -> None:
@@ -216,13 +236,14 @@ class ChatSession:
             raise ConfigError(
                 f"{self.responder.name} does not take {unknown}, and the conversation holds some."
             )
-        first = turns[0].content if turns and turns[0].role == "system" else None
+        system = None
+        if turns and turns[0].role == "system":
+            system = turns[0].content
+            turns = turns[1:]
         self.reset()
-        self.system, self.turns, self.media = (
-            first,
-            list(turns[1:] if first is not None else turns),
-            list(media),
-        )
+        self.system = system
+        self.turns = list(turns)
+        self.media = list(media)
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation in OpenAI's shape, the system message first."""
@@ -230,37 +251,44 @@ class ChatSession:
 
     def record(self) -> dict[str, Any]:
         """The conversation and its media as training reads them: `messages`, `images`, `audios`."""
-        listed = {
-            LISTED[ref.modality]: [
-                _written(one) for one in self.media if one.modality == ref.modality
-            ]
-            for ref in self.media
-        }
+        listed: dict[str, list[str]] = {}
+        for ref in self.media:
+            listed.setdefault(LISTED[ref.modality], []).append(_written(ref))
         return {"messages": self.messages(), **listed}
 
     def _with_system(self, turns: Sequence[Turn]) -> list[Turn]:
-        return [*([Turn("system", self.system)] if self.system else []), *turns]
+        if self.system:
+            return [Turn("system", self.system), *turns]
+        return list(turns)
 
 
 def _next_question(turns: Sequence[Turn], first: int) -> int | None:
-    """Where the conversation may begin if it must be shorter; None: only its last question is left."""
-    return next((at for at in range(first + 1, len(turns)) if turns[at].role == "user"), None)
+    """Where the conversation may begin if it must be shorter; None: only its last question is
+    left."""
+    return next(
+        (index for index in range(first + 1, len(turns)) if turns[index].role == "user"), None
+    )
 
 
 def _split_media(
     turns: Sequence[Turn], media: Sequence[MediaRef]
 ) -> tuple[list[MediaRef], list[MediaRef]]:
     """The media of some first turns, and those that follow."""
-    left = Counter(name for turn in turns for name in MARK.findall(turn.content))
+    marks = Counter(name for turn in turns for name in MARK.findall(turn.content))
     inside: list[MediaRef] = []
     after: list[MediaRef] = []
+    # Marks and media of a kind are in the same order, so the first turns have the first media.
     for ref in media:
-        (inside if left[ref.modality] > 0 else after).append(ref)
-        left[ref.modality] -= 1
+        if marks[ref.modality] > 0:
+            inside.append(ref)
+        else:
+            after.append(ref)
+        marks[ref.modality] -= 1
     return inside, after
 
 
 def _written(ref: MediaRef) -> str:
+    """A medium in a saved conversation: its path, or its bytes as a data URL where it has none."""
     if ref.path is not None:
         return str(ref.path.absolute())
     kind = "image/png" if ref.modality == "image" else "audio/wav"  # readers look at the bytes
@@ -271,14 +299,13 @@ def save_chats(path: Path, sessions: Sequence[ChatSession]) -> None:
     """Write conversations: one as an object, those of several models as a list with their names."""
     if path.suffix != ".json":
         raise ConfigError(f"{path}: give a name that ends in .json.")
-    found: Any = (
-        sessions[0].record()
-        if len(sessions) == 1
-        else [{"model": one.responder.name, **one.record()} for one in sessions]
-    )
+    if len(sessions) == 1:
+        records: Any = sessions[0].record()
+    else:
+        records = [{"model": session.responder.name, **session.record()} for session in sessions]
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}.")
-    write_atomic(path, json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+    write_atomic(path, json.dumps(records, ensure_ascii=False, indent=2) + "\n")
 
 
 def read_chats(path: Path) -> list[tuple[list[Turn], list[MediaRef]]]:
@@ -298,33 +325,41 @@ def read_chats(path: Path) -> list[tuple[list[Turn], list[MediaRef]]]:
         raise DataError(
             f"{path}: holds several conversations of the chat page. Export one of them there."
         )
-    listed: list[Any] = (
-        value
-        if isinstance(value, list)
+    # A list of messages is one conversation, any other list holds several.
+    if (
+        isinstance(value, list)
         and value
-        and not any(isinstance(one, dict) and "role" in one for one in value)
-        else [value]
-    )
-    found: list[tuple[list[Turn], list[MediaRef]]] = []
-    for one in listed:
-        record = one if isinstance(one, dict) else {"messages": one}
+        and not any(isinstance(item, dict) and "role" in item for item in value)
+    ):
+        listed: list[Any] = value
+    else:
+        listed = [value]
+    chats: list[tuple[list[Turn], list[MediaRef]]] = []
+    for item in listed:
+        if isinstance(item, dict):
+            record = item
+        else:
+            record = {"messages": item}
         messages = record.get("messages")
         if not isinstance(messages, list):
             raise DataError(
-                f'{path}: not a conversation; it must be {{"messages": [{{"role": "user", "content": "..."}}]}}.'
+                f'{path}: not a conversation; it must be {{"messages": [{{"role": "user", '
+                f'"content": "..."}}]}}.'
             )
+        # Media are listed beside the messages, or are parts of them as in OpenAI's shape.
         has_media = any(record.get(key) for key in LISTED.values()) or any(
             isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages
         )
         if has_media:
+            # Other keys, such as the model's name, are not for the parser of training data.
             kept = {key: record[key] for key in ("messages", *LISTED.values()) if key in record}
             media = parse_media_record(Record(kept, str(path), 1))
-            found.append(
+            chats.append(
                 (
                     TurnReader().turns(media.record.data["messages"], f"{path}: messages"),
                     list(media.media),
                 )
             )
         else:
-            found.append((TurnReader().turns(messages, f"{path}: messages"), []))
-    return found
+            chats.append((TurnReader().turns(messages, f"{path}: messages"), []))
+    return chats

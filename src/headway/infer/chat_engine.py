@@ -1,11 +1,12 @@
-"""Answers of a chat from an engine in this process: turns come in, ids go through the engine, pieces of text go out.
+"""Answers of a chat from an engine in this process: turns come in, ids go through the engine,
+pieces of text go out.
 
-The engine lives as long as the conversation. What it has computed for earlier turns it keeps, and does not compute again.
+The engine lives as long as the conversation. What it has computed for earlier turns it keeps, and
+does not compute again.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -18,9 +19,9 @@ from headway.infer.chat import ChatAnswer, ChatStats, ContextFull
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest, PromptMedia, RequestTooLarge
 from headway.infer.engine.text import CONTEXT, RequestText
-from headway.infer.generate import GenerateOptions
+from headway.infer.generate import conversation_name
+from headway.infer.generate_options import GenerateOptions, Say
 from headway.infer.load import LoadedModel
-from headway.infer.stream import Say
 from headway.media.items import MODALITIES, MediaRef, Modality
 from headway.tokenizer.chat import (
     TOKENIZER_TEMPLATE,
@@ -35,37 +36,42 @@ if TYPE_CHECKING:
     import numpy as np
 
 ANSWER_SHARE = 4
-"""A conversation is shortened when less than this part of the context (1/n) is left for an answer that may be as long."""
+"""A conversation is shortened when less than this part of the context (1/n) is left for an answer
+that may be as long."""
 
 
 class EngineResponder:
-    """A loaded model with its chat template."""
+    """Answers with a model in this process: a chat template and an engine of one request at a
+    time."""
 
     def __init__(self, loaded: LoadedModel, template: str | None, name: str | None = None) -> None:
-        if loaded.tokenizer is None:
+        tokenizer = loaded.require_tokenizer()
+        if template is None and tokenizer.chat_template is None:
             raise ConfigError(
-                f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+                f"{loaded.path}: its tokenizer has no chat template, so it was not trained on "
+                f"conversations. Give --chat-template ({', '.join(BUILT_IN)}), or use headway "
+                "generate."
             )
-        if template is None and loaded.tokenizer.chat_template is None:
-            raise ConfigError(
-                f"{loaded.path}: its tokenizer has no chat template, so it was not trained on conversations. "
-                f"Give --chat-template ({', '.join(BUILT_IN)}), or use headway generate."
-            )
-        self.loaded, self.tokenizer = loaded, loaded.tokenizer
+        self.loaded = loaded
+        self.tokenizer = tokenizer
         self.name = name or str(loaded.path)
         self._template = find_template(template or TOKENIZER_TEMPLATE, self.tokenizer)
         self._ends = answer_end(self._template, self.tokenizer)
         self._engine: InferenceEngine | None = None
         self._features: dict[str, np.ndarray] = {}
-        """Of the media of the conversation, by content hash."""
+        """Features [vectors, width] of the conversation's media by content hash: each is encoded
+        once.
+        """
         self._cache_bytes = 0
-        """That the last answer took."""
+        """Bytes of the cache while the last answer was computed."""
 
     @property
     def takes(self) -> frozenset[Modality]:
-        """Media the model was trained with."""
+        """Kinds of media that the model was trained with."""
         media = self.loaded.config.media
-        known = {one.modality for one in media.inputs} if media is not None else set[str]()
+        if media is None:
+            return frozenset()
+        known = {media_input.modality for media_input in media.inputs}
         return frozenset(kind for kind in MODALITIES if kind in known)
 
     @property
@@ -85,15 +91,24 @@ class EngineResponder:
     ) -> ChatAnswer:
         """The next turn."""
         name, ids, prompt_media = self._prompt(turns, media)
-        wanted = 1 if is_last_try else min(options.max_new_tokens, self.context // ANSWER_SHARE)
+        # Room for one token is enough where nothing can be left out any more.
+        wanted = 1
+        if not is_last_try:
+            wanted = min(options.max_new_tokens, self.context // ANSWER_SHARE)
         if self.context - len(ids) < wanted:
             raise ContextFull(
-                f"prompt has {len(ids)} tokens; the model's max_seq_len={self.context} leaves no room after it. Shorten the prompt."
+                f"prompt has {len(ids)} tokens; the model's max_seq_len={self.context} leaves no "
+                "room after it. Shorten the prompt."
             )
         request = EngineRequest(
-            tuple(ids), options.max_new_tokens, options.sampling, key=f"{attempt}:{name}",
-            stop_ids=frozenset((*options.stop_ids, *self._ends)), media=prompt_media,
-        )  # fmt: skip
+            tuple(ids),
+            options.max_new_tokens,
+            options.sampling,
+            # another attempt at the same question draws other numbers
+            key=f"{attempt}:{name}",
+            stop_ids=frozenset((*options.stop_ids, *self._ends)),
+            media=prompt_media,
+        )
         return self._run(request, options, say)
 
     def _prompt(
@@ -102,23 +117,21 @@ class EngineResponder:
         if self.loaded.config.media is not None:
             from headway.infer.media import MediaQuestion, media_prompts
 
-            found = media_prompts(
+            prompt = media_prompts(
                 self.loaded,
                 [MediaQuestion(tuple(turns), tuple(media))],
                 self._template,
                 self._features,
             )[0]
-            self._features = dict(found.media.features)
-            return found.name, found.ids, found.media
-        name = turns[0].content if len(turns) == 1 else json.dumps([turn.content for turn in turns])
-        return name, render_prompt(turns, self._template, self.tokenizer), None
+            # What this conversation no longer sends is dropped.
+            self._features = dict(prompt.media.features)
+            return prompt.name, prompt.ids, prompt.media
+        return conversation_name(turns), render_prompt(turns, self._template, self.tokenizer), None
 
     def _run(self, request: EngineRequest, options: GenerateOptions, say: Say) -> ChatAnswer:
         engine = self._open(options)
-        text, said = (
-            RequestText(self.tokenizer, request.prompt[-CONTEXT:], options.stop),
-            list[str](),
-        )
+        text = RequestText(self.tokenizer, request.prompt[-CONTEXT:], options.stop)
+        said = list[str]()
         begun = first = time.monotonic()
         tokens = cached = 0
         was_cut = False
@@ -132,29 +145,34 @@ class EngineResponder:
                 said.append(piece)
                 say(piece)
 
-        was_interrupted, interrupt = False, _InterruptFlag()
+        was_interrupted = False
+        interrupt = _InterruptFlag()
         try:
             with interrupt:
                 while engine.busy and not text.stopped and not interrupt.is_set:
                     events = engine.step()
+                    # Nothing is in use after the last token; the number before that is of interest.
                     self._cache_bytes = engine.stats().cache_bytes_used or self._cache_bytes
                     for event in events:
                         if event.error is not None:
                             raise ConfigError(event.error)
-                        first = first if tokens or not event.tokens else time.monotonic()
+                        if event.tokens and not tokens:
+                            first = time.monotonic()
                         tokens += len(event.tokens)
                         cached = max(cached, event.cached_tokens)
                         was_cut = event.finished in ("length", "context")
                         tell(text.add(event.tokens))
+                # A flag that was set after the last token has interrupted nothing.
                 was_interrupted = interrupt.is_set and engine.busy
             tell(text.finish())
         except KeyboardInterrupt:
             was_interrupted = True
-            if (
-                interrupt.is_set
-            ):  # the second one, in the middle of a step: what the engine holds may be half written
+            if interrupt.is_set:
+                # The second one, in the middle of a step: what the engine holds may be half
+                # written.
                 self._engine = None
         except BaseException:
+            # The next answer begins with a new engine, whatever state this one is in.
             self._engine = None
             raise
         if self._engine is not None:
@@ -165,12 +183,15 @@ class EngineResponder:
         return ChatAnswer("".join(said), was_interrupted, was_cut and not text.stopped, stats=stats)
 
     def _drain(self, engine: InferenceEngine, number: int) -> None:
+        """Let the engine finish what is on its way: the next answer must not find results of this
+        one."""
         if engine.busy:
             engine.cancel(number)
         while engine.busy:
             engine.step()
 
     def _open(self, options: GenerateOptions) -> InferenceEngine:
+        """The engine of the conversation, made when something is first asked."""
         if self._engine is None:
             self._engine = InferenceEngine(
                 self.loaded,
@@ -184,18 +205,19 @@ class EngineResponder:
         return self._engine
 
     def describe(self) -> dict[str, Any]:
-        """Context and cache."""
-        found: dict[str, Any] = {"context": self.context}
+        """The context in tokens; once something was asked, the cache in bytes."""
+        facts: dict[str, Any] = {"context": self.context}
         if self._engine is not None:
-            found |= {
+            facts |= {
                 "cache_bytes": self._cache_bytes,
                 "cache_budget_bytes": self._engine.stats().cache_bytes_budget,
             }
-        return found
+        return facts
 
 
 class _InterruptFlag:
-    """Ctrl-C sets a flag between two steps of the engine instead of breaking one in the middle; a second one breaks it."""
+    """Ctrl-C sets a flag between two steps of the engine instead of breaking one in the middle; a
+    second one breaks it."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -203,6 +225,7 @@ class _InterruptFlag:
         self._is_installed = False
 
     def __enter__(self) -> _InterruptFlag:
+        # Python allows handlers in the main thread only; elsewhere Ctrl-C stays as it is.
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._receive)
             self._is_installed = True
@@ -214,6 +237,7 @@ class _InterruptFlag:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # A handler that was not set from Python is reported as None and cannot be put back.
         if self._is_installed:
             signal.signal(
                 signal.SIGINT,

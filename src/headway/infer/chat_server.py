@@ -1,8 +1,10 @@
-"""Answers of a chat from a running `headway serve`, or any server with OpenAI's API: messages go over HTTP, pieces of text come back.
+"""Answers of a chat from a running `headway serve`, or any server with OpenAI's API: messages go
+over HTTP, pieces of text come back.
 
     turns, media -> POST /v1/chat/completions (stream) -> server-sent events -> pieces of text
 
-Nothing but the Python library is needed. Redirects are not followed: the token goes to the given address alone.
+Nothing but the Python library is needed. Redirects are not followed: the token goes to the given
+address alone.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from urllib.parse import urlsplit
 
 from headway.errors import ConfigError, HeadwayError
 from headway.infer.chat import ChatAnswer, ChatStats, ContextFull
-from headway.infer.generate import GenerateOptions
-from headway.infer.stream import Say
+from headway.infer.generate_options import GenerateOptions, Say
 from headway.media.items import MediaRef, Modality
 from headway.records.encode_media import MARK
 from headway.tokenizer.chat_template import Turn
@@ -31,8 +32,10 @@ CONNECT_SECONDS = 20.0
 ANSWER_SECONDS = 600.0
 """Between two pieces of an answer; a busy server lets a request wait."""
 LARGEST_BODY = 16 << 20
+"""Bytes of an answer, or of one line of a stream, that are read at most."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SOUNDS = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg"}
+"""First bytes of sound files -> OpenAI's name of the format."""
 
 
 class ServerError(HeadwayError):
@@ -42,10 +45,11 @@ class ServerError(HeadwayError):
 
 
 class ChatServer:
-    """An address, and how it is asked."""
+    """The address of a server, its token, and requests to it."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
+        # `port` raises where it is no number; a user name would be a secret in a URL.
         try:
             port = parts.port
         except ValueError:
@@ -60,17 +64,21 @@ class ChatServer:
                 f"--url is {url[:200]!r}; it must be an address such as http://127.0.0.1:8000."
             )
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._is_secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = port
+        # People give the address with or without the /v1 of OpenAI's clients.
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._token = token
         if token and not self._is_secure and parts.hostname not in LOOPBACK:
             log.warning(
-                "%s: the token is sent without encryption. Use https, or an ssh tunnel, where others can listen.",
+                "%s: the token is sent without encryption. Use https, or an ssh tunnel, where "
+                "others can listen.",
                 self.url,
             )
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> http.client.HTTPConnection:
-        """A connection, not open yet."""
+        """A connection that opens with its first request."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=seconds)
 
@@ -81,11 +89,12 @@ class ChatServer:
         body: Mapping[str, Any] | None = None,
     ) -> http.client.HTTPResponse:
         """Send a request; what is no answer is an error of one line."""
-        headers = {"Accept": "application/json"} | (
-            {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        )
-        data = None if body is None else json.dumps(body).encode()
-        if data is not None:
+        headers = {"Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
         try:
             connection.request(
@@ -97,81 +106,94 @@ class ChatServer:
             said = answer.read(LARGEST_BODY)
         except (OSError, http.client.HTTPException) as problem:
             raise ServerError(
-                f"{self.url}: does not answer: {problem or type(problem).__name__}. Is headway serve running there?"
+                f"{self.url}: does not answer: {problem or type(problem).__name__}. Is headway "
+                "serve running there?"
             ) from None
         raise self._refusal(answer.status, said)
 
     def get(self, path: str) -> dict[str, Any]:
-        """The object at an address."""
+        """The JSON object at a path of the server."""
         with closing(self.connect()) as connection:
             answer = self.request(connection, path)
             try:
-                found = json.loads(answer.read(LARGEST_BODY))
+                value = json.loads(answer.read(LARGEST_BODY))
             except (OSError, ValueError, http.client.HTTPException):
-                found = None
-        if not isinstance(found, dict):
+                value = None
+        if not isinstance(value, dict):
             raise ServerError(
-                f"{self.url}{path}: is not what a server of models answers. Give the address of headway serve."
+                f"{self.url}{path}: is not what a server of models answers. Give the address of "
+                "headway serve."
             )
-        return cast(dict[str, Any], found)
+        return cast(dict[str, Any], value)
 
     def models(self) -> list[str]:
-        """Names of the models."""
+        """Names of the models that the server lists."""
         listed = self.get("/v1/models").get("data")
-        return (
-            [str(one["id"]) for one in listed if isinstance(one, dict) and "id" in one]
-            if isinstance(listed, list)
-            else []
-        )
+        if isinstance(listed, list):
+            return [
+                str(model["id"]) for model in listed if isinstance(model, dict) and "id" in model
+            ]
+        return []
 
     def _refusal(self, status: int, body: bytes) -> HeadwayError:
+        """The error that an answer other than 200 stands for, with what the server says."""
+        # OpenAI's shape has an object under `error`, other servers a text, proxies a page of HTML.
         try:
             error: Any = json.loads(body)["error"]
         except (ValueError, TypeError, KeyError):
             error = None
-        said = error.get("message") if isinstance(error, dict) else error
-        line = " ".join(str(said).split())[:500] if said else f"HTTP {status}"
+        if isinstance(error, dict):
+            said = error.get("message")
+        else:
+            said = error
+        if said:
+            line = " ".join(str(said).split())[:500]
+        else:
+            line = f"HTTP {status}"
         if status in (401, 403):
-            hint = (
-                "HEADWAY_SERVE_TOKEN is not the server's."
-                if self._token
-                else "Set HEADWAY_SERVE_TOKEN to the server's token."
-            )
+            hint = "Set HEADWAY_SERVE_TOKEN to the server's token."
+            if self._token:
+                hint = "HEADWAY_SERVE_TOKEN is not the server's."
             return ConfigError(f"{self.url}: needs a token. {hint}")
         if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
             return ContextFull(line)
-        return (
-            ConfigError(f"{self.url}: {line}")
-            if status < 500 and status != 429
-            else ServerError(f"{self.url}: {line}")
-        )
+        # 429 is a full queue: nothing is wrong with the request.
+        if status < 500 and status != 429:
+            return ConfigError(f"{self.url}: {line}")
+        return ServerError(f"{self.url}: {line}")
 
 
 class ServerResponder:
-    """One model of a server."""
+    """One model of a server, asked over HTTP."""
 
     def __init__(self, server: ChatServer, name: str) -> None:
-        self.server, self.name = server, name
+        self.server = server
+        self.name = name
         self._facts = self._find_facts()
 
     def _find_facts(self) -> dict[str, Any]:
+        """What the server says about the model or the model of its adapter; {} where it says
+        nothing.
+        """
         try:
-            found = self.server.get("/api/info").get("models")
+            models = self.server.get("/api/info").get("models")
         except ConfigError:  # another server with OpenAI's API
             return {}
-        listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        listed = []
+        if isinstance(models, list):
+            listed = [model for model in models if isinstance(model, dict)]
         return next(
             (
-                one
-                for one in listed
-                if one.get("name") == self.name or self.name in (one.get("adapters") or ())
+                model
+                for model in listed
+                if model.get("name") == self.name or self.name in (model.get("adapters") or ())
             ),
             {},
         )
 
     @property
     def takes(self) -> frozenset[Modality]:
-        """Media the model takes."""
+        """Kinds of media that the model takes; none where the server does not say."""
         kinds: list[tuple[Modality, str]] = [("image", "images"), ("audio", "audio")]
         return frozenset(kind for kind, key in kinds if self._facts.get(key))
 
@@ -187,29 +209,41 @@ class ServerResponder:
     ) -> ChatAnswer:
         """The next turn."""
         sampling = options.sampling
-        body: dict[str, Any] = {
-            "model": self.name, "messages": list(_messages(turns, media)), "max_tokens": options.max_new_tokens,
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": sampling.seed + attempt,
-            "stop": list(options.stop) or None, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        said, usage = list[str](), dict[str, Any]()
+        settings: dict[str, Any] = {
+            "model": self.name,
+            "messages": list(_messages(turns, media)),
+            "max_tokens": options.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            # another attempt at the same question draws other numbers
+            "seed": sampling.seed + attempt,
+            "stop": list(options.stop) or None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        # Servers other than headway's may refuse null.
+        body = {key: value for key, value in settings.items() if value is not None}
+        said = list[str]()
+        usage = dict[str, Any]()
         begun = first = time.monotonic()
         was_interrupted = was_cut = False
         with closing(self.server.connect(ANSWER_SECONDS)) as connection:
             try:
-                for event in self._events(
-                    connection, {key: value for key, value in body.items() if value is not None}
-                ):
+                for event in self._events(connection, body):
                     usage = event.get("usage") or usage
                     was_cut = was_cut or any(
-                        one.get("finish_reason") == "length" for one in event.get("choices") or ()
+                        choice.get("finish_reason") == "length"
+                        for choice in event.get("choices") or ()
                     )
                     piece = _piece(event)
                     if piece:
-                        first = first if said else time.monotonic()
+                        if not said:
+                            first = time.monotonic()
                         said.append(piece)
                         say(piece)
             except KeyboardInterrupt:
+                # The connection is closed below, by which the server knows that nobody reads on.
                 was_interrupted = True
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         stats = ChatStats(
@@ -224,6 +258,7 @@ class ServerResponder:
     def _events(
         self, connection: http.client.HTTPConnection, body: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
+        """The server-sent events of an answer; an error where the stream ends too early."""
         answer = self.server.request(connection, "/v1/chat/completions", body)
         is_complete = False
         try:
@@ -233,42 +268,47 @@ class ServerResponder:
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
-                found = json.loads(data)
-                if found.get("error"):
-                    raise ServerError(
-                        f"{self.server.url}: {str(found['error'].get('message', found['error']))[:500]}"
-                    )
+                event = json.loads(data)
+                if event.get("error"):
+                    message = event["error"].get("message", event["error"])
+                    raise ServerError(f"{self.server.url}: {str(message)[:500]}")
                 is_complete = is_complete or any(
-                    one.get("finish_reason") for one in found.get("choices") or ()
+                    choice.get("finish_reason") for choice in event.get("choices") or ()
                 )
-                yield found
+                yield event
         except (OSError, ValueError, AttributeError, http.client.HTTPException):
             is_complete = False
+        # Some servers end without [DONE]; an answer with a finish reason is complete all the same.
         if not is_complete:
             raise ServerError(
-                f"{self.server.url}: the connection ended before the answer was complete. Ask again."
+                f"{self.server.url}: the connection ended before the answer was complete. Ask "
+                "again."
             )
 
     def describe(self) -> dict[str, Any]:
         """Context of the model, cache of the server."""
-        found: dict[str, Any] = {"context": self._facts.get("context_length")}
+        facts: dict[str, Any] = {"context": self._facts.get("context_length")}
         try:
             live = self.server.get("/api/live")
         except HeadwayError:
-            return found
-        return found | {
+            return facts
+        return facts | {
             key: live[key] for key in ("cache_bytes", "cache_budget_bytes") if key in live
         }
 
 
 def _piece(event: Mapping[str, Any]) -> str:
+    """The text that an event adds to the answer; "" where it adds none."""
     choices = event.get("choices") or ()
-    content = (choices[0].get("delta") or {}).get("content") if choices else None
+    content = None
+    if choices:
+        content = (choices[0].get("delta") or {}).get("content")
     return content if isinstance(content, str) else ""
 
 
 def _messages(turns: Sequence[Turn], media: Sequence[MediaRef]) -> Iterator[dict[str, Any]]:
     """Turns in OpenAI's shape; marks of media become parts."""
+    # Marks and media of a kind are in the same order.
     waiting = {
         kind: iter([ref for ref in media if ref.modality == kind])
         for kind in ("image", "audio", "video")
@@ -287,13 +327,18 @@ def _messages(turns: Sequence[Turn], media: Sequence[MediaRef]) -> Iterator[dict
 
 
 def _part(ref: MediaRef) -> dict[str, Any]:
+    """A picture or a sound as a part of a message, with the format that its first bytes show."""
     data = ref.read()
     written = base64.b64encode(data).decode()
     if ref.modality == "image":
-        kind = (
-            "jpeg" if data.startswith(b"\xff\xd8") else "webp" if data[8:12] == b"WEBP" else "png"
-        )
+        if data.startswith(b"\xff\xd8"):
+            kind = "jpeg"
+        elif data[8:12] == b"WEBP":
+            kind = "webp"
+        else:
+            kind = "png"
         return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{written}"}}
+    # mp3 has no fixed first bytes, so it is what is left.
     return {
         "type": "input_audio",
         "input_audio": {

@@ -1,8 +1,9 @@
-"""What a model is made of, as digests: the path of a model comes in, one digest for its weights, adapter and tokenizer goes out.
+"""What a model is made of, as digests: a loaded model comes in; a digest each of its weights,
+adapter, tokenizer and masks goes out.
 
-Two models of the same path have other digests, so work that was begun with one is not continued with the other. Where a folder has
-headway_digests.json, its entries are used, which loading has compared with the files; other files are hashed here.
-"""
+A model that was replaced at the same path has other digests, so work that began with one model is
+not continued with another. Where a folder has headway_digests.json, its entries are used, which
+loading has compared with the files. Other files are hashed here."""
 
 from __future__ import annotations
 
@@ -31,15 +32,19 @@ MASK_FILES = (GATES_FILE, MASKS_FILE, "masks.json")
 
 
 def content_of(loaded: LoadedModel) -> dict[str, Any]:
-    """Digests of what decides a model's answers: its weights, adapter and tokenizer, and the masks it runs under."""
-    heads = None
+    """Digests of what decides a model's answers: its weights, adapter and tokenizer, and the masks
+    it runs under."""
+    masks_digest = None
     if loaded.masks is not None:
-        table = json.dumps(loaded.masks.full)
-        heads = hashlib.sha256(table.encode()).hexdigest()
-    return {**_stored(loaded.path), "masks_digest": heads}
+        full_heads = json.dumps(loaded.masks.full)
+        masks_digest = hashlib.sha256(full_heads.encode()).hexdigest()
+    return {**_stored(loaded.path), "masks_digest": masks_digest}
 
 
 def _stored(path: AnyPath) -> dict[str, str | None]:
+    """The digests of what is stored at a path: a checkpoint, one file, an adapter or a Hugging Face
+    folder."""
+    # In S3 there are only checkpoints.
     if isinstance(path, S3Path) or (path / MANIFEST).is_file():
         manifest = open_files(path).read(MANIFEST)
         if manifest is None:
@@ -50,6 +55,7 @@ def _stored(path: AnyPath) -> dict[str, str | None]:
         digest = hashlib.sha256(manifest).hexdigest()
         return {"weights_digest": digest, "adapter_digest": None, "tokenizer_digest": digest}
     if path.is_file():
+        # A GGUF file has its tokenizer inside.
         digest = _known(path.parent).get(path.name) or sha256_file(path)
         return {"weights_digest": digest, "adapter_digest": None, "tokenizer_digest": digest}
     if is_adapter(path) and not is_pretrained(path):
@@ -57,6 +63,7 @@ def _stored(path: AnyPath) -> dict[str, str | None]:
 
         base = _stored(find_model(base_model_of(path)).path)
         return {**base, "adapter_digest": _joined(path, _names(path))}
+
     names = _names(path)
     tokenizer = [name for name in names if is_tokenizer_file(name)]
     # Masks have their own digest: which of them a job runs under is its choice.
@@ -83,7 +90,9 @@ def _names(folder: Path) -> list[str]:
 
 def _known(folder: Path) -> dict[str, str]:
     digests = read_digests(folder)
-    return {} if digests is None else {name: file.sha256 for name, file in digests.files.items()}
+    if digests is None:
+        return {}
+    return {name: file.sha256 for name, file in digests.files.items()}
 
 
 def _joined(folder: Path, names: Iterable[str]) -> str:

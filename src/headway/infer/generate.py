@@ -1,6 +1,7 @@
-"""Prompts come in, continuations go out. A continuation does not depend on the other prompts of its batch.
+"""Prompts come in, continuations go out. A continuation does not depend on the other prompts of its
+batch.
 
-prompts -> ids -> requests of an engine (engine/) -> tokens -> text
+    prompts -> ids -> requests of an engine (engine/) -> tokens -> text
 """
 
 from __future__ import annotations
@@ -9,25 +10,23 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.infer.engine.engine import InferenceEngine
-from headway.infer.engine.ranks import MakeConstraints, build_engine
+from headway.infer.engine.ranks import build_engine
 from headway.infer.engine.request import (
     EngineEvent,
     EngineOptions,
     EngineRequest,
     PromptMedia,
-    Speculation,
 )
 from headway.infer.engine.text import RequestText
+from headway.infer.generate_options import GenerateOptions, Say
 from headway.infer.load import LoadedModel
-from headway.infer.sampling import Sampling
-from headway.infer.stream import Say
 from headway.records.chat import Conversation
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
@@ -36,10 +35,10 @@ from headway.tokenizer.load import Tokenizer
 log = logging.getLogger("headway")
 
 DECODED_BEFORE = 16
-"""Last tokens of the prompt that are decoded with the new ones; decoding a long prompt at each token would cost more than the model."""
+"""Last tokens of the prompt that are decoded with the new ones; decoding a long prompt at each
+token would cost more than the model."""
 MAX_PROMPTS_BYTES = 64 << 20
-"""Of a prompts file."""
-CHUNK_TOKENS = 4096
+"""Of a prompts file, which is read as a whole."""
 COMPILE_FROM_STEPS = 512
 """A generation of fewer steps would wait longer for the compiler than it gains."""
 RECORD_FROM_STEPS = 8
@@ -47,50 +46,6 @@ RECORD_FROM_STEPS = 8
 OnText = Callable[[int, str], object]
 """Receives the number of a prompt and the next piece of its text."""
 StoppedBy = Literal["eos", "stop", "grammar", "length", "context"]
-
-
-@dataclass(frozen=True)
-class AnswerGrammar:
-    """What every answer must follow."""
-
-    text: str
-    make_constraints: MakeConstraints
-    """Of a loaded model: what reads the text."""
-
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """When to stop and how to sample."""
-
-    max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    """Generation stops when the text contains one of these; the text ends before it."""
-    stop_ids: tuple[int, ...] = ()
-    """Generation stops after one of these ids, as after the model's own end ids."""
-    special: bool = False
-    """Special tokens in a prompt, such as <|im_start|>, are encoded as such; otherwise they are plain text."""
-    sampling: Sampling = field(default_factory=Sampling)
-    rows: int = 16
-    """Prompts that are computed at once."""
-    chunk_tokens: int = CHUNK_TOKENS
-    """Tokens of prompts that go through the model at once; changes results only by rounding."""
-
-    speculation: Speculation | None = None
-    """Guess and check several tokens at a time; the text is the same."""
-    grammar: AnswerGrammar | None = None
-    """Only tokens that it allows are chosen."""
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ConfigError(f"rows is {self.rows}; it must be 1 or more.")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max-new-tokens is {self.max_new_tokens}; it must be 1 or more.")
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"chunk-tokens is {self.chunk_tokens}; it must be 1 or more.")
-        if "" in self.stop:
-            raise ConfigError(
-                "stop is an empty text, which every text contains. Give the text at which to stop."
-            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +57,8 @@ class Generation:
     token_ids: list[int]
     """Every generated id, the end id included."""
     stopped_by: StoppedBy
-    """eos: an end id; stop: a stop text or id; grammar: its text is complete; length: max_new_tokens; context: the model's max_seq_len."""
+    """eos: an end id; stop: a stop text or id; grammar: its text is complete; length:
+    max_new_tokens; context: the model's max_seq_len."""
     prompt_tokens: int
 
 
@@ -113,7 +69,8 @@ def read_prompts(path: Path) -> list[str]:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # bounded: a device file may be endless
         if len(data) > MAX_PROMPTS_BYTES:
             raise ConfigError(
-                f"prompts-file is {str(path)!r}, which holds more than {MAX_PROMPTS_BYTES >> 20} MiB. Give fewer prompts."
+                f"prompts-file is {str(path)!r}, which holds more than {MAX_PROMPTS_BYTES >> 20} "
+                "MiB. Give fewer prompts."
             )
         lines = data.decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -139,10 +96,14 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> list[int]:
-    """The ids of a prompt, after what the tokenizer puts before a text, such as Llama's begin token."""
-    ids = [*bos_ids(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
+    """The ids of a prompt, after what the tokenizer puts before a text, such as Llama's begin
+    token."""
+    allowed_special = "all" if special else ()
+    # By default <|im_start|> in a prompt is text: a prompt from elsewhere cannot forge a turn.
+    ids = [*bos_ids(tokenizer), *tokenizer.encode(prompt, allowed_special=allowed_special)]
     if ids:
         return ids
+    # An empty prompt: the model needs one token to continue from.
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     if start is None:
         raise ConfigError(
@@ -158,7 +119,7 @@ def generate(
     on_text: OnText | None = None,
 ) -> list[Generation]:
     """Continue every prompt."""
-    tokenizer = _tokenizer(loaded)
+    tokenizer = loaded.require_tokenizer()
     ids = [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts]
     return generate_from_ids(loaded, ids, options, on_text)
 
@@ -172,8 +133,11 @@ def answer(
     system: str | None = None,
     on_text: OnText | None = None,
 ) -> list[Generation]:
-    """Answer every question: each becomes a user turn of a chat template, after the system message where one is given."""
-    before = () if system is None else (Turn("system", system),)
+    """Answer every question: each becomes a user turn of a chat template, after the system message
+    where one is given."""
+    before = ()
+    if system is not None:
+        before = (Turn("system", system),)
     asked = [Conversation((*before, Turn("user", question))) for question in questions]
     return answer_conversations(loaded, asked, template, options, on_text)
 
@@ -185,31 +149,25 @@ def answer_conversations(
     options: GenerateOptions,
     on_text: OnText | None = None,
 ) -> list[Generation]:
-    """The assistant's next turn of every conversation; the template's end of a turn stops generation."""
-    tokenizer = _tokenizer(loaded)
-    found = find_template(template, tokenizer)
-    # One question alone is named by its text; a longer conversation by all of it.
-    names = [
-        one.turns[0].content
-        if len(one.turns) == 1
-        else json.dumps([turn.content for turn in one.turns])
-        for one in conversations
-    ]
-    ids = [
-        (name, render_prompt(one.turns, found, tokenizer, one.tools))
-        for name, one in zip(names, conversations, strict=True)
-    ]
+    """The assistant's next turn of every conversation; the template's end of a turn stops
+    generation."""
+    tokenizer = loaded.require_tokenizer()
+    chat_template = find_template(template, tokenizer)
+    prompts: list[tuple[str, list[int]]] = []
+    for conversation in conversations:
+        ids = render_prompt(conversation.turns, chat_template, tokenizer, conversation.tools)
+        prompts.append((conversation_name(conversation.turns), ids))
     # A model that never learned the template may still end its answer there.
-    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, tokenizer)))
-    return generate_from_ids(loaded, ids, options, on_text)
+    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(chat_template, tokenizer)))
+    return generate_from_ids(loaded, prompts, options, on_text)
 
 
-def _tokenizer(loaded: LoadedModel) -> Tokenizer:
-    if loaded.tokenizer is None:
-        raise ConfigError(
-            f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
-        )
-    return loaded.tokenizer
+def conversation_name(turns: Sequence[Turn]) -> str:
+    """What names a conversation in the draws of its samples: one question alone its text, a longer
+    one all of it."""
+    if len(turns) == 1:
+        return turns[0].content
+    return json.dumps([turn.content for turn in turns])
 
 
 def generate_from_ids(
@@ -219,42 +177,52 @@ def generate_from_ids(
     on_text: OnText | None = None,
     media: Sequence[PromptMedia] | None = None,
 ) -> list[Generation]:
-    """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of text as soon as it is known.
+    """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of
+    text as soon as it is known.
 
-    `media`: the pictures and sounds of every prompt, for a model that takes them."""
-    tokenizer, limit = _tokenizer(loaded), loaded.config.max_seq_len
+    `media`: the pictures and sounds of every prompt, for a model that takes them.
+    """
+    tokenizer = loaded.require_tokenizer()
+    limit = loaded.config.max_seq_len
     seen: Counter[str] = Counter()
     rows: list[_Sequence] = []
     for number, (prompt, ids) in enumerate(prompts):
         if len(ids) >= limit:
             raise ConfigError(
-                f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt."
+                f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room "
+                "after it. Shorten the prompt."
             )
-        # The same prompt twice gives two samples: the key counts the repetitions.
         request = EngineRequest(
-            tuple(ids), options.max_new_tokens, options.sampling, f"{seen[prompt]}:{prompt}", frozenset(options.stop_ids),
-            media=None if media is None else media[number], constraint=None if options.grammar is None else options.grammar.text,
-        )  # fmt: skip
-        rows.append(
-            _Sequence(
-                tokenizer,
-                request,
-                options.stop,
-                None if on_text is None else partial(on_text, number),
-            )
+            tuple(ids),
+            options.max_new_tokens,
+            options.sampling,
+            # The same prompt twice gives two samples: the key counts the repetitions.
+            key=f"{seen[prompt]}:{prompt}",
+            stop_ids=frozenset(options.stop_ids),
+            media=None if media is None else media[number],
+            constraint=None if options.grammar is None else options.grammar.text,
         )
         seen[prompt] += 1
+        say = None
+        if on_text is not None:
+            say = partial(on_text, number)
+        rows.append(_Sequence(tokenizer, request, options.stop, say))
     if not rows:
         return []
+
     _report_room(rows, options, limit)
     make_constraints = None if options.grammar is None else options.grammar.make_constraints
     engine = build_engine(
         loaded, _engine_options(rows, options, loaded), make_constraints=make_constraints
     )
+
     with progress("generate", total=len(rows), unit="prompts") as advance:
-        # Pieces of two texts at a time would be mixed on a screen.
-        for some in [rows] if on_text is None else [[row] for row in rows]:
-            _run(engine, some, advance)
+        batches = [rows]
+        if on_text is not None:
+            # Pieces of two texts at a time would be mixed on a screen.
+            batches = [[row] for row in rows]
+        for batch in batches:
+            _run(engine, batch, advance)
     return [row.result() for row in rows]
 
 
@@ -263,7 +231,8 @@ def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int
     least = min(limit - len(row.prompt) for row in rows)
     if least < options.max_new_tokens:
         log.warning(
-            "max-new-tokens is %d; the model's max_seq_len=%d leaves room for only %d after the longest prompt. Its text ends there.",
+            "max-new-tokens is %d; the model's max_seq_len=%d leaves room for only %d after the "
+            "longest prompt. Its text ends there.",
             options.max_new_tokens,
             limit,
             least,
@@ -273,15 +242,15 @@ def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int
 def _engine_options(
     rows: Sequence[_Sequence], options: GenerateOptions, loaded: LoadedModel
 ) -> EngineOptions:
-    """An engine that lives for one call is made no larger than that, and compiles only what pays for the wait."""
+    """An engine that lives for one call is made no larger than that, and compiles only what pays
+    for the wait."""
     on_cuda = loaded.device.type == "cuda"
+    longest = max(len(row.prompt) for row in rows) + options.max_new_tokens
     return EngineOptions(
         max_running=min(options.rows, len(rows)),
         max_waiting=len(rows),
         prefill_tokens=options.chunk_tokens,
-        max_context=min(
-            loaded.config.max_seq_len, max(len(row.prompt) for row in rows) + options.max_new_tokens
-        ),
+        max_context=min(loaded.config.max_seq_len, longest),
         record="auto" if options.max_new_tokens >= RECORD_FROM_STEPS else False,
         compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
         speculation=options.speculation,
@@ -289,12 +258,15 @@ def _engine_options(
 
 
 class _Sequence:
-    """One sequence while it grows."""
+    """One prompt and its continuation while it grows."""
 
     def __init__(
         self, tokenizer: Tokenizer, request: EngineRequest, stop: tuple[str, ...], say: Say | None
     ) -> None:
-        self.tokenizer, self.request, self.stop, self.say = tokenizer, request, stop, say
+        self.tokenizer = tokenizer
+        self.request = request
+        self.stop = stop
+        self.say = say
         self.prompt = list(request.prompt)
         self.new: list[int] = []
         self.stopped_by: StoppedBy | None = None
@@ -304,8 +276,11 @@ class _Sequence:
     def add(self, event: EngineEvent) -> bool:
         """Tokens came; True if the text ended before the engine knew, at a stop text."""
         self.new += event.tokens
-        needs_text = self.say is not None or bool(self.stop)
-        piece = self._written.add(event.tokens) if needs_text else ""
+        # Text is made token by token only where somebody reads it, or where it may hold a stop
+        # text.
+        piece = ""
+        if self.say is not None or self.stop:
+            piece = self._written.add(event.tokens)
         # An end id after a stop text would be a token the text does not have.
         at_stop = self._written.stopped and event.finished != "eos"
         if at_stop:
@@ -318,14 +293,18 @@ class _Sequence:
             assert event.finished not in ("cancelled", "error")
             self.stopped_by = event.finished
         if self.say is not None:
-            piece = piece if self.stopped_by is None else self.result().text[self._shown :]
+            # The last piece comes from the whole text, so that all pieces joined are the result.
+            if self.stopped_by is not None:
+                piece = self.result().text[self._shown :]
             if piece:
                 self.say(piece)
                 self._shown += len(piece)
         return at_stop and event.finished is None
 
     def _text(self) -> str:
-        # Decoded after the prompt's end, so that no tokenizer drops the first space as the start of a text.
+        """All new tokens as text, stop texts included."""
+        # Decoded after the prompt's end, so that no tokenizer drops the first space as the start of
+        # a text.
         end = self.prompt[-DECODED_BEFORE:]
         before = self.tokenizer.decode_bytes(end, skip_special=True)
         whole = self.tokenizer.decode_bytes([*end, *self.new], skip_special=True)
@@ -333,15 +312,21 @@ class _Sequence:
 
     def _text_before_stop(self) -> str | None:
         text = self._text()
-        places = [at for stop in self.stop if (at := text.find(stop)) >= 0]
-        return text[: min(places)] if places else None
+        # The first stop text in the text counts, whichever of them it is.
+        places = [position for stop in self.stop if (position := text.find(stop)) >= 0]
+        if places:
+            return text[: min(places)]
+        return None
 
     def result(self) -> Generation:
         assert self.stopped_by is not None
-        cut = self._text_before_stop() if self.stopped_by == "stop" else None
-        return Generation(
-            self._text() if cut is None else cut, self.new, self.stopped_by, len(self.prompt)
-        )
+        text = None
+        if self.stopped_by == "stop":
+            text = self._text_before_stop()
+        if text is None:
+            # a stop id leaves nothing to cut
+            text = self._text()
+        return Generation(text, self.new, self.stopped_by, len(self.prompt))
 
 
 def _run(
@@ -351,7 +336,7 @@ def _run(
     while engine.busy:
         for event in engine.step():
             row = running.get(event.request)
-            if row is not None:
+            if row is not None:  # otherwise the last event of one that was cancelled
                 if row.add(event):
                     engine.cancel(event.request)
                 if row.stopped_by is not None:

@@ -1,4 +1,5 @@
-"""A stored model, loaded to compute with: in evaluation mode, without gradients, with its tokenizer and head masks."""
+"""A stored model, loaded to compute with: in evaluation mode, without gradients, with its tokenizer
+and head masks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.stored_model import find_model
+from headway.checkpoint.stored_model import check_vocabulary, find_model
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
@@ -47,6 +48,15 @@ class LoadedModel:
     part: ModelPart | None = None
     """Where several ranks share the layers: the part that `model` is."""
 
+    def require_tokenizer(self) -> Tokenizer:
+        """Its tokenizer; a ConfigError where the folder has none."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json "
+                "there."
+            )
+        return self.tokenizer
+
     def with_masks(self, masks: HeadMasks | None, masks_from: str | None = None) -> LoadedModel:
         """The same weights under other masks."""
         if masks is not None:
@@ -62,7 +72,9 @@ class LoadedModel:
 
     def describe_masks(self) -> dict[str, Any] | None:
         """The masks as plain values for a result; None where every head keeps the whole past."""
-        return None if self.masks is None else self.masks.describe(self.masks_from or "given")
+        if self.masks is None:
+            return None
+        return self.masks.describe(self.masks_from or "given")
 
     @property
     def device(self) -> torch.device:
@@ -71,36 +83,51 @@ class LoadedModel:
 
 
 def load_model(
-    path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, group: RankGroup | None = None,
+    path: AnyPath | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    group: RankGroup | None = None,
     scores: bool = False,
-) -> LoadedModel:  # fmt: skip
-    """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere.
+) -> LoadedModel:
+    """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16
+    elsewhere.
 
-    Every head keeps the whole past, also where the model was trained under masks: `model.with_mask_choice(MaskChoice())` uses its own.
-    `group`: ranks that share the layers; each calls this and has its part, which an inference engine computes with.
-    `scores`: a reward model is wanted; without it, it is refused.
+    Every head keeps the whole past, also where the model was trained under masks:
+    `model.with_mask_choice(MaskChoice())` uses its own. `group`: ranks that share the layers; each
+    calls this and has its part, which an inference engine computes with. `scores`: a reward model
+    is wanted; without it, it is refused.
     """
     import torch
 
     from headway.model.base import build_frozen_model
     from headway.tokenizer.load import load_tokenizer
 
-    found = find_model(path)
-    found.check_head(scores=scores)
-    tokenizer, end_ids = None, found.end_ids
-    if found.tokenizer_folder is not None:
-        tokenizer = load_tokenizer(found.tokenizer_folder)
-        end_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-        check_vocabulary(tokenizer, found.tokenizer_folder, found.config)
+    stored = find_model(path)
+    stored.check_head(scores=scores)
+    tokenizer = None
+    end_ids = stored.end_ids
+    # The tokenizer's end id ends a text too: some models' own settings name fewer.
+    if stored.tokenizer_folder is not None:
+        tokenizer = load_tokenizer(stored.tokenizer_folder)
+        if tokenizer.eos_id is not None:
+            end_ids |= {tokenizer.eos_id}
+        check_vocabulary(tokenizer, stored.tokenizer_folder, stored.config)
+
     on = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if on.type == "cpu" else torch.bfloat16
-    config, gates = found.config.with_(head_gates=None), list[TrainedGates]()
+
+    # Gates are for training; here their values become masks, if the caller chooses them.
+    config = stored.config.with_(head_gates=None)
+    gates = list[TrainedGates]()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in found.weights():
-            if name == GATES and found.config.head_gates is not None:
-                gates.append(TrainedGates(found.config.head_gates, value.detach().float().cpu()))
+        """The weights that the model computes with; gates are kept aside, for
+        `with_mask_choice`."""
+        for name, value in stored.weights():
+            if name == GATES and stored.config.head_gates is not None:
+                gates.append(TrainedGates(stored.config.head_gates, value.detach().float().cpu()))
             else:
                 yield name, value
 
@@ -111,19 +138,21 @@ def load_model(
         from headway.infer.engine.part import ModelPart, build_part, check_part
 
         check_part(config, group.size)
-        model, part = (
-            build_part(config, _start_reading(weights()), on, dtype, group),
-            ModelPart(group),
-        )
-    own = gates[0] if gates else None
+        model = build_part(config, _start_reading(weights()), on, dtype, group)
+        part = ModelPart(group)
+
+    # Known only now: weights are read while the model is built.
+    trained_gates = None
+    if gates:
+        trained_gates = gates[0]
     return LoadedModel(
         model,
         config,
         tokenizer,
-        found.path,
+        stored.path,
         end_ids,
-        gates=own,
-        masks_file=found.masks_file,
+        gates=trained_gates,
+        masks_file=stored.masks_file,
         part=part,
     )
 
@@ -131,14 +160,7 @@ def load_model(
 def _start_reading(
     weights: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights, the first one already read: files that do not fit the config are refused before memory is allocated."""
+    """The same weights, the first one already read: files that do not fit the config are refused
+    before memory is allocated."""
     first = next(weights)
     return chain([first], weights)
-
-
-def check_vocabulary(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
-    """Refuse a tokenizer with more ids than the model."""
-    if tokenizer.vocab_size > config.vocab:
-        raise ConfigError(
-            f"{folder}: has {tokenizer.vocab_size} ids; the model has rows for {config.vocab}. It is another model's tokenizer."
-        )

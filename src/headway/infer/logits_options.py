@@ -1,4 +1,5 @@
-"""What is kept of a teacher's logits: what `infer/teacher_logits.py` takes, and the options of `headway data teacher-logits`.
+"""What is kept of a teacher's logits: what `infer/teacher_logits.py` takes, and the options of
+`headway data teacher-logits`.
 
 A module of its own, because the command line imports it for every help, without torch.
 """
@@ -28,7 +29,8 @@ class LogitsOptions:
     dtype: str = option("float16", "Type of the log-probabilities: float16 or float32.")
     seq_len: int | None = option(
         None,
-        "Longer documents are read in pieces of this many tokens; default: what the teacher can read, at most 4096.",
+        "Longer documents are read in pieces of this many tokens; default: what the teacher can "
+        "read, at most 4096.",
         min=1,
     )
     batch_tokens: int = option(8192, "Tokens computed at once.", min=1)

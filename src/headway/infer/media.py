@@ -1,10 +1,11 @@
-"""Questions about pictures and sounds: turns and their files come in, answers go out. Encoders run when they are asked.
+"""Questions about pictures and sounds: turns and their files come in, answers go out. Encoders run
+when they are asked.
 
     question -> positions for media in the chat template (records/encode_media.py) -> prompt ids
     files    -> encoder of the model -> features -> media tensors of a batch of prompts
 
-The prompt is that of training: the same template, marks and positions. `answer_records` answers a file of records in order, and continues
-where it was stopped.
+The prompt is that of training: the same template, marks and positions. `answer_records` answers a
+file of records in order, and continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ from headway.runtime.storage import write_atomic
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LISTS, KeyMap
 from headway.tokenizer.chat import ChatTemplate, Turn, answer_end, default_template, find_template
-from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
     from headway.media.schema import AnswerSchema
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from headway.model.media_shape import MediaInput
 
 ENCODED_AT_ONCE = 32
+"""Items in one forward pass of an encoder."""
 ROLES = ("role", "from")
 
 
@@ -78,26 +79,31 @@ def template_of(loaded: LoadedModel, given: str | None) -> str:
 def question_about(
     prompt: str, media: Sequence[MediaRef], system: str | None = None
 ) -> MediaQuestion:
-    """A prompt about files, as training would read it: a video stands for pictures and its sound, and so does its mark."""
-    messages = ([] if system is None else [{"role": "system", "content": system}]) + [
-        {"role": "user", "content": prompt}
-    ]
-    found = MediaRecord(Record({"messages": messages}, "--prompt", None), tuple(media))
-    if found.of("video"):
-        found = spread_videos(found, VIDEO_FRAMES)
+    """A prompt about files, as training would read it: a video stands for pictures and its sound,
+    and so does its mark."""
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    record = MediaRecord(Record({"messages": messages}, "--prompt", None), tuple(media))
+    if record.of("video"):
+        record = spread_videos(record, VIDEO_FRAMES)
     return MediaQuestion(
-        tuple(Turn(one["role"], one["content"]) for one in found.record.data["messages"]),
-        found.media,
+        tuple(
+            Turn(message["role"], message["content"]) for message in record.record.data["messages"]
+        ),
+        record.media,
     )
 
 
 def place_question(question: MediaQuestion, positions: MediaPositions) -> PlacedMedia[str]:
-    """The question with a mark for every item; a kind of media that the model does not take is an error."""
+    """The question with a mark for every item; a kind of media that the model does not take is an
+    error."""
     for ref in question.media:
         if ref.modality not in positions.tokens:
             sound = " Give the video without its sound." if ref.part == SOUND else ""
             raise DataError(
-                f"{ref.name}: is {ref.modality}; the model takes {', '.join(positions.tokens)} only.{sound}"
+                f"{ref.name}: is {ref.modality}; the model takes {', '.join(positions.tokens)} "
+                f"only.{sound}"
             )
     return place_media(
         question.turns,
@@ -110,9 +116,12 @@ def _positions(loaded: LoadedModel) -> MediaPositions:
     shape = loaded.config.media
     if shape is None:
         raise ConfigError(
-            f"{loaded.path}: takes text alone; --image, --audio, --video and --input need a model trained with `multimodal`."
+            f"{loaded.path}: takes text alone; --image, --audio, --video and --input need a model "
+            "trained with `multimodal`."
         )
-    return MediaPositions({one.modality: one.tokens for one in shape.inputs}, shape.missing)
+    return MediaPositions(
+        {media_input.modality: media_input.tokens for media_input in shape.inputs}, shape.missing
+    )
 
 
 def answer_media(
@@ -123,16 +132,21 @@ def answer_media(
     on_text: OnText | None = None,
     known: Mapping[str, np.ndarray] | None = None,
 ) -> list[Generation]:
-    """Answer questions about media. `known`: features by content hash; those that are missing are computed."""
-    found = find_template(template, _tokenizer(loaded))
-    asked = media_prompts(loaded, questions, found, known)
-    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, _tokenizer(loaded))))
+    """Answer questions about media. `known`: features by content hash; those that are missing are
+    computed."""
+    chat_template = find_template(template, loaded.require_tokenizer())
+    asked = media_prompts(loaded, questions, chat_template, known)
+    # A model that never learned the template may still end its answer there.
+    options = replace(
+        options,
+        stop_ids=(*options.stop_ids, *answer_end(chat_template, loaded.require_tokenizer())),
+    )
     return generate_from_ids(
         loaded,
-        [(one.name, one.ids) for one in asked],
+        [(prompt.name, prompt.ids) for prompt in asked],
         options,
         on_text,
-        [one.media for one in asked],
+        [prompt.media for prompt in asked],
     )
 
 
@@ -141,7 +155,7 @@ class MediaPrompt:
     """A question as the model reads it."""
 
     name: str
-    """Of its text and media; questions that differ have different ones."""
+    """Made of its text and media, so that questions that differ have different names."""
     ids: list[int]
     media: PromptMedia
 
@@ -152,45 +166,36 @@ def media_prompts(
     template: ChatTemplate,
     known: Mapping[str, np.ndarray] | None = None,
 ) -> list[MediaPrompt]:
-    """Questions with the features of their media. `known`: features by content hash; those that are missing are computed."""
+    """Questions with the features of their media. `known`: features by content hash; those that are
+    missing are computed."""
     positions = _positions(loaded)
-    encoder = MediaEncoder(_tokenizer(loaded), template, positions)
+    encoder = MediaEncoder(loaded.require_tokenizer(), template, positions)
     refs: dict[str, MediaRef] = {}
     prompts: list[tuple[str, MediaDocument]] = []
-    for one in questions:
-        document = encoder.prompt(place_question(one, positions))
-        refs |= {ref.content_hash(): ref for ref in one.media}
+    for question in questions:
+        document = encoder.prompt(place_question(question, positions))
+        refs |= {ref.content_hash(): ref for ref in question.media}
+        # The key of its draws: the same text about another picture draws other numbers.
         named = json.dumps(
-            [[turn.content for turn in one.turns], [ref.content_hash() for ref in one.media]]
+            [
+                [turn.content for turn in question.turns],
+                [ref.content_hash() for ref in question.media],
+            ]
         )
         prompts.append((named, document))
+
+    # By content: a picture that several questions show is encoded once.
     features = dict(known or {})
     features |= encode_media(
         loaded, {name: ref for name, ref in refs.items() if name not in features}
     )
-    return [
-        MediaPrompt(
-            named,
-            document.ids.tolist(),
-            PromptMedia(
-                document.items,
-                {
-                    one.content_hash: features[one.content_hash]
-                    for one in document.items
-                    if one.content_hash
-                },
-            ),
-        )
-        for named, document in prompts
-    ]
 
-
-def _tokenizer(loaded: LoadedModel) -> Tokenizer:
-    if loaded.tokenizer is None:
-        raise ConfigError(
-            f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
-        )
-    return loaded.tokenizer
+    media_prompts: list[MediaPrompt] = []
+    for name, document in prompts:
+        hashes = [item.content_hash for item in document.items if item.content_hash]
+        media = PromptMedia(document.items, {key: features[key] for key in hashes})
+        media_prompts.append(MediaPrompt(name, document.ids.tolist(), media))
+    return media_prompts
 
 
 def encoder_of(loaded: LoadedModel, media_input: MediaInput) -> FrozenMediaEncoder:
@@ -199,8 +204,9 @@ def encoder_of(loaded: LoadedModel, media_input: MediaInput) -> FrozenMediaEncod
     encoder = open_encoder(media_input.encoder, media_input.modality, folder).to(loaded.device)
     if (encoder.tokens, encoder.width) != (media_input.vectors, media_input.width):
         raise ConfigError(
-            f"{loaded.path}: was trained on {media_input.modality} features of {media_input.vectors} x {media_input.width}; "
-            f"its encoder gives {encoder.tokens} x {encoder.width}. Put the encoder back that it was trained with."
+            f"{loaded.path}: was trained on {media_input.modality} features of "
+            f"{media_input.vectors} x {media_input.width}; its encoder gives {encoder.tokens} x "
+            f"{encoder.width}. Put the encoder back that it was trained with."
         )
     return encoder
 
@@ -208,35 +214,39 @@ def encoder_of(loaded: LoadedModel, media_input: MediaInput) -> FrozenMediaEncod
 def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str, np.ndarray]:
     """The features [vectors, width] of media, by their names."""
     assert loaded.config.media is not None
-    found: dict[str, np.ndarray] = {}
-    for one in loaded.config.media.inputs:
-        mine = [name for name, ref in refs.items() if ref.modality == one.modality]
-        if not mine:
+    features: dict[str, np.ndarray] = {}
+    for media_input in loaded.config.media.inputs:
+        names = [name for name, ref in refs.items() if ref.modality == media_input.modality]
+        if not names:
             continue
-        encoder = encoder_of(loaded, one)
-        for first in range(0, len(mine), ENCODED_AT_ONCE):
-            some = mine[first : first + ENCODED_AT_ONCE]
-            made = encoder.encode(np.stack([encoder.input.read(refs[name]) for name in some]))
-            found |= dict(zip(some, made, strict=True))
-    return found
+        encoder = encoder_of(loaded, media_input)
+        for first in range(0, len(names), ENCODED_AT_ONCE):
+            batch = names[first : first + ENCODED_AT_ONCE]
+            encoded = encoder.encode(np.stack([encoder.input.read(refs[name]) for name in batch]))
+            features |= dict(zip(batch, encoded, strict=True))
+    return features
 
 
 def read_questions(path: Path | str) -> Iterator[tuple[Record, MediaQuestion]]:
-    """The records of a file as questions; the last answer of a record is what is expected of the model."""
+    """The records of a file as questions; the last answer of a record is what is expected of the
+    model."""
     for record in read_sources(path):
         yield record, question_of(record)
 
 
 def question_of(record: Record) -> MediaQuestion:
     """The question of a record in any shape that training reads; an answer may be missing."""
-    found = parse_media_record(_with_answer(record))
-    turns = turns_of(found, KeyMap())
+    media_record = parse_media_record(_with_answer(record))
+    turns = turns_of(media_record, KeyMap())
+    # Everything before the last answer is the question.
     last = max(
         (number for number, turn in enumerate(turns) if turn.role == "assistant"),
         default=len(turns),
     )
-    answer = turns[last].content if last < len(turns) else None
-    return MediaQuestion(turns[:last], found.media, None if answer == NO_ANSWER else answer)
+    answer = None
+    if last < len(turns):
+        answer = turns[last].content
+    return MediaQuestion(turns[:last], media_record.media, None if answer == NO_ANSWER else answer)
 
 
 NO_ANSWER = "\ufffc"
@@ -244,6 +254,7 @@ NO_ANSWER = "\ufffc"
 
 
 def _with_answer(record: Record) -> Record:
+    """The record with a stand-in where it has no answer: the parsers of training data want one."""
     data: dict[str, Any] = dict(record.data)
     listed = next((key for key in LISTS if isinstance(data.get(key), list) and data[key]), None)
     if listed is not None:
@@ -286,7 +297,8 @@ def answer_records(
     options: GenerateOptions,
     schema: AnswerSchema | None = None,
 ) -> PredictionReport:
-    """Answer every record of a file; one line of JSON each, in order. Lines that are there already are kept, if they are of this input."""
+    """Answer every record of a file; one line of JSON each, in order. Lines that are there already
+    are kept, if they are of this input."""
     settings = _settings(loaded, template, options)
     side = settings_file(output)
     if side.is_file() and output.exists() and output.stat().st_size:
@@ -298,16 +310,21 @@ def answer_records(
         progress(f"answer {path.name}", unit="records") as advance,
         open(output, "a", encoding="utf-8") as file,
     ):
+        # Lines that are there must belong to the first records of this input.
         records = enumerate(read_sources(path))
         for (number, record), line in zip(islice(records, len(done)), list(done), strict=False):
             if line.get("index") != number or line.get("id") != _name(record):
                 raise ConfigError(
-                    f"--output is {output}, whose line {number + 1} is of another input. Give another file, or remove it."
+                    f"--output is {output}, whose line {number + 1} is of another input. Give "
+                    "another file, or remove it."
                 )
         if len(done) and sum(1 for _ in zip(done, read_sources(path), strict=False)) < len(done):
             raise ConfigError(
-                f"--output is {output}, which has more lines than the input. Give another file, or remove it."
+                f"--output is {output}, which has more lines than the input. Give another file, "
+                "or remove it."
             )
+
+        # Written batch by batch: a kill loses at most one.
         while chunk := list(islice(records, options.rows)):
             for line in _answered(loaded, chunk, template, options, schema):
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -315,14 +332,25 @@ def answer_records(
             file.flush()
             answered += len(chunk)
             advance(len(chunk))
-    given = [line for line in done if line.get("expected") is not None and "answer" in line]
+
+    # Over all lines, those of earlier runs too.
+    with_expected = [line for line in done if line.get("expected") is not None and "answer" in line]
     checked = [line for line in done if "valid" in line]
+    exact = None
+    if with_expected:
+        equal = sum(line["answer"].strip() == line["expected"].strip() for line in with_expected)
+        exact = equal / len(with_expected)
+    valid = None
+    if checked:
+        valid = sum(line["valid"] for line in checked) / len(checked)
     return PredictionReport(
-        str(output), len(done), answered,
-        sum(line["answer"].strip() == line["expected"].strip() for line in given) / len(given) if given else None,
-        sum(line["valid"] for line in checked) / len(checked) if checked else None,
-        sum("error" in line for line in done),
-    )  # fmt: skip
+        str(output),
+        records=len(done),
+        answered=answered,
+        exact=exact,
+        valid=valid,
+        failed=sum("error" in line for line in done),
+    )
 
 
 def _settings(loaded: LoadedModel, template: str, options: GenerateOptions) -> dict[str, Any]:
@@ -359,27 +387,32 @@ def _answered(
         try:
             question = question_of(record)
             place_question(question, positions)
-            known |= encode_media(
-                loaded, {ref.content_hash(): ref for ref in question.media}
-            )  # one by one: a broken file is one record's
+            # one record at a time: a broken file is one record's
+            known |= encode_media(loaded, {ref.content_hash(): ref for ref in question.media})
             asked.append((line, question))
         except DataError as problem:
             text = str(problem)
-            line["error"] = text if text.startswith(record.place) else f"{record.place}: {text}"
-    answers = answer_media(loaded, [one for _, one in asked], template, options, known=known)
-    for (line, question), found in zip(asked, answers, strict=True):
+            if text.startswith(record.place):
+                line["error"] = text
+            else:
+                line["error"] = f"{record.place}: {text}"
+
+    questions = [question for _, question in asked]
+    answers = answer_media(loaded, questions, template, options, known=known)
+    for (line, question), generation in zip(asked, answers, strict=True):
         line |= {
-            "answer": found.text,
+            "answer": generation.text,
             "expected": question.expected,
-            "stopped_by": found.stopped_by,
+            "stopped_by": generation.stopped_by,
         }
         if schema is not None:
-            problems = schema.problems(found.text)
+            problems = schema.problems(generation.text)
             line |= {"valid": not problems, "problems": problems}
     return lines
 
 
 def _name(record: Record) -> str:
+    """A name of the record's content, by which a continued job knows its lines again."""
     return hashlib.sha256(
         json.dumps(record.data, sort_keys=True, default=str).encode()
     ).hexdigest()[:16]
@@ -398,7 +431,8 @@ def _lines_of(output: Path) -> list[dict[str, Any]]:
             raise ValueError("a line is no object")
     except ValueError as problem:
         raise ConfigError(
-            f"--output is {output}, which holds something else than answers ({problem}). Give another file."
+            f"--output is {output}, which holds something else than answers ({problem}). Give "
+            "another file."
         ) from None
     if len(whole) < len(content):
         with open(output, "r+b") as file:

@@ -1,7 +1,9 @@
-"""Conversations that wait for an answer: a file in OpenAI's shape comes in, conversations go out, or one line that says why not.
+"""Conversations that wait for an answer: a file in OpenAI's shape comes in, conversations go out,
+or one line that says why not.
 
-.json     {"messages": [{"role": "user", "content": "..."}, ...]} or the list alone; or a list of several of these
-.jsonl    one of these per line
+    .json     {"messages": [{"role": "user", "content": "..."}, ...]} or the list alone;
+              or a list of several of these
+    .jsonl    one of these per line
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from headway.runtime.json_file import read_bounded
 from headway.tokenizer.chat_template import Turn
 
 LARGEST_BYTES = 64 << 20
+"""Of a file of conversations, which is read as a whole."""
 SHAPE = 'it must be {"messages": [{"role": "user", "content": "..."}]}, or the list alone'
 
 
@@ -31,10 +34,10 @@ def read_messages(path: Path, system: str | None = None) -> list[Conversation]:
         raise ConfigError(f"--messages: {path}: {problem.strerror or problem}.") from None
     except ValueError as error:
         raise DataError(f"{path}: not UTF-8 text: {error}.") from None
-    found = [conversation_of(value, place, system) for value, place in _values(text, path)]
-    if not found:
+    conversations = [conversation_of(value, where, system) for value, where in _values(text, path)]
+    if not conversations:
         raise DataError(f"{path}: no conversation; {SHAPE}.")
-    return found
+    return conversations
 
 
 def as_messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
@@ -49,11 +52,12 @@ def _values(text: str, path: Path) -> Iterator[tuple[Any, str]]:
             if line.strip():
                 yield _json(line, f"{path}:{number}"), f"{path}:{number}"
         return
+    # A list of messages is one conversation, any other list holds several.
     value = _json(text, str(path))
     if isinstance(value, list) and not any(
-        isinstance(one, dict) and "role" in one for one in value
+        isinstance(item, dict) and "role" in item for item in value
     ):
-        yield from ((one, f"{path}[{number}]") for number, one in enumerate(value))
+        yield from ((item, f"{path}[{number}]") for number, item in enumerate(value))
     else:
         yield value, str(path)
 
@@ -67,13 +71,18 @@ def _json(text: str, place: str) -> Any:
 
 def conversation_of(value: Any, place: str, system: str | None) -> Conversation:
     """The conversation of one JSON value; `place` is what messages call it."""
-    record = value if isinstance(value, dict) else {"messages": value}
+    if isinstance(value, dict):
+        record = value
+    else:
+        record = {"messages": value}
     if not isinstance(record.get("messages"), list):
         raise DataError(f"{place}: not a conversation; {SHAPE}.")
+    # The same reader as for training data, so that both accept the same shapes.
     turns = TurnReader().turns(record["messages"], f"{place}: messages")
     if turns[-1].role == "assistant":
         raise DataError(
-            f"{place}: the last message is the assistant's, so nothing waits for an answer. Leave it out."
+            f"{place}: the last message is the assistant's, so nothing waits for an answer. Leave "
+            "it out."
         )
     if system is not None:
         if turns[0].role == "system":

@@ -1,6 +1,7 @@
 """Logits of the next token come in, one token per row goes out.
 
-Sampling uses one random number per row, derived from (seed, prompt, position). It depends neither on the other rows nor on the device.
+Sampling uses one random number per row, derived from (seed, prompt, position). It depends neither
+on the other rows nor on the device.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headway.config.options import option
 from headway.errors import ConfigError
-from headway.runtime.device import wide
+from headway.runtime.device import to_float64
 from headway.runtime.seed import derive
 
 if TYPE_CHECKING:
@@ -22,17 +24,18 @@ if TYPE_CHECKING:
 class Sampling:
     """How the next token is chosen among the likely ones."""
 
-    temperature: float = 0.0
-    """0 takes the likeliest token; 1 samples from the model's distribution; above, flatter."""
-    top_k: int | None = None
-    """Sample among this many likeliest tokens."""
-    top_p: float | None = None
-    """Sample among the fewest likeliest tokens that together have this probability."""
-    seed: int = 0
+    temperature: float = option(0.0, "0 takes the most likely token each time; above 0 samples.")
+    """1 samples from the model's distribution; above, it is flatter."""
+    top_k: int | None = option(None, "Sample from the k most likely tokens.")
+    top_p: float | None = option(
+        None, "Sample from the smallest set of tokens with this total probability."
+    )
+    seed: int = option(0, "Seed of the sampling.")
     min_p: float | None = None
     """Sample among the tokens with at least this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Scores of tokens that occurred, in the prompt too, are divided by this where positive and multiplied where negative."""
+    """Scores of tokens that occurred, in the prompt too, are divided by this where positive and
+    multiplied where negative."""
     presence_penalty: float = 0.0
     """Subtracted from the score of every token that was generated."""
     frequency_penalty: float = 0.0
@@ -43,11 +46,13 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(
-                f"--temperature is {self.temperature}; it must be 0 (likeliest token) or more, and finite."
+                f"--temperature is {self.temperature}; it must be 0 (likeliest token) or more, "
+                "and finite."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(
-                f"--top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all tokens."
+                f"--top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all "
+                "tokens."
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
@@ -55,7 +60,8 @@ class Sampling:
             raise ConfigError(f"min_p is {self.min_p}; it must be between 0 and 1.")
         if not 0 < self.repetition_penalty < math.inf:
             raise ConfigError(
-                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and finite. 1 changes nothing."
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and finite. "
+                "1 changes nothing."
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
@@ -75,6 +81,7 @@ class Sampling:
 
     def draw(self, key: str, position: int) -> float:
         """The number in [0, 1) with which the token at a position of a sequence is chosen."""
+        # `derive` gives 63 bits.
         return derive(self.seed, "sample", key, position) / 2.0**63
 
 
@@ -84,18 +91,24 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
 
     if sampling.temperature == 0:
         return logits.argmax(-1)
+
     # Double, so that the running sum over a large vocabulary gives the same choice on every device.
     # The greatest is subtracted first: a tiny temperature would make it infinite.
-    scores = wide(logits)
+    scores = to_float64(logits)
     probability = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
+    # Stable: of equal scores the lowest id comes first, as in the engine's sampler.
     likely, token = probability.sort(dim=-1, descending=True, stable=True)
     reached = likely.cumsum(-1)
+    # The token that reaches top_p is kept: what counts is the sum before it.
     if sampling.top_p is not None:
         likely = likely.masked_fill(reached - likely >= sampling.top_p, 0.0)
     if sampling.top_k is not None and sampling.top_k < likely.shape[-1]:
         likely[:, sampling.top_k :] = 0.0
     if sampling.min_p is not None:
         likely = likely.masked_fill(likely < sampling.min_p * likely[:, :1], 0.0)
+
+    # The draw falls into one of the kept tokens, in proportion to their probabilities; rounding may
+    # carry it behind the last one, which is then taken.
     reached = likely.cumsum(-1)
     draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
     choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)

@@ -14,8 +14,8 @@ import torch
 
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.memory import EngineMemory, build_cache
+from headway.infer.engine.prefill_batches import plan_pieces
 from headway.infer.engine.request import EngineOptions, EngineRequest
-from headway.infer.engine.rounds import plan_pieces
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel
 
@@ -39,6 +39,7 @@ def measure_speed(
 ) -> GenerationSpeed:
     """Read about `length` tokens in each row, `chunk_tokens` at a time; then decode `steps`."""
     prompt = max(1, length - steps)
+    # Without reuse of prefixes: each run must compute the whole prompts again.
     options = EngineOptions(
         max_running=rows,
         max_context=prompt + steps,
@@ -48,19 +49,22 @@ def measure_speed(
     cache = build_cache(loaded, options, prompt + steps)
     device = EngineDevice(loaded, cache, options, loaded.config.vocab)
     batch = _admit(EngineMemory(cache, prefix_reuse=False), _requests(loaded, rows, prompt, steps))
+
     read: list[float] = []
     written: list[float] = []
     for run in range(1 + TIMED_RUNS):
         began = _now(loaded.device)
         _read(device, batch, chunk_tokens)
         between = _now(loaded.device)
-        slots = [one.slot for one in batch]
+        slots = [sequence.slot for sequence in batch]
         for step in range(steps):
             device.decode(slots, prompt + step + 1)
         ended = _now(loaded.device)
-        if run > 0:
+        if run > 0:  # the first one compiled, recorded and loaded
             read.append(between - began)
             written.append(ended - between)
+
+    # Of the rows that found memory, which may be fewer than were asked for.
     return GenerationSpeed(
         cache.num_bytes,
         len(batch) * prompt / median(read),
@@ -69,6 +73,7 @@ def measure_speed(
 
 
 def _requests(loaded: LoadedModel, rows: int, prompt: int, steps: int) -> list[EngineRequest]:
+    """Prompts of random ids, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, loaded.config.vocab, (rows, prompt), generator=generator)
     return [EngineRequest(tuple(row), steps) for row in tokens.tolist()]
@@ -91,6 +96,7 @@ def _admit(memory: EngineMemory, requests: list[EngineRequest]) -> list[EngineSe
 
 def _read(device: EngineDevice, batch: list[EngineSequence], chunk_tokens: int) -> None:
     """All prompts from their beginnings, and the first token of each."""
+    # Keys and values of the run before are overwritten in place.
     for sequence in batch:
         sequence.computed = 0
     last: dict[EngineSequence, torch.Tensor] = {}
@@ -104,6 +110,8 @@ def _read(device: EngineDevice, batch: list[EngineSequence], chunk_tokens: int) 
             end += piece.count
             sequence.computed = piece.end
             last[sequence] = hidden[end - 1]
+
+    # What the engine does after a prompt: the first token and the length go to the device.
     slots = [sequence.slot for sequence in batch]
     first = device.logits(torch.stack([last[sequence] for sequence in batch])).argmax(-1)
     device.last_token[torch.tensor(slots, device=first.device)] = first
@@ -111,6 +119,7 @@ def _read(device: EngineDevice, batch: list[EngineSequence], chunk_tokens: int) 
 
 
 def _now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done all that was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,12 +1,13 @@
-"""A teacher reads a token store once, and its likeliest next tokens are written beside it. In: a store and a loaded model; out: a
-store of logits (`store/teacher_logits.py`).
+"""A teacher reads a token store once, and its likeliest next tokens are written beside it. In: a
+store and a loaded model; out: a store of logits (`store/teacher_logits.py`).
 
     store   | doc 0 | doc 1 |      doc 2      | doc 3 |  ...
-    rows    [ doc 0 doc 1 ..] [ piece of doc 2 ] [ rest, doc 3 ]        next fit, in the order of the store
+    rows    [ doc 0 doc 1 ..] [ piece of doc 2 ] [ rest, doc 3 ]    next fit, in the store's order
 
-Rows hold whole documents, one after another; a document longer than a row is cut from its beginning, as packing cuts it. So what is
-computed comes in the order of positions and is appended, and a killed run continues at the last commit. Invariant: a position's numbers
-depend on its document up to it (within its piece) and on the teacher alone.
+Rows hold whole documents, one after another; a document longer than a row is cut from its
+beginning, as packing cuts it. So what is computed comes in the order of positions and is appended,
+and a killed run continues at the last commit. Invariant: a position's numbers depend on its
+document up to it (within its piece) and on the teacher alone.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from headway.model.base import Model
 
 SEQ_LEN = 4096
+"""Tokens of a row, where the teacher can read as many and no length is given."""
 ROUND_TOKENS = 64
 """A microbatch is as wide as its fullest row, rounded up to this."""
 TAKEOVER_SECONDS = 60.0
+"""A lock file that does not change for so long belongs to a run that was killed."""
 Piece = tuple[int, int, int, bool]
 """(document, start, length, whether the document continues)."""
 
@@ -69,7 +72,8 @@ def write_logits(
     loaded: LoadedModel, store: Store, out: Path, options: LogitsOptions
 ) -> LogitsResult:
     """Write the logits of a store, or of a shard of it; what an earlier run wrote is kept."""
-    origin, began = _origin(loaded, store, options), time.monotonic()
+    origin = _origin(loaded, store, options)
+    began = time.monotonic()
     if is_logits(out):
         done = open_logits(out)
         if done.origin != origin:
@@ -77,16 +81,20 @@ def write_logits(
                 name for name in vars(origin) if getattr(done.origin, name) != getattr(origin, name)
             )
             raise DataError(
-                f"{out}: holds other logits (different: {changed}). Choose another --out, or remove it first."
+                f"{out}: holds other logits (different: {changed}). Choose another --out, or "
+                "remove it first."
             )
         return _result(
             out, store, origin, done.manifest.mass, origin.tokens[1] - origin.tokens[0], 0.0
         )
+
+    # Two runs of the same command would append to the same files.
     lock = RunLock(out, TAKEOVER_SECONDS)
     lock.take()
     try:
         with TeacherLogitsWriter(out, origin) as writer:
             before = writer.next_position - origin.tokens[0]
+            # Before hours of computation, not after.
             require_space(
                 out, (origin.tokens[1] - writer.next_position) * sum(origin.widths), DataError
             )
@@ -103,31 +111,46 @@ def _result(
 ) -> LogitsResult:
     tokens = origin.tokens[1] - origin.tokens[0]
     return LogitsResult(
-        str(out), store.name, origin.teacher, origin.documents[1] - origin.documents[0], tokens, origin.top_k,
-        tokens * sum(origin.widths), mass / max(tokens, 1), before, seconds,
-    )  # fmt: skip
+        str(out),
+        store.name,
+        origin.teacher,
+        origin.documents[1] - origin.documents[0],
+        tokens,
+        origin.top_k,
+        tokens * sum(origin.widths),
+        mass / max(tokens, 1),
+        before,
+        seconds,
+    )
 
 
 def _origin(loaded: LoadedModel, store: Store, options: LogitsOptions) -> LogitsOrigin:
-    config, name = loaded.config, str(loaded.path)
+    """Everything that decides the numbers; a store with another origin is never continued."""
+    config = loaded.config
+    name = str(loaded.path)
     if not 1 <= options.top_k <= config.vocab:
         raise ConfigError(
             f"--top-k is {options.top_k}; it must be 1 to {config.vocab}, the vocabulary of {name}."
         )
     if store.max_id >= config.vocab:
         raise DataError(
-            f"{store.name}: holds id {store.max_id}; {name} has {config.vocab} ids. Use a teacher with the store's tokenizer."
+            f"{store.name}: holds id {store.max_id}; {name} has {config.vocab} ids. Use a teacher "
+            "with the store's tokenizer."
         )
+    # Not known on either side is no reason to refuse: stores of ids have no tokenizer.
     teachers = None if loaded.tokenizer is None else loaded.tokenizer.fingerprint
     if None not in (teachers, store.fingerprint) and teachers != store.fingerprint:
         raise DataError(
-            f"{store.name}: made by another tokenizer than that of {name}. Use a teacher with the store's tokenizer."
+            f"{store.name}: made by another tokenizer than that of {name}. Use a teacher with the "
+            "store's tokenizer."
         )
     seq_len = options.seq_len or min(SEQ_LEN, config.max_seq_len)
     if seq_len > config.max_seq_len:
         raise ConfigError(
             f"--seq-len is {seq_len}; {name} was made for {config.max_seq_len} tokens. Lower it."
         )
+
+    # Shards end at documents and hold about as many tokens each.
     number, shards = options.shard
     first, last = (
         store.first_at(store.num_tokens * n // shards) if n < shards else store.num_documents
@@ -135,12 +158,22 @@ def _origin(loaded: LoadedModel, store: Store, options: LogitsOptions) -> Logits
     )
     begin, end = (_position(store, document) for document in (first, last))
     return LogitsOrigin(
-        store.manifest.content, store.fingerprint, (first, last), (begin, end), name, _digest(loaded.model), config.vocab, seq_len,
-        options.top_k, options.temperature, options.dtype,
-    )  # fmt: skip
+        store.manifest.content,
+        store.fingerprint,
+        (first, last),
+        (begin, end),
+        name,
+        _digest(loaded.model),
+        config.vocab,
+        seq_len,
+        options.top_k,
+        options.temperature,
+        options.dtype,
+    )
 
 
 def _position(store: Store, document: int) -> int:
+    """The position of a document's first token among all tokens of the store."""
     if document == store.num_documents:
         return store.num_tokens
     return int(store.token_positions(np.array([document]), np.zeros(1, np.int64))[0])
@@ -157,6 +190,7 @@ def _digest(model: Model) -> str:
 
 @torch.inference_mode()
 def _fill(writer: TeacherLogitsWriter, model: Model, store: Store, options: LogitsOptions) -> None:
+    """Compute and append what is missing, from the last commit on."""
     origin = writer.origin
     rows_at_once = max(1, options.batch_tokens // origin.seq_len)
     rows = _rows(_pieces(store, origin, writer.next_position), origin.seq_len)
@@ -182,46 +216,50 @@ def _read(
         RowPlan(document, start, length, np.zeros(len(length), np.bool_), first), store
     )
     block = PackedBlock(plan, list(range(len(rows))))
+    # Rounded: a new width for every microbatch would be a new shape for every kernel.
     width = min(origin.seq_len, -(-max(block.tokens) // ROUND_TOKENS) * ROUND_TOKENS)
     layout = RowLayout([store], width, int(np.diff(plan.first).max()) + 1, one_document=False)
     batch, _ = fill_rows([Row(0, block, number) for number in range(len(rows))], layout)
     head = model.forward_batch(batch.to(model.head_weight.device)).head
-    found = head.top_k(origin.top_k, origin.temperature)
+    likeliest = head.top_k(origin.top_k, origin.temperature)
+    # Padding at the end of each row goes; what is left has the order of the store.
     is_token = torch.cat([torch.arange(width) < tokens for tokens in block.tokens])
-    ids, log_probs = (
-        found.ids.cpu()[is_token].numpy(),
-        found.log_probs.float().cpu()[is_token].numpy(),
-    )
+    ids = likeliest.ids.cpu()[is_token].numpy()
+    log_probs = likeliest.log_probs.float().cpu()[is_token].numpy()
     if not np.isfinite(log_probs[:, 0]).all():
         raise DataError(
-            f"{origin.teacher}: gives probabilities that are not finite. Its weights are damaged, or use --precision fp32."
+            f"{origin.teacher}: gives probabilities that are not finite. Its weights are damaged, "
+            "or use --precision fp32."
         )
     return ids, log_probs
 
 
 def _pieces(store: Store, origin: LogitsOrigin, position: int) -> Iterator[Piece]:
     """The pieces of documents from a position on; it must be where a piece starts."""
-    at = origin.tokens[0]
+    offset = origin.tokens[0]
     for begin in range(origin.documents[0], origin.documents[1], READ_DOCUMENTS):
         lengths = store.lengths(begin, min(begin + READ_DOCUMENTS, origin.documents[1]))
-        if at + int(lengths.sum()) <= position:
-            at += int(lengths.sum())
+        # Blocks that an earlier run has done are passed over without looking at their documents.
+        if offset + int(lengths.sum()) <= position:
+            offset += int(lengths.sum())
             continue
         for document, length in enumerate(lengths.tolist(), begin):
             for start in range(0, length, origin.seq_len):
                 size = min(origin.seq_len, length - start)
-                if at >= position:
+                if offset >= position:
                     yield document, start, size, start + size < length
-                at += size
+                offset += size
 
 
 def _rows(pieces: Iterator[Piece], seq_len: int) -> Iterator[list[Piece]]:
+    """Next fit: only the newest row is open, so that pieces keep their order."""
     row: list[Piece] = []
     left = seq_len
     for piece in pieces:
         if piece[2] > left:
             yield row
-            row, left = [], seq_len
+            row = []
+            left = seq_len
         row.append(piece)
         left -= piece[2]
     if row:

@@ -1,9 +1,12 @@
-"""The fused head and distillation loss: hidden states and the output matrices of a student and of a teacher come in, per-token losses and
-the gradients of the student's go out in one pass over chunks of tokens. Logits of either exist for one chunk at a time.
+"""The fused head and distillation loss: hidden states and the output matrices of a student and of a
+teacher come in, per-token losses and the gradients of the student's go out in one pass over chunks
+of tokens. Logits of either exist for one chunk at a time.
 
-With p and q the student's and the teacher's probabilities, both of logits divided by the temperature t, and nll the plain one:
+With p and q the student's and the teacher's probabilities, both of logits divided by the
+temperature t, and nll the plain one:
 
-    token i:   loss_i = a t^2 KL_i + (1 - a) nll_i        forward: KL(q || p)        reverse: KL(p || q)
+    loss_i = a t^2 KL_i + (1 - a) nll_i      of token i
+    forward: KL(q || p)                      reverse: KL(p || q)
 
 t^2 keeps the gradient's size when t changes. Arithmetic is fp32.
 """
@@ -19,7 +22,8 @@ from headway.kernels.cross_entropy import WeightGradBuffer, linear_loss
 from headway.kernels.vocab_loss import cap_in_place
 
 LOGITS_AT_ONCE = 4
-"""Tensors of the size of a chunk's logits beyond those of the plain loss: chunks are smaller by this."""
+"""Tensors of the size of a chunk's logits beyond those of the plain loss: chunks are smaller by
+this."""
 
 
 class DistillShaping(NamedTuple):
@@ -53,15 +57,27 @@ class Distilled(NamedTuple):
 
 
 def linear_distill(
-    hidden: Tensor, weight: Tensor, taught: Tensor, teacher: TeacherHead, targets: Tensor, coefficients: Tensor, shaping: DistillShaping,
-    chunk_tokens: int = 2048, grad_buffer: WeightGradBuffer | None = None, softcap: float | None = None,
-) -> Distilled:  # fmt: skip
-    """The loss of targets [N] from the student's hidden [N, D] and the teacher's, `taught` [N, D of the teacher]."""
+    hidden: Tensor,
+    weight: Tensor,
+    taught: Tensor,
+    teacher: TeacherHead,
+    targets: Tensor,
+    coefficients: Tensor,
+    shaping: DistillShaping,
+    chunk_tokens: int = 2048,
+    grad_buffer: WeightGradBuffer | None = None,
+    softcap: float | None = None,
+) -> Distilled:
+    """The loss of targets [N] from the student's hidden [N, D] and the teacher's, `taught` [N, D of
+    the teacher]."""
 
     def gradient(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = (taught[part] @ teacher.weight.t()).float()
-        cap_in_place(given, teacher.softcap)
-        return distill_gradient(logits, given, targets[part], coefficients[part], shaping, softcap)
+        # The teacher's logits of this chunk alone; it has no gradient.
+        teacher_logits = (taught[part] @ teacher.weight.t()).float()
+        cap_in_place(teacher_logits, teacher.softcap)
+        return distill_gradient(
+            logits, teacher_logits, targets[part], coefficients[part], shaping, softcap
+        )
 
     chunk = max(1, chunk_tokens // LOGITS_AT_ONCE)
     return Distilled(*linear_loss(hidden, weight, coefficients, gradient, chunk, grad_buffer))
@@ -69,19 +85,20 @@ def linear_distill(
 
 def distill_gradient(
     logits: Tensor,
-    given: Tensor,
+    teacher_logits: Tensor,
     targets: Tensor,
     coefficients: Tensor,
     shaping: DistillShaping,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct). `given`: the teacher's logits."""
+    """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl,
+    correct). `teacher_logits`: fp32 [n, V]."""
     temperature, reverse, _ = shaping
-    of = student_scores(logits, targets, softcap)
-    log_p, log_q = (
-        torch.log_softmax(of.x / temperature, -1),
-        torch.log_softmax(given / temperature, -1),
-    )
+    student = student_scores(logits, targets, softcap)
+    log_p = torch.log_softmax(student.x / temperature, -1)
+    log_q = torch.log_softmax(teacher_logits / temperature, -1)
+    # Gradients by the scaled logits: p (log p - log q - KL) in reverse, p - q forward. In place
+    # where possible: every tensor here has the size of the chunk's logits.
     if reverse:
         apart = log_p - log_q
         p = log_p.exp_()
@@ -91,7 +108,12 @@ def distill_gradient(
         q = log_q.exp()
         kl = (q * log_q.sub_(log_p)).sum(-1)
         gradient = log_p.exp_().sub_(q)
-    return blended(kl, gradient, of, logits, coefficients, shaping), of.nll, kl, of.correct
+    return (
+        blended(kl, gradient, student, logits, coefficients, shaping),
+        student.nll,
+        kl,
+        student.correct,
+    )
 
 
 class StudentScores(NamedTuple):
@@ -104,11 +126,11 @@ class StudentScores(NamedTuple):
     nll: Tensor
     correct: Tensor
     slope: Tensor | None
-    """of soft-capping"""
+    """[n, V]: the derivative of soft-capping; None without a cap"""
 
 
 def student_scores(logits: Tensor, targets: Tensor, softcap: float | None) -> StudentScores:
-    """Of logits [n, V] and targets [n]."""
+    """What both distillation losses need of the student's logits [n, V] and targets [n]."""
     x = logits.float()
     slope = cap_in_place(x, softcap)
     lse = torch.logsumexp(x, -1)
@@ -119,19 +141,23 @@ def student_scores(logits: Tensor, targets: Tensor, softcap: float | None) -> St
 def blended(
     kl: Tensor,
     gradient: Tensor,
-    of: StudentScores,
+    student: StudentScores,
     logits: Tensor,
     coefficients: Tensor,
     shaping: DistillShaping,
 ) -> Tensor:
-    """Per-token loss of a divergence and the plain nll. `gradient`, by scaled logits, becomes that of the loss and goes into `logits`."""
+    """Per-token loss of a divergence and the plain nll. `gradient`, by scaled logits, becomes that
+    of the loss and goes into `logits`."""
     temperature, _, alpha = shaping
     gradient.mul_(alpha * temperature)  # t^2 of the loss, 1 / t of the logits
     if alpha < 1:
-        gradient.add_(of.x.sub_(of.lse[:, None]).exp_(), alpha=1 - alpha)
-        gradient.scatter_add_(1, of.targets[:, None], torch.full_like(of.nll, alpha - 1)[:, None])
+        # (1 - a) (softmax - [j = target]), at temperature 1
+        gradient.add_(student.x.sub_(student.lse[:, None]).exp_(), alpha=1 - alpha)
+        gradient.scatter_add_(
+            1, student.targets[:, None], torch.full_like(student.nll, alpha - 1)[:, None]
+        )
     gradient.mul_(coefficients[:, None])
-    if of.slope is not None:
-        gradient.mul_(of.slope)
+    if student.slope is not None:
+        gradient.mul_(student.slope)
     logits.copy_(gradient)
-    return alpha * temperature**2 * kl + (1 - alpha) * of.nll
+    return alpha * temperature**2 * kl + (1 - alpha) * student.nll

@@ -1,7 +1,8 @@
-"""Compiles an elementwise update over flat tensors: on CUDA one kernel per tensor, on the CPU plain torch a piece at a time.
+"""Compiles an elementwise update over flat tensors: on CUDA one kernel per tensor, on the CPU plain
+torch a piece at a time.
 
-A rule is `rule(tensors, numbers)`: `tensors` are flat and equally long, some are changed in place; `numbers` are 0-dim tensors on the same
-device, so that no value is compiled in.
+A rule is `rule(tensors, numbers)`: `tensors` are flat and equally long, some are changed in place;
+`numbers` are 0-dim tensors on the same device, so that no value is compiled in.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ Rule = Callable[[tuple[Tensor, ...], Any], None]
 
 
 def run_elementwise(rule: Rule, tensors: Sequence[Tensor], numbers: Any) -> None:
-    """Run a rule (a module's function, so that it is compiled once) over tensors of any one shape."""
+    """Run a rule (a module's function, so that it is compiled once) over tensors of any one
+    shape."""
     flat = tuple(tensor.view(-1) for tensor in tensors)
     if flat[0].is_cuda:
+        # Lengths differ from bucket to bucket; one kernel serves all of them.
         for tensor in flat:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         _compiled(rule)(flat, numbers)

@@ -1,6 +1,8 @@
-"""FlashAttention-4, an optional package (`pip install "headway[fa4]"`): causal attention of whole rows or of many documents.
+"""FlashAttention-4, an optional package (`pip install "headway[fa4]"`): causal attention of whole
+rows or of many documents.
 
-Its kernels are compiled on first use and cached on disk next to torch's compiled code, so that only the first run of a shape waits.
+Its kernels are compiled on first use and cached on disk next to torch's compiled code, so that only
+the first run of a shape waits.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ def why_not() -> str:
         return "it runs on CUDA"
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return f"it needs a Hopper or Blackwell GPU and this is {torch.cuda.get_device_name()}"
+    # `flash_attn` may be there as version 2, without this part.
     try:
-        found = find_spec("flash_attn.cute")
+        package = find_spec("flash_attn.cute")
     except ImportError:
-        found = None
-    if found is None:
+        package = None
+    if package is None:
         return f"it is not installed ({install_command('fa4')})"
     try:
         _interface()
@@ -40,6 +43,7 @@ def why_not() -> str:
 
 @cache
 def _interface() -> Any:
+    """The package's functions, imported once, with its compiled kernels cached on disk."""
     # Read when the package is imported.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
@@ -62,7 +66,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 def documents(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int | None
 ) -> Tensor:
-    """All documents of flattened rows: q [N,H,hd], k and v [N,KV,hd], starts [documents + 1] -> [N,H,hd]."""
+    """All documents of flattened rows: q [N,H,hd], k and v [N,KV,hd], starts [documents + 1] ->
+    [N,H,hd]."""
     call = _interface().flash_attn_varlen_func
     return _first(
         call(
@@ -79,7 +84,10 @@ def documents(
 
 
 def _options(window: int | None) -> dict[str, Any]:
-    left = None if window is None else window - 1
+    # Keys left of the query; a window counts the query too. (None, None) is no window.
+    left = None
+    if window is not None:
+        left = window - 1
     right = None if window is None else 0
     return {
         "causal": True,
@@ -89,4 +97,7 @@ def _options(window: int | None) -> dict[str, Any]:
 
 
 def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
+    """The output; some versions return it with its log-sum-exp."""
+    if isinstance(result, tuple):
+        return result[0]
+    return result

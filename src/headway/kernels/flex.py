@@ -1,11 +1,14 @@
-"""Soft-capped attention on CUDA: torch's flex_attention, compiled, which computes cap * tanh(score / cap) inside its kernels.
+"""Soft-capped attention on CUDA: torch's flex_attention, compiled, which computes cap * tanh(score
+/ cap) inside its kernels.
 
-q [B,T,H,hd], k and v [B,T,KV,hd] come in, o [B,T,H,hd] goes out. Blocks of 128 x 128 tokens that no document and no window reaches are
-skipped, so work grows with the documents and windows, not with T * T. All layers of a pass with the same window share one block mask.
+q [B,T,H,hd], k and v [B,T,KV,hd] come in, o [B,T,H,hd] goes out. Blocks of 128 x 128 tokens that no
+document and no window reaches are skipped, so work grows with the documents and windows, not with T
+* T. All layers of a pass with the same window share one block mask.
 
-A length that is no multiple of a block is padded to the next power of two: so prompts of any length need few compiled kernels. The padding
-comes last, where nothing sees it. Heads narrower than the kernels take (`MIN_HEAD_DIM`) get zeros behind them, which add nothing to
-a score; the scale stays that of the real width.
+A length that is no multiple of a block is padded to the next power of two: so prompts of any length
+need few compiled kernels. The padding comes last, where nothing sees it. Heads narrower than the
+kernels take (`MIN_HEAD_DIM`) get zeros behind them, which add nothing to a score; the scale stays
+that of the real width.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from headway.kernels.attention import AttentionMask
 
 BLOCK = 128
+"""Tokens along either side of a block that is computed or skipped as a whole."""
 MIN_HEAD_DIM = 16
 """flex_attention has no kernel for narrower heads."""
 
@@ -55,8 +59,10 @@ def attend_flex(
 
 
 def padded_length(length: int) -> int:
-    """The length that is computed for one that was given."""
-    return length if length % BLOCK == 0 else max(BLOCK, 1 << (length - 1).bit_length())
+    """The length that is computed instead: a multiple of BLOCK, or the next power of two."""
+    if length % BLOCK == 0:
+        return length
+    return max(BLOCK, 1 << (length - 1).bit_length())
 
 
 @cache
@@ -70,6 +76,7 @@ def _capping(softcap: float) -> Callable[..., Tensor]:
 
 
 def _block_mask(document: Tensor, length: int, window: int | None) -> Any:
+    # Padding is a document of its own, -1, which no real token belongs to.
     document = F.pad(document, (0, length - document.shape[1]), value=-1)
     reach = length if window is None else window
 
@@ -93,4 +100,5 @@ def _maker() -> Callable[..., Any]:
 def _kernel() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    # One kernel for each padded length, of which there are few.
     return torch.compile(flex_attention, dynamic=False)

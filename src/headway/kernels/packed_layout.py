@@ -1,12 +1,15 @@
-"""How a quantised matrix lies in bytes: a form and a shape come in, sections and sizes go out. Imports without torch.
+"""How a quantised matrix lies in bytes: a form and a shape come in, sections and sizes go out.
+Imports without torch.
 
-One matrix is one row of bytes, so that engines store, shard, save and gather it like any other parameter. Sections begin at multiples of
-64:
+One matrix is one row of bytes, so that engines store, shard, save and gather it like any other
+parameter. Sections begin at multiples of 64:
 
-    nf4    group scales, fp32 [G] | offset, fp32 [1] | block scales, 8 bits [S] | codes, 4 bits, two in a byte [ceil(N / 2)]
+    nf4    group scales, fp32 [G] | offset, fp32 [1] | block scales, 8 bits [S] | codes, 4 bits, two
+           in a byte [ceil(N / 2)]
     int8   row scales, fp32 [outputs] | codes, 8 bits [N]
 
-N elements in row-major order, S = ceil(N / 64) blocks, G = ceil(S / 256) groups of blocks. An element of nf4 needs 4.127 bits.
+N elements in row-major order, S = ceil(N / 64) blocks, G = ceil(S / 256) groups of blocks. An
+element of nf4 needs 4.127 bits.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from typing import Literal, get_args
 
 PackedForm = Literal["nf4", "int8"]
 FORMS: tuple[PackedForm, ...] = get_args(PackedForm)
-BLOCK, GROUP = 64, 256
+BLOCK = 64
+GROUP = 256
 """Elements under one scale, and scales under one scale of scales, as in bitsandbytes."""
 ALIGN = 64
+"""Bytes: a section may be viewed in any type, and vector loads find it aligned."""
 PREFIX = "weight_"
 
 
@@ -34,24 +39,25 @@ class PackedLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter in floats."""
+        """The shape of the parameter in floats: [outputs, inputs], or [experts, outputs,
+        inputs]."""
         if self.experts is None:
             return self.outputs, self.inputs
         return self.experts, self.outputs // self.experts, self.inputs
 
     @property
     def elements(self) -> int:
-        """Of the matrix."""
+        """Numbers in the matrix."""
         return self.outputs * self.inputs
 
     @property
     def blocks(self) -> int:
-        """Scales of nf4."""
+        """Blocks of nf4, each with a scale."""
         return -(-self.elements // BLOCK)
 
     @property
     def groups(self) -> int:
-        """Scales of the scales of nf4."""
+        """Groups of blocks of nf4, each with a scale of scales."""
         return -(-self.blocks // GROUP)
 
     @property
@@ -64,14 +70,16 @@ class PackedLayout:
     @property
     def starts(self) -> tuple[int, ...]:
         """Where each section begins, and the length of all."""
-        found = [0]
+        offsets = [0]
         for size in self.sizes:
-            found.append(found[-1] + -(-size // ALIGN) * ALIGN)
-        return tuple(found)
+            # Aligned, so that a view of bytes as fp32 is allowed wherever a section begins.
+            padded = -(-size // ALIGN) * ALIGN
+            offsets.append(offsets[-1] + padded)
+        return tuple(offsets)
 
     @property
     def nbytes(self) -> int:
-        """Of the packed matrix."""
+        """Bytes of the packed matrix, padding included."""
         return self.starts[-1]
 
 
@@ -89,4 +97,6 @@ def form_of(name: str) -> PackedForm | None:
 def plain_name(name: str) -> str:
     """`...q_proj.weight_nf4` -> `...q_proj.weight`; other names stay."""
     form = form_of(name)
-    return name if form is None else name.removesuffix("_" + form)
+    if form is None:
+        return name
+    return name.removesuffix("_" + form)

@@ -1,13 +1,17 @@
-"""Quantised matrices (nf4 with double quantisation, int8) and products with them. Floats go in once; the product reads bytes.
+"""Quantised matrices (nf4 with double quantisation, int8) and products with them. Floats go in
+once; the product reads bytes.
 
-    nf4    value = level[code] * scale(block);   scale(block) = group scale * dynamic[8-bit code] + offset
-           16 levels at quantiles of the normal distribution; blocks of 64 elements, groups of 256 blocks: bitsandbytes' nf4, bit for bit
+    nf4    value = level[code] * scale(block)
+           scale(block) = group scale * dynamic[8-bit code] + offset
+           16 levels at quantiles of the normal distribution; blocks of 64 elements, groups of 256
+           blocks: bitsandbytes' nf4, bit for bit
     int8   value = code * (largest magnitude of the row / 127)
 
-`packed_linear` is an opaque operation for the compiler: the matrix is written out in the dtype of the inputs, multiplied, and freed, in
-forward and again in backward. So nothing larger than the bytes is ever saved, whatever a compiler decides to keep.
-Gradients of the inputs are exact for the dequantised matrix; the matrix itself has none.
-A product that nobody reads while a block is recomputed is then not computed (`recomputing`): its result holds nothing.
+`packed_linear` is an opaque operation for the compiler: the matrix is written out in the dtype of
+the inputs, multiplied, and freed, in forward and again in backward. So nothing larger than the
+bytes is ever saved, whatever a compiler decides to keep. Gradients of the inputs are exact for the
+dequantised matrix; the matrix itself has none. A product that nobody reads while a block is
+recomputed is then not computed (`recomputing`): its result holds nothing.
 
 Shapes: O outputs, I inputs, M tokens, R rank: packed [bytes] (packed_layout.py), x [M,I], y [M,O].
 """
@@ -26,10 +30,23 @@ from torch import Tensor
 from headway.kernels.packed_layout import BLOCK, GROUP, PackedForm, PackedLayout
 
 LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495,
-    0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 """NormalFloat4: the levels that the paper QLoRA (arXiv 2305.14314) lists."""
 CHUNK = 1 << 20
 """Elements that are quantised at a time; a multiple of BLOCK."""
@@ -45,20 +62,23 @@ def levels(device: torch.device) -> Tensor:
 
 @cache
 def dynamic(device: torch.device) -> Tensor:
-    """The 256 values of the dynamic 8-bit type, in order: seven powers of ten, each finer than the one below it, with both signs.
+    """The 256 values of the dynamic 8-bit type, in order: seven powers of ten, each finer than the
+    one below it, with both signs.
 
-    The power 10^-6 has one value of each sign, 10^0 has 64; they are midpoints of equal steps between a tenth and one.
+    The power 10^-6 has one value of each sign, 10^0 has 64; they are midpoints of equal steps
+    between a tenth and one.
     """
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1.0, 2**power + 1, dtype=torch.float32, device="cpu")
         means = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
-        found += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu").to(device)
+        values += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu").to(device)
 
 
 def _nearest(values: Tensor, table: Tensor) -> Tensor:
-    """Index of the nearest entry of a sorted table, uint8; the lower one of two that are equally near."""
+    """Index of the nearest entry of a sorted table, uint8; the lower one of two that are equally
+    near."""
     return torch.bucketize(values, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
@@ -68,12 +88,15 @@ def _blocks(flat: Tensor, size: int) -> Tensor:
 
 
 def _scaled(blocks: Tensor, scale: Tensor) -> Tensor:
+    """Blocks [n, size] divided by their scales [n], within [-1, 1]."""
+    # Multiplied by the inverse, as bitsandbytes does: a division rounds differently.
     return (blocks * (1.0 / scale.clamp(min=SMALLEST))[:, None]).clamp(-1, 1)
 
 
 @torch.no_grad()
 def pack(weight: Tensor, form: PackedForm) -> Tensor:
-    """The bytes of a matrix [O,I], on its device. Temporary memory is a few times CHUNK elements."""
+    """The bytes of a matrix [O,I], on its device. Temporary memory is a few times CHUNK
+    elements."""
     layout = PackedLayout(form, *weight.shape)
     packed = torch.zeros(layout.nbytes, dtype=torch.uint8, device=weight.device)
     parts = sections(packed, layout)
@@ -92,17 +115,19 @@ def pack(weight: Tensor, form: PackedForm) -> Tensor:
                 .view(-1)
             )
         return packed
+
+    # nf4: codes of all blocks first; then their scales, which are quantised in turn around their
+    # mean.
     groups, offset, scale_codes, codes = parts
-    flat, scales = (
-        weight.reshape(-1),
-        torch.empty(layout.blocks, dtype=torch.float32, device=weight.device),
-    )
+    flat = weight.reshape(-1)
+    scales = torch.empty(layout.blocks, dtype=torch.float32, device=weight.device)
     for first in range(0, layout.elements, CHUNK):
         blocks = _blocks(flat[first : first + CHUNK].float(), BLOCK)
         scale = blocks.abs().amax(1)
         scales[first // BLOCK : first // BLOCK + len(scale)] = scale
-        found = _nearest(_scaled(blocks, scale).view(-1), levels(weight.device))
-        pairs = found.view(-1, 2)
+        nearest = _nearest(_scaled(blocks, scale).view(-1), levels(weight.device))
+        pairs = nearest.view(-1, 2)
+        # The first element of a pair is in the upper half of the byte, as in bitsandbytes.
         joined = (pairs[:, 0] << 4) | pairs[:, 1]
         codes[first // 2 : first // 2 + len(joined)] = joined[: codes.numel() - first // 2]
     offset.copy_(scales.mean())
@@ -116,11 +141,10 @@ def pack(weight: Tensor, form: PackedForm) -> Tensor:
 
 def sections(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
     """Views of the sections of a packed matrix, each in its type."""
-    types = (
-        (torch.float32, torch.int8)
-        if layout.form == "int8"
-        else (torch.float32, torch.float32, torch.uint8, torch.uint8)
-    )
+    if layout.form == "int8":
+        types = (torch.float32, torch.int8)
+    else:
+        types = (torch.float32, torch.float32, torch.uint8, torch.uint8)
     return [
         packed[start : start + size].view(kind)
         for start, size, kind in zip(layout.starts[:-1], layout.sizes, types, strict=True)
@@ -142,7 +166,8 @@ def unpack_reference(packed: Tensor, layout: PackedLayout, dtype: torch.dtype) -
             dtype
         )
     codes = sections(packed, layout)[3].int()
-    table, scales = levels(packed.device), block_scales(packed, layout)
+    table = levels(packed.device)
+    scales = block_scales(packed, layout)
     values = torch.stack([table[codes >> 4], table[codes & 15]], -1).view(-1)
     return (
         (_blocks(values, BLOCK)[: layout.blocks] * scales[:, None])
@@ -170,6 +195,8 @@ def _matrix_shape(packed: Tensor, form: str, shape: Sequence[int], dtype: torch.
 
 
 class _Thread(threading.local):
+    """Per thread: autograd may run backward, and recomputation with it, in threads of its own."""
+
     is_recomputing = False
 
 
@@ -178,7 +205,8 @@ _THREAD = _Thread()
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """While a forward runs again for its backward, products marked `once` return memory without values."""
+    """While a forward runs again for its backward, products marked `once` return memory without
+    values."""
     _THREAD.is_recomputing = True
     try:
         yield
@@ -191,7 +219,7 @@ def _product(
 ) -> Tensor:
     if once and _THREAD.is_recomputing:
         return _product_shape(x, packed, form, shape, by_outputs, once)
-    matrix = unpack(packed, PackedLayout(form, *shape), x.dtype)  # pyright: ignore[reportArgumentType]
+    matrix = _matrix(packed, form, shape, x.dtype)
     return x @ (matrix if by_outputs else matrix.t())
 
 
@@ -201,6 +229,7 @@ def _product_shape(
     return x.new_empty(x.shape[0], shape[1] if by_outputs else shape[0])
 
 
+# Only bytes are saved: backward writes the matrix out again.
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, packed, ctx.form, ctx.shape, ctx.by_outputs, _ = inputs
     ctx.save_for_backward(packed)
@@ -230,8 +259,9 @@ def _updated(
 ) -> Tensor:
     if once and _THREAD.is_recomputing:
         return _updated_shape(x, packed, low, factor, scale, form, shape, once)
-    matrix = unpack(packed, PackedLayout(form, *shape), x.dtype)  # pyright: ignore[reportArgumentType]
-    # The large product adds to the small one where it lies: two results of this size would have to be read again and added.
+    matrix = _matrix(packed, form, shape, x.dtype)
+    # The large product adds to the small one where it lies: two results of this size would have to
+    # be read again and added.
     return (low @ (factor * scale).t()).addmm_(x, matrix.t())
 
 
@@ -257,6 +287,7 @@ def _backward_of_update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     packed, low, factor = ctx.saved_tensors
     grad = grad.contiguous()
     scaled = factor * ctx.scale
+    # y = x W^T + s low factor^T: by x, by low, by factor.
     by_x = PRODUCT(grad, packed, ctx.form, ctx.shape, True, False)
     return by_x, None, grad @ scaled, (grad.t() @ low) * ctx.scale, None, None, None, None
 
@@ -268,11 +299,13 @@ _OPS.define(
     "packed_matrix(Tensor packed, str form, int[] shape, ScalarType dtype) -> Tensor", tags=_TAGS
 )
 _OPS.define(
-    "packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs, bool once) -> Tensor",
+    "packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs, bool once) "
+    "-> Tensor",
     tags=_TAGS,
 )
 _OPS.define(
-    "packed_updated(Tensor x, Tensor packed, Tensor low, Tensor factor, float scale, str form, int[] shape, bool once) -> Tensor",
+    "packed_updated(Tensor x, Tensor packed, Tensor low, Tensor factor, float scale, str form, "
+    "int[] shape, bool once) -> Tensor",
     tags=_TAGS,
 )
 _OPS.impl("packed_matrix", _matrix, "CompositeExplicitAutograd")
@@ -303,12 +336,15 @@ def packed_linear(
     *,
     once: bool = False,
 ) -> Tensor:
-    """F.linear with a packed matrix; `once`: its result has no values while a block is recomputed, see `recomputing`."""
+    """F.linear with a packed matrix; `once`: its result has no values while a block is recomputed,
+    see `recomputing`."""
     flat = x.reshape(-1, layout.inputs)
     y = PRODUCT(flat, packed, layout.form, (layout.outputs, layout.inputs), False, once).view(
         *x.shape[:-1], layout.outputs
     )
-    return y if bias is None else y + bias
+    if bias is None:
+        return y
+    return y + bias
 
 
 def packed_linear_updated(
@@ -321,8 +357,10 @@ def packed_linear_updated(
     *,
     once: bool = False,
 ) -> Tensor:
-    """F.linear with a packed matrix + scale * low @ factor.T: `low` [...,R] is A x, `factor` [O,R] is B. `once` as in `packed_linear`."""
-    flat, shape = x.reshape(-1, layout.inputs), (layout.outputs, layout.inputs)
+    """F.linear with a packed matrix + scale * low @ factor.T: `low` [...,R] is A x, `factor` [O,R]
+    is B. `once` as in `packed_linear`."""
+    flat = x.reshape(-1, layout.inputs)
+    shape = (layout.outputs, layout.inputs)
     y = UPDATED(
         flat, packed, low.reshape(-1, low.shape[-1]), factor, scale, layout.form, shape, once
     )

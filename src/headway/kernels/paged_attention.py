@@ -1,17 +1,23 @@
 """One new token in each row of a batch against all that its KV heads keep, in pages or rings.
 
-Shapes: B rows of the batch, H query heads, KV key and value heads, G query heads of one KV head, hd head width, P positions of a page.
+Shapes: B rows of the batch, H query heads, KV key and value heads, G query heads of one KV head, hd
+head width, P positions of a page.
 
-A layer's keys are one flat buffer, its values another. In it lie, for heads that keep everything, pages, and for the others rings:
+A layer's keys are one flat buffer, its values another. In it lie, for heads that keep everything,
+pages, and for the others rings:
 
-    pages   [page, head, P, hd]             position p of a slot is in page table[slot, p // P] at p % P
-    ring    [slot, head, sinks + ring, hd]  position p < sinks at p, others at sinks + (p - sinks) % ring; the last `window` are seen
+    pages   [page, head, P, hd]             position p of a slot is in page table[slot, p // P]
+                                            at p % P
+    ring    [slot, head, sinks + ring, hd]  position p < sinks at p, others at
+                                            sinks + (p - sinks) % ring; the last `window` are seen
 
-A batch row b is the sequence of slot slots[b], which has position[b] tokens before the new one; -1: the row takes no part, nothing of it
-is read or written, and its o is 0. The indices a row has filled are cut into as many equal stretches as the head has items; how long they
-are follows from the row's length, which is read on the device, so that one recorded CUDA graph serves every step:
+A batch row b is the sequence of slot slots[b], which has position[b] tokens before the new one; -1:
+the row takes no part, nothing of it is read or written, and its o is 0. The indices a row has
+filled are cut into as many equal stretches as the head has items; how long they are follows from
+the row's length, which is read on the device, so that one recorded CUDA graph serves every step:
 
-    attend    one program per row and item: softmax over the stretch for the G queries of the head -> o and log-sum-exp of the stretch
+    attend    one program per row and item: softmax over the stretch for the G queries of the head
+              -> o and log-sum-exp of the stretch
     combine   one program per row and query head: the stretches weighted by their log-sum-exp
 """
 
@@ -27,13 +33,16 @@ from headway.kernels.attention import PLAIN, ScoreRule
 from headway.kernels.sinks import softmax
 
 WANTED_PROGRAMS = 4096
-"""Items are made so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
+"""Items are made so that about this many programs exist: many rounds on a large GPU, so that the
+last one, half empty, costs little."""
 MOST_ITEMS = 128
-"""Of one head."""
+"""Stretches of one head, at most."""
 LEAST_STRETCH = 64
+"""Positions of one stretch of pages in the longest sequence, at least."""
 RING_STRETCH = 512
 """A ring is short and mostly full: stretches of this length are enough of them."""
 NO_LIMIT = 1 << 30
+"""A window or reach that hides nothing."""
 
 
 class PagedRegion(NamedTuple):
@@ -58,7 +67,8 @@ class PagedPlan:
     """How the heads of one layer are cut for batches of some size, as tensors on the device."""
 
     items: torch.Tensor
-    """int64 [items, 10]: a PagedRegion, its KV head, number of the stretch, stretches of the head"""
+    """int64 [items, 10]: a PagedRegion, its KV head, number of the stretch, stretches of the
+    head"""
     heads: torch.Tensor
     """int32 [KV, 4]: first item, number of items, indices, unused"""
     max_items: int
@@ -80,6 +90,7 @@ class PagedPlan:
     ) -> PagedPlan:
         """Cut the regions of all KV heads; `shape`: (query heads of one KV head, head width)."""
         groups, head_size = shape
+        # More stretches where rows are few: a small batch would leave most of the GPU idle.
         most = max(1, min(MOST_ITEMS, WANTED_PROGRAMS // (rows * len(regions))))
         items: list[tuple[int, ...]] = []
         heads: list[tuple[int, int, int, int]] = []
@@ -102,14 +113,17 @@ class PagedPlan:
 
 
 class PagedWorkspace:
-    """Memory for partial results, shared by all plans: layers and steps come one after another on the device."""
+    """Memory for partial results, shared by all plans: layers and steps come one after another on
+    the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def take(self, vectors: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 [vectors, width] and [vectors]."""
+        """fp32 [vectors * width] and [vectors], shared with other callers of the same size or
+        less."""
+        # Recorded graphs keep the addresses they were made with, so no memory is given back.
         for partial, lses in self._taken:
             if partial.numel() >= vectors * width and lses.numel() >= vectors:
                 return partial[: vectors * width], lses[:vectors]
@@ -123,9 +137,9 @@ class PagedStep:
     """Where the new tokens of a batch go."""
 
     slots: torch.Tensor
-    """int64 [B]"""
+    """int64 [B]: the slot of each row"""
     position: torch.Tensor
-    """int64 [B]"""
+    """int64 [B]: tokens before the new one; -1 takes no part"""
     table: torch.Tensor
     """int32 [slots, pages of the longest sequence]"""
 
@@ -155,11 +169,14 @@ def paged_reference(
     step: PagedStep,
     plan: PagedPlan,
 ) -> torch.Tensor:
-    """The same in plain torch, one row and head at a time."""
-    hd, groups = q.shape[-1], q.shape[1] // k.shape[1]
-    flat_k, flat_v, o = keys.view(-1, hd), values.view(-1, hd), torch.zeros_like(q)
+    """`paged_attention` in plain torch, one row and head at a time."""
+    hd = q.shape[-1]
+    groups = q.shape[1] // k.shape[1]
+    flat_k = keys.view(-1, hd)
+    flat_v = values.view(-1, hd)
+    o = torch.zeros_like(q)
     for begin, stride, paged, sinks, ring, window, reach, head, number, _ in plan.items.tolist():
-        if number:
+        if number:  # one item stands for all stretches of its head
             continue
         for row, (slot, p) in enumerate(
             zip(step.slots.tolist(), step.position.tolist(), strict=True)
@@ -167,24 +184,30 @@ def paged_reference(
             if p < 0:
                 continue
             seen = [
-                one
-                for one in range(p + 1)
-                if (one < sinks and p - one < reach) or (one >= sinks and p - one < window)
+                key
+                for key in range(p + 1)
+                if (key < sinks and p - key < reach) or (key >= sinks and p - key < window)
             ]
             if paged:
                 pages = step.table[slot].tolist()
-                place = [
-                    begin + pages[one // plan.page_tokens] * stride + one % plan.page_tokens
-                    for one in seen
+                addresses = [
+                    begin + pages[key // plan.page_tokens] * stride + key % plan.page_tokens
+                    for key in seen
                 ]
             else:
-                place = [
-                    begin + slot * stride + (one if one < sinks else sinks + (one - sinks) % ring)
-                    for one in seen
+                addresses = [
+                    begin + slot * stride + (key if key < sinks else sinks + (key - sinks) % ring)
+                    for key in seen
                 ]
-            flat_k[place[-1]], flat_v[place[-1]] = k[row, head], v[row, head]
+            # The last key that is seen is the new token's own; it is stored before it is read.
+            flat_k[addresses[-1]] = k[row, head]
+            flat_v[addresses[-1]] = v[row, head]
             query_heads = slice(head * groups, (head + 1) * groups)
-            scores = plan.rule(q[row, query_heads].float() @ flat_k[place].float().T * hd**-0.5)
-            beside = None if plan.rule.sinks is None else plan.rule.sinks[query_heads, None]
-            o[row, query_heads] = (softmax(scores, beside) @ flat_v[place].float()).to(q.dtype)
+            scores = plan.rule(q[row, query_heads].float() @ flat_k[addresses].float().T * hd**-0.5)
+            sink_logits = None
+            if plan.rule.sinks is not None:
+                sink_logits = plan.rule.sinks[query_heads, None]
+            o[row, query_heads] = (softmax(scores, sink_logits) @ flat_v[addresses].float()).to(
+                q.dtype
+            )
     return o

@@ -1,4 +1,16 @@
-"""The two kernels of paged_attention.py for CUDA. Imports Triton, so it is itself imported only where they run."""
+"""The two kernels of paged_attention.py for CUDA. Imports Triton, so it is itself imported only where they run.
+
+What pages, rings, sinks and stretches are is written at the top of paged_attention.py. Names of sizes here:
+
+    G     query heads of one KV head          GP   G rounded up to a power of two, at least 16, the least that tl.dot takes
+    HD    head width                          HP   HD rounded up in the same way
+    PAGE  positions of a page                 BLOCK  indices that are read at a time; never more than a page has
+
+A row of `items` (PagedPlan.items): 0 begin, 1 stride, 2 paged, 3 sinks, 4 ring, 5 window, 6 reach, 7 KV head, 8 number of the stretch,
+9 stretches of the head. A row of `heads` (PagedPlan.heads): 0 first item, 1 number of items, 2 indices, 3 unused.
+
+`sinks` of an item are positions at the beginning that stay visible; `sinks` of `combine_stretches` are trained logits, one per query head.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +33,7 @@ WIDE, WIDE_WARPS = 256, 8
 
 @triton.jit
 def ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
+    # The layer's ScoreRule, of which only the softcap changes scores; its sinks come in `combine_stretches`.
     if SOFTCAP > 0:
         scores = SOFTCAP * (
             2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1
@@ -41,10 +54,11 @@ def meet(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # pyright: ignore
+    # One step of online softmax: a block of keys and values is added to (highest, total, acc).
     scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum
+    # Where nothing was seen so far, highest is -inf, and -inf - -inf would be NaN: 0 is subtracted instead.
     base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
     rescale = tl.exp2((highest - base) * 1.4426950408889634)
@@ -68,6 +82,7 @@ def finish(
     HD: tl.constexpr,
     HP: tl.constexpr,
 ):  # pyright: ignore
+    # Write o and log-sum-exp of a stretch; a stretch in which nothing is seen has 0 and -inf.
     g, d = tl.arange(0, GP), tl.arange(0, HP)
     lse = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -86,12 +101,14 @@ def attend_stretch(
     PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     item, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = tl.load(position + row).to(tl.int32)
+    new_position = tl.load(position + row).to(tl.int32)
     entry = items + item * 10
     sinks = tl.load(entry + 3).to(tl.int32)
     ring = tl.load(entry + 4).to(tl.int32)
     count = tl.load(entry + 9).to(tl.int32)
-    filled = tl.minimum(at + 1, sinks + ring)
+    # A row that takes no part has position -1: nothing is filled, and there is nothing to do.
+    filled = tl.minimum(new_position + 1, sinks + ring)
+    # The filled indices are cut into `count` stretches of whole blocks; the last ones may be empty.
     stretch = tl.cdiv(tl.cdiv(filled, BLOCK), count) * BLOCK
     start = tl.load(entry + 8).to(tl.int32) * stretch
     if start < filled:
@@ -102,7 +119,10 @@ def attend_stretch(
         reach = tl.load(entry + 6).to(tl.int32)
         head = tl.load(entry + 7).to(tl.int32)
         slot = tl.load(slots + row).to(tl.int64)
-        new = tl.where(at < sinks, at, sinks + (at - sinks) % ring)
+        # where the new token is stored
+        new_index = tl.where(
+            new_position < sinks, new_position, sinks + (new_position - sinks) % ring
+        )
         g = tl.arange(0, GP)
         d = tl.arange(0, HP)
         is_width = d < HD
@@ -116,13 +136,16 @@ def attend_stretch(
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, HP], tl.float32)
         if start == 0:
-            # The new token: no other program reads its place.
+            # The program of the first stretch stores the new token and attends to it from registers. Every program gives
+            # the index `new_index` no weight below (`seen`), so none depends on when the store arrives.
             new_k = tl.load(k + row * k_row + head * HD + d, mask=is_width, other=0.0)
             new_v = tl.load(v + row * v_row + head * HD + d, mask=is_width, other=0.0)
-            page = tl.load(my_table + new // PAGE, mask=paged, other=0).to(tl.int64)
-            place = tl.where(paged, begin + page * stride + new % PAGE, my_ring + new) * HD
-            tl.store(keys + place + d, new_k, mask=is_width)
-            tl.store(values + place + d, new_v, mask=is_width)
+            page = tl.load(my_table + new_index // PAGE, mask=paged, other=0).to(tl.int64)
+            address = (
+                tl.where(paged, begin + page * stride + new_index % PAGE, my_ring + new_index) * HD
+            )
+            tl.store(keys + address + d, new_k, mask=is_width)
+            tl.store(values + address + d, new_v, mask=is_width)
             highest = ruled(
                 tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP
             )
@@ -132,13 +155,18 @@ def attend_stretch(
         lane = tl.arange(0, BLOCK)
         offset = lane[:, None] * HD + d[None, :]
         for first in range(start, stop, BLOCK):
-            s = first + lane
-            far = tl.where(s < sinks, at - s, (at - s) % ring)
-            seen = (s < stop) & (s != new) & (far < tl.where(s < sinks, reach, window))
+            index = first + lane
+            # How many tokens back the token at an index is. In a ring the index alone tells it, modulo the size of the ring.
+            distance = tl.where(index < sinks, new_position - index, (new_position - index) % ring)
+            seen = (
+                (index < stop)
+                & (index != new_index)
+                & (distance < tl.where(index < sinks, reach, window))
+            )
             # One long address, a multiple of HD, and short offsets from it: so reads are wide and fit the registers.
             page = tl.load(my_table + first // PAGE, mask=paged, other=0).to(tl.int64)
             base = tl.where(paged, begin + page * stride + first % PAGE, my_ring + first) * HD
-            inside = (s < stop)[:, None] & is_width[None, :]
+            inside = (index < stop)[:, None] & is_width[None, :]
             block_k = tl.load(keys + base + offset, mask=inside, other=0.0)
             block_v = tl.load(values + base + offset, mask=inside, other=0.0)
             highest, total, acc = meet(
@@ -156,6 +184,7 @@ def combine_stretches(
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = heads + (query_head // G) * 4
     first, items, indices = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    # The same lengths as in `attend_stretch`: only stretches that begin before `filled` were written.
     filled = tl.minimum(tl.load(position + row).to(tl.int32) + 1, indices)
     stretch = tl.cdiv(tl.cdiv(filled, BLOCK), items) * BLOCK
     count = tl.where(filled > 0, tl.cdiv(filled, tl.maximum(stretch, 1)), 0)
@@ -168,6 +197,7 @@ def combine_stretches(
     weights = tl.exp(lse - highest)
     total = tl.sum(weights, 0)
     if HAS_SINKS:
+        # A trained sink takes part in the sum and has no value.
         total += tl.exp(tl.load(sinks + query_head).to(tl.float32) - highest)
     weights = weights / tl.where(count > 0, total, 1.0)
     parts = tl.load(
@@ -176,8 +206,8 @@ def combine_stretches(
         other=0.0,
     )
     result = tl.sum(parts * weights[:, None], 0)
-    place = o + (row * tl.num_programs(0) + query_head) * HD + d
-    tl.store(place, result.to(o.dtype.element_ty), mask=d < HD)
+    slot = o + (row * tl.num_programs(0) + query_head) * HD + d
+    tl.store(slot, result.to(o.dtype.element_ty), mask=d < HD)
 
 
 def block_of(head_size: int, element_size: int, page_tokens: int) -> int:
@@ -216,7 +246,8 @@ def attend(
 def combine(q: torch.Tensor, step: PagedStep, plan: PagedPlan) -> torch.Tensor:
     """o [B,H,hd] of the stretches."""
     rows, num_heads, hd = q.shape
-    o, sinks = torch.empty_like(q, memory_format=torch.contiguous_format), plan.rule.sinks
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sinks = plan.rule.sinks
     combine_stretches[(num_heads, rows)](  # pyright: ignore
         step.position, plan.heads, plan.partial, plan.lses, plan.lses if sinks is None else sinks, o, plan.items.shape[0],
         G=num_heads // plan.heads.shape[0], HD=hd, HP=max(16, _power(hd)), BLOCK=block_of(hd, q.element_size(), plan.page_tokens),

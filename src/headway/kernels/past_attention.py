@@ -1,11 +1,14 @@
-"""Causal attention of new tokens behind a stored past, on CUDA: q [B,T,H,hd] of the last T of S positions, k and v [B,S,KV,hd] of all.
+"""Causal attention of new tokens behind a stored past, on CUDA: q [B,T,H,hd] of the last T of S
+positions, k and v [B,S,KV,hd] of all.
 
-            past             new
-new tokens  all visible      causal
+                past             new
+    new tokens  all visible      causal
 
-fa4     one call, whose causal edge ends at the last query and the last key
-cudnn   one call for each of the two rectangles, merged by their log-sum-exp: twice as fast as FlashAttention-2 on Hopper
-flash   FlashAttention-2, one call per row: a row's keys are one stretch of the cache, and packing all rows' would copy the past
+    fa4     one call, whose causal edge ends at the last query and the last key
+    cudnn   one call for each of the two rectangles, merged by their log-sum-exp: twice as fast as
+            FlashAttention-2 on Hopper
+    flash   FlashAttention-2, one call per row: a row's keys are one stretch of the cache, and
+            packing all rows' would copy the past
 """
 
 from __future__ import annotations
@@ -27,17 +30,22 @@ MIN_PAST = 512
 
 
 def attend_past(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """o [B,T,H,hd]; needs 16-bit tensors on CUDA (`why_not` of varlen). `sinks` [H]: a logit of each head beside its keys."""
+    """o [B,T,H,hd]; needs 16-bit tensors on CUDA (`why_not` of varlen). `sinks` [H]: a logit of
+    each head beside its keys."""
+    # FlashAttention-4 is the fastest, but returns nothing that sinks could be added to here.
     if sinks is None and not why_not("fa4", q.device.type, q.dtype, q.shape[-1]):
         return flash4.causal(q, k, v, None)
     if k.shape[1] - q.shape[1] >= MIN_PAST and has_cudnn(q.dtype, q.shape[-1]):
         o, lse = two_parts(q, k, v)
-        return o if sinks is None else add_sinks(o, lse, sinks)[0]
+        if sinks is None:
+            return o
+        return add_sinks(o, lse, sinks)[0]
     return flash(q, k, v, sinks)
 
 
 def two_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """cuDNN's attention to the past and to the new tokens, merged: (o [B,T,H,hd], log-sum-exp fp32 [B,H,T])."""
+    """cuDNN's attention to the past and to the new tokens, merged: (o [B,T,H,hd], log-sum-exp fp32
+    [B,H,T])."""
     past = k.shape[1] - q.shape[1]
     o, lse = cudnn_part(q, k[:, past:], v[:, past:], causal=True)
     past_o, past_lse = cudnn_part(q, k[:, :past], v[:, :past], causal=False)
@@ -57,7 +65,8 @@ def cudnn_part(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor
 
 @cache
 def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether cuDNN gives right results here, tried on a small case with grouped heads: not every version and width can."""
+    """Whether cuDNN gives right results here, tried on a small case with grouped heads: not every
+    version and width can."""
     if not (torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()):
         return False
     q, k, v = (
@@ -67,6 +76,7 @@ def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
         o, lse = cudnn_part(q, k, v, causal=False)
     except RuntimeError:
         return False
+    # Both results are checked: merging needs a right log-sum-exp as much as a right output.
     k32, v32 = (x.float().repeat_interleave(2, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q.float(), k32) * head_size**-0.5
     right = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v32)
@@ -76,9 +86,11 @@ def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """FlashAttention-2, row by row."""
+    """o [B,T,H,hd] by FlashAttention-2, row by row; shapes as in `attend_past`."""
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
-    tokens, total = q.shape[1], k.shape[1]
+    tokens = q.shape[1]
+    total = k.shape[1]
+    # Every row has the same lengths, so one pair of bounds serves all of them.
     starts = F.pad(torch.tensor([[tokens], [total]], dtype=torch.int32).pin_memory(), (1, 0)).to(
         q.device, non_blocking=True
     )

@@ -1,16 +1,22 @@
-"""Streaming attention: each token sees the first `sinks` tokens of its document and the last `window` tokens up to itself.
+"""Streaming attention: each token sees the first `sinks` tokens of its document and the last
+`window` tokens up to itself.
 
-Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width.  q [B,T,H,hd], k and v [B,T,KV,hd], o [B,T,H,hd].
+Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width.  q [B,T,H,hd], k and
+v [B,T,KV,hd], o [B,T,H,hd].
 
-    key j is visible to query i of the same document iff j <= i and (i - j < window or j < sinks)      positions inside the document
-    for i < window + sinks that is all of the past
+    key j is visible to query i of the same document iff j <= i and (i - j < window or j < sinks),
+    where i and j are positions inside the document; for i < window + sinks that is all of the past
 
-    backend     where                 what it does
-    reference   anywhere              dense mask, fp32 softmax in plain torch: what the others are compared with
-    blocks      anywhere              SDPA over blocks of queries, each against the sinks and the window before it
-    pieces      CUDA, 16 bit          FlashAttention over the window and over the sinks, merged (streaming_pieces.py)
+    backend     where           what it does
+    reference   anywhere        dense mask, fp32 softmax in plain torch: what the others are
+                                compared with
+    blocks      anywhere        SDPA over blocks of queries, each against the sinks and the window
+                                before it
+    pieces      CUDA, 16 bit    FlashAttention over the window and over the sinks, merged
+                                (streaming_pieces.py)
 
-Work and memory grow with T * (window + sinks), never with T * T; keys and values are never copied to all query heads.
+Work and memory grow with T * (window + sinks), never with T * T; keys and values are never copied
+to all query heads.
 """
 
 from __future__ import annotations
@@ -44,12 +50,15 @@ class StreamingWindow:
 
     def plan(self, mask: AttentionMask) -> StreamPlan:
         """The pieces of a mask; made once per mask."""
-        found = self.plans.get(id(mask.bounds))
-        if found is None or found.bounds is not mask.bounds:
+        plan = self.plans.get(id(mask.bounds))
+        # The plan keeps its tensor alive; another one may have its number only after it was
+        # dropped.
+        if plan is None or plan.bounds is not mask.bounds:
+            # One plan is kept, so that the masks of earlier passes are not kept alive.
             self.plans.clear()
-            found = plan_pieces(mask, self.window, self.sinks)
-            self.plans[id(mask.bounds)] = found
-        return found
+            plan = plan_pieces(mask, self.window, self.sinks)
+            self.plans[id(mask.bounds)] = plan
+        return plan
 
 
 def stream(
@@ -83,6 +92,7 @@ def choose(q: Tensor, mask: AttentionMask) -> str:
 def visible_streaming(mask: AttentionMask, reach: StreamingWindow) -> Tensor:
     """The dense mask, bool [B, T of queries, T of keys]."""
     length = mask.document.shape[1]
+    # Positions count from the beginning of the document, not of the row.
     start = mask.bounds.long().gather(1, mask.document.long())
     is_sink = torch.arange(length, device=mask.document.device) - start < reach.sinks
     return visible(mask, None) & (
@@ -94,33 +104,44 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, reach: Streami
     pieces: list[Tensor] = []
     for row, bounds in enumerate(mask.on_host()):
         for start, stop in itertools.pairwise(bounds):
-            one = [x[row : row + 1, start:stop] for x in (q, k, v)]
-            pieces += _document(one[0], one[1], one[2], reach)
+            document = [x[row : row + 1, start:stop] for x in (q, k, v)]
+            pieces += _document(document[0], document[1], document[2], reach)
     return torch.cat(pieces, dim=1).view(q.shape)
 
 
 def _document(q: Tensor, k: Tensor, v: Tensor, reach: StreamingWindow) -> list[Tensor]:
-    """One document [1,n,...]: its beginning sees all of the past; each block behind it sees the sinks and the window before it."""
-    length, window, sinks = q.shape[1], reach.window, reach.sinks
+    """One document [1,n,...]: its beginning sees all of the past; each block behind it sees the
+    sinks and the window before it."""
+    length = q.shape[1]
+    window = reach.window
+    sinks = reach.sinks
     head = min(length, window + sinks)
-    done = [_causal(q[:, :head], k[:, :head], v[:, :head])]
+    outputs = [_causal(q[:, :head], k[:, :head], v[:, :head])]
+
+    # As wide as the window: a block then reads about twice the keys that one query sees.
     block = max(window, MIN_BLOCK)
     for begin in range(head, length, block):
         end = min(begin + block, length)
-        first = begin - window + 1  # past the sinks, since begin >= window + sinks
-        near = [
-            torch.cat((x[:, :sinks], x[:, first:end]), dim=1) if sinks else x[:, first:end]
-            for x in (k, v)
-        ]
+        # the first key that the block's first query sees; past the sinks, since begin >= window +
+        # sinks
+        first = begin - window + 1
+        near_k = k[:, first:end]
+        near_v = v[:, first:end]
+        if sinks:
+            near_k = torch.cat((k[:, :sinks], near_k), dim=1)
+            near_v = torch.cat((v[:, :sinks], near_v), dim=1)
         i = torch.arange(begin, end, device=q.device)[:, None]
         j = torch.arange(first, end, device=q.device)[None, :]
+        # sinks stand in front and are visible to every query
         seen = F.pad((j <= i) & (i - j < window), (sinks, 0), value=True)
-        done.append(dense(q[:, begin:end], near[0], near[1], seen[None]))
-    return done
+        outputs.append(dense(q[:, begin:end], near_k, near_v, seen[None]))
+    return outputs
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     ).transpose(1, 2)

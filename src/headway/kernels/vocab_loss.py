@@ -1,11 +1,12 @@
-"""The loss where every rank has some rows of the output head: logits of this rank's rows come in, per-token scores of all rows go out.
+"""The loss where every rank has some rows of the output head: logits of this rank's rows come in,
+per-token scores of all rows go out.
 
     rank r:   x_r [n, V_r]  ->  highest, sum of exp(x - highest), logit of the target, sum of logits     [4, n]
     all ranks exchange these four numbers per token; each then knows lse and the target's logit of the whole vocabulary
     rank r:   x_r           ->  its part of the gradient
 
-Logits are never gathered. A token's target is a row of one rank; the others contribute -inf for its logit.
-Shapes: n tokens of a chunk, P ranks, V vocabulary, V_r this rank's rows. Arithmetic is fp32.
+Logits are never gathered. A token's target is a row of one rank; the others contribute -inf for its
+logit. Shapes: n tokens of a chunk, P ranks, V vocabulary, V_r this rank's rows. Arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from headway.kernels.cross_entropy import Shaping
 
 HIGHEST, EXPONENTIALS, TARGET, TOTAL = range(4)
+"""The order of the four numbers; the kernel `scores` stores them in it."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,21 @@ class VocabShard:
     """Which rows of the head this rank has, and how it reaches the other ranks."""
 
     first: int
+    """The id of its first row."""
     vocab: int
     """Rows of the whole head."""
     collect: Callable[[Tensor], Tensor]
     """The tensors of all ranks, stacked along a new dim 0."""
-    enter: Callable[[Tensor], Tensor]
-    """Hidden states of all tokens from those of this rank; its backward adds up the ranks' gradients."""
+    gather_input: Callable[[Tensor], Tensor]
+    """Hidden states of all tokens from those of this rank; its backward adds up the ranks'
+    gradients."""
 
     sizes: tuple[int, ...] = ()
     """Rows of every rank."""
 
     def whole(self, logits: Tensor) -> Tensor:
-        """[n,V] of all ranks' [n,v], without gradients. Some ranks may have one row more than others."""
+        """[n,V] of all ranks' [n,v], without gradients. Some ranks may have one row more than
+        others."""
         parts = self.collect(F.pad(logits, (0, max(self.sizes) - logits.shape[-1])))
         return torch.cat(
             [part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1
@@ -53,7 +58,9 @@ class VocabScores:
     """What is known of each token once all ranks have exchanged; every field is [n]."""
 
     lse: Tensor
+    """Log-sum-exp of all logits."""
     at_target: Tensor
+    """The target's logit."""
     highest: Tensor
     total: Tensor
     """Sum of all logits."""
@@ -74,7 +81,8 @@ def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> VocabSco
 
 
 def cap_in_place(x: Tensor, softcap: float | None) -> Tensor | None:
-    """Replace fp32 logits x by softcap * tanh(x / softcap); the slope of that at each of them comes back, None without a cap."""
+    """Replace fp32 logits x by softcap * tanh(x / softcap); the slope of that at each of them comes
+    back, None without a cap."""
     if softcap is None:
         return None
     x.div_(softcap).tanh_()
@@ -91,7 +99,11 @@ def sharded_softmax_gradient(
     shard: VocabShard,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the whole vocabulary."""
+    """Overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the
+    whole vocabulary.
+
+    `coefficients` [n]: the weight of each token's loss in the gradient. `correct` is 1 where no
+    logit is above the target's."""
     smoothing, z = shaping
     local = targets - shard.first
     scores = combine(shard.collect(partial_scores(logits, local, softcap)))
@@ -108,7 +120,8 @@ def sharded_softmax_gradient(
 
 
 def partial_scores(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
-    """[4, n] of this rank's logits; `local` are the targets counted from its first row, and may lie outside."""
+    """[4, n] of this rank's logits; `local` are the targets counted from its first row, and may lie
+    outside."""
     return (partial_scores_cuda if logits.is_cuda else partial_scores_reference)(
         logits, local, softcap
     )
@@ -116,7 +129,10 @@ def partial_scores(logits: Tensor, local: Tensor, softcap: float | None = None) 
 
 def partial_scores_reference(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
     """Plain torch; what the kernel is compared to, and what runs on CPU."""
-    x = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+    if softcap is None:
+        x = logits.float()
+    else:
+        x = softcap * torch.tanh(logits.float() / softcap)
     inside = (local >= 0) & (local < x.shape[1])
     highest = x.amax(-1)
     exponentials = (x - highest[:, None]).exp().sum(-1)
@@ -133,7 +149,8 @@ def write_gradient(
     vocab: int,
     softcap: float | None = None,
 ) -> None:
-    """Overwrite this rank's logits with the gradient of sum c_i (smooth_i + z lse_i^2)."""
+    """Overwrite this rank's logits with the gradient of sum c_i (smooth_i + z lse_i^2): c are the
+    coefficients, smooth_i the cross-entropy of token i with label smoothing."""
     (write_gradient_cuda if logits.is_cuda else write_gradient_reference)(
         logits, local, coefficients, lse, shaping, vocab, softcap
     )
@@ -175,6 +192,8 @@ def add_at_target(x: Tensor, local: Tensor, values: Tensor) -> None:
 
 @cache
 def _kernels() -> tuple[Any, Any]:
+    """The two kernels, made at their first use: Triton is imported only where they run. In them V
+    is this rank's rows of the head, `vocab` those of all ranks."""
     import triton
     import triton.language as tl
 
@@ -186,6 +205,7 @@ def _kernels() -> tuple[Any, Any]:
         base = logits + row * stride
         target = tl.load(targets + row)
         lane = tl.arange(0, BLOCK)
+        # Each lane has its own maximum and sum over the columns it sees; they are joined at the end.
         running_max = tl.full([BLOCK], -float("inf"), tl.float32)
         running_sum = tl.zeros([BLOCK], tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -196,7 +216,7 @@ def _kernels() -> tuple[Any, Any]:
             if CAPPED:
                 x = tl.where(inside, cap * (2 * tl.sigmoid(2 * x / cap) - 1), -float("inf"))
             new_max = tl.maximum(running_max, x)
-            # lanes that have seen nothing yet keep exp(-inf - -inf) out of the sum
+            # A lane that has seen nothing yet has -inf twice here, and exp(-inf - -inf) would be NaN.
             rescale = tl.where(new_max == running_max, 1.0, tl.exp(running_max - new_max))
             running_sum = running_sum * rescale + tl.where(inside, tl.exp(x - new_max), 0.0)
             running_max = new_max
@@ -215,29 +235,27 @@ def _kernels() -> tuple[Any, Any]:
 
     @triton.jit
     def gradient(
-        logits, stride, targets, weights, lses, smoothing, z, cap, V, whole, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+        logits, stride, targets, coefficients, lses, smoothing, z, cap, V, vocab, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)
-        coefficient = tl.load(weights + row)
+        coefficient = tl.load(coefficients + row)
         lse = tl.load(lses + row)
         lane = tl.arange(0, BLOCK)
         for offset in range(0, V, BLOCK):
             column = offset + lane
             inside = column < V
             x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
-            through = 1.0
+            slope = 1.0  # of the softcap
             if CAPPED:
                 x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)
-                through = 1.0 - (x / cap) * (x / cap)
-            slope = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
+                slope = 1.0 - (x / cap) * (x / cap)
+            grad = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
             if SMOOTH:
-                slope -= smoothing / whole
-            slope = (
-                tl.where(column == target, slope - (1.0 - smoothing), slope) * coefficient * through
-            )
-            tl.store(base + column, slope.to(logits.dtype.element_ty), mask=inside)
+                grad -= smoothing / vocab
+            grad = tl.where(column == target, grad - (1.0 - smoothing), grad) * coefficient * slope
+            tl.store(base + column, grad.to(logits.dtype.element_ty), mask=inside)
 
     return scores, gradient
 
@@ -250,17 +268,18 @@ def _block(vocab: int) -> tuple[int, int]:
 
 def partial_scores_cuda(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
     """As the reference, in one kernel."""
-    rows, vocab = logits.shape
+    rows, local_vocab = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
-    block, warps = _block(vocab)
-    _kernels()[0][(rows,)](
+    block, warps = _block(local_vocab)
+    scores, _ = _kernels()
+    scores[(rows,)](
         logits,
         logits.stride(0),
         local,
         out,
         rows,
         softcap or 0.0,
-        vocab,
+        local_vocab,
         CAPPED=softcap is not None,
         BLOCK=block,
         num_warps=warps,
@@ -278,9 +297,10 @@ def write_gradient_cuda(
     softcap: float | None = None,
 ) -> None:
     """As the reference, in one kernel."""
-    rows, here = logits.shape
-    block, warps = _block(here)
-    _kernels()[1][(rows,)](
-        logits, logits.stride(0), local, coefficients, lse, shaping.label_smoothing, shaping.z_loss, softcap or 0.0, here, vocab,
+    rows, local_vocab = logits.shape
+    block, warps = _block(local_vocab)
+    _, gradient = _kernels()
+    gradient[(rows,)](
+        logits, logits.stride(0), local, coefficients, lse, shaping.label_smoothing, shaping.z_loss, softcap or 0.0, local_vocab, vocab,
         SMOOTH=shaping.label_smoothing != 0, CAPPED=softcap is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip

@@ -1,7 +1,10 @@
-"""Follow a job from the shell that submitted it. In: a target and a handle. Out: the status at the end.
+"""Follow a job from the shell that submitted it.
 
-Ctrl-C, SIGTERM and a terminal that closes cancel the job: the first time it saves and stops, the second time it is killed. If this process
-is killed, the job continues; `headway launch logs --follow` follows it again.
+In: a target and a handle. Out: the status at the end.
+
+Ctrl-C, SIGTERM and a terminal that closes cancel the job: the first time it saves and stops, the
+second time it is killed. If this process is killed, the job continues; `headway launch logs
+--follow` follows it again.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from headway.runtime.output import say
 from headway.runtime.stop import handled_signals
 
 EVERYTHING = 1_000_000
+"""Lines: a job that was submitted just now is shown from its beginning."""
 
 
 def attach(target: Target, handle: JobHandle, write: Callable[[str], object]) -> JobStatus:
@@ -38,14 +42,14 @@ def _cancelling(target: Target, handle: JobHandle) -> Iterator[None]:
         name = signal.Signals(number).name
         if len(received) > 2:
             return
-        say(
-            f"{name}: the job saves and stops. Ctrl-C again kills it."
-            if len(received) == 1
-            else f"{name}: killing the job."
-        )
+        if len(received) == 1:
+            say(f"{name}: the job saves and stops. Ctrl-C again kills it.")
+        else:
+            say(f"{name}: killing the job.")
         with suppress(LaunchError):  # it has just ended
             target.cancel(handle)
 
+    # Only the main thread may set handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

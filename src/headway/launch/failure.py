@@ -1,4 +1,6 @@
-"""Why a rank failed: the rank writes it to a file, the launcher finds the first cause and reports it in one line."""
+"""Why a rank failed: the rank writes it to a file, the launcher finds the first cause and reports
+it in one line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from headway.runtime.heartbeat import read_beats
 from headway.runtime.json_file import load_json
 from headway.runtime.output import flush_streams, say
 from headway.runtime.process import end_with_launcher, failure_file
-from headway.runtime.stop import SIGNALS
+from headway.runtime.stop import SIGNAL_EXIT, SIGNALS
 from headway.track.events import send_crash_alert, traceback_tail
 
 if TYPE_CHECKING:
@@ -27,7 +29,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 USERS_MISTAKE = 2
-STOP_SIGNALS = SIGNALS
+"""The exit code of a user error. It causes no restart, which would meet the same error."""
+
+
+def shell_code(returncode: int) -> int:
+    """A return code of subprocess as a shell shows it: 128 + N if signal N killed the process."""
+    if returncode < 0:
+        return SIGNAL_EXIT - returncode
+    return returncode
+
+
+def is_stop_code(code: int) -> bool:
+    """Whether an exit code says that a process stopped by request: a signal or `headway stop`."""
+    return code - SIGNAL_EXIT in SIGNALS
 
 
 @dataclass(frozen=True)
@@ -37,23 +51,33 @@ class Failure:
     message: str
     exit_code: int
     at: float
+    """When, in seconds since the epoch."""
     traceback: str | None = None
-    """None for a user error: its one line says everything."""
+    """None for an error of headway's own types: its one line says everything."""
 
 
 class RankError(TrainingError):
-    """A rank failed and all were killed. `at` orders causes: the time of the failure, or 0 for a rank killed by a signal."""
+    """A rank failed and all were killed.
+
+    `at` orders causes: the time of the failure, or 0 for a rank killed by a signal.
+    """
 
     def __init__(
         self, message: str, exit_code: int, at: float, traceback: str | None = None
     ) -> None:
         super().__init__(message)
-        self.exit_code, self.at, self.traceback = exit_code, at, traceback
+        self.exit_code = exit_code
+        self.at = at
+        self.traceback = traceback
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank that ended. `code` is that of subprocess: negative if a signal killed it."""
+    """A rank that ended.
+
+    `code` is that of subprocess, negative if a signal killed it; `with_reported_code` replaces it
+    by an exit code.
+    """
 
     rank: int
     code: int
@@ -62,26 +86,38 @@ class Ended:
     @property
     def exit_code(self) -> int:
         """The code as a shell shows it."""
-        return self.code if self.code >= 0 else 128 - self.code
+        return shell_code(self.code)
 
     @property
     def at(self) -> float:
         """When it failed, if it reported the time; see RankError."""
-        return 0.0 if self.code < 0 else self.failure.at if self.failure else time.time()
+        # A rank that a signal killed wrote no time. It comes first: what others report after it is
+        # only the loss of this rank.
+        if self.code < 0:
+            return 0.0
+        if self.failure:
+            return self.failure.at
+        # No time is known: it sorts after every failure that reported one.
+        return time.time()
 
     @property
     def is_cause(self) -> bool:
-        """Whether it may have failed first: it reported when, or was killed. An abort does not count: a lost peer may cause it."""
+        """Whether it may have failed first: it reported a failure, or SIGKILL ended it.
+
+        Other signals do not count: SIGABRT may follow from the loss of a peer.
+        """
         return self.failure is not None or self.code == -signal.SIGKILL
 
     def with_reported_code(self) -> Ended:
         """With the exit code that it reported, if it was killed before it could exit."""
-        return replace(self, code=self.failure.exit_code) if self.failure is not None else self
+        if self.failure is not None:
+            return replace(self, code=self.failure.exit_code)
+        return self
 
     @property
     def was_stopped(self) -> bool:
         """It ended normally because of a stop request."""
-        return self.failure is None and self.code in [128 + number for number in STOP_SIGNALS]
+        return self.failure is None and is_stop_code(self.code)
 
 
 def report_failure(path: Path, error: Exception) -> int:
@@ -89,16 +125,15 @@ def report_failure(path: Path, error: Exception) -> int:
     if isinstance(error, HeadwayError):
         failure = Failure(str(error), error.exit_code, time.time())
     else:
-        last = "".join(traceback.format_exception_only(error)).strip().splitlines()
-        failure = Failure(
-            last[0] if last else type(error).__name__,
-            1,
-            time.time(),
-            "".join(traceback.format_exception(error)),
-        )
+        lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+        message = lines[0] if lines else type(error).__name__
+        trace = "".join(traceback.format_exception(error))
+        failure = Failure(message, 1, time.time(), trace)
+
     try:
         path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    except OSError as problem:  # the launcher then reports only the exit code
+    except OSError as problem:
+        # The launcher then knows only the exit code.
         say(f"this rank failed and cannot write why ({problem.strerror}): {failure.message}")
     return failure.exit_code
 
@@ -112,28 +147,41 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def first_cause(ended: Sequence[Ended]) -> Ended:
-    """The rank that failed first: one killed by a signal, else the earliest error. The others only lost a peer."""
-    return min(ended, key=lambda one: (one.at, one.rank))
+    """The rank that failed first: one killed by a signal, else the earliest error.
+
+    The others only lost a peer.
+    """
+    return min(ended, key=lambda rank_end: (rank_end.at, rank_end.rank))
 
 
-def describe_cause(one: Ended, log: Path | None) -> str:
-    """One line with the rank and the cause; a user error is the same on every rank, so it names none."""
-    if one.failure is not None and one.failure.exit_code == USERS_MISTAKE:
-        return one.failure.message
-    if one.failure is not None:
-        why = f"failed: {one.failure.message}"
-    elif one.code < 0:
-        name = signal.Signals(-one.code).name
+def describe_cause(ended: Ended, log: Path | None) -> str:
+    """One line with the rank and the cause; `log` is the rank's log file, to point to.
+
+    A user error is the same on every rank, so it names none.
+    """
+    if ended.failure is not None and ended.failure.exit_code == USERS_MISTAKE:
+        return ended.failure.message
+
+    if ended.failure is not None:
+        why = f"failed: {ended.failure.message}"
+    elif ended.code < 0:
+        name = signal.Signals(-ended.code).name
         hint = " (by a user, or because memory ran out)" if name == "SIGKILL" else ""
         why = f"was killed by {name}{hint}"
     else:
-        why = f"ended with exit code {one.code}"
-    where = f" More in {log}." if log is not None else ""
-    return f"rank {one.rank} {why.rstrip('.')}. All ranks were stopped.{where}"
+        why = f"ended with exit code {ended.code}"
+
+    pointer = ""
+    if log is not None:
+        pointer = f" More in {log}."
+    return f"rank {ended.rank} {why.rstrip('.')}. All ranks were stopped.{pointer}"
 
 
 def run_as_rank(function: Callable[[], int]) -> int:
-    """Run a child of the launcher: it ends with the launcher, and reports a failure to the launcher instead of printing it."""
+    """Run `function` in a child of the launcher, and return its exit code. The child ends with the
+    launcher, and writes a failure to a file for the launcher instead of printing it.
+    """
+    # First: a launcher that is killed from here on takes this rank with it.
     end_with_launcher()
     path = failure_file()
     assert path is not None
@@ -150,13 +198,18 @@ def report_crash(recipe: Recipe, error: RankError) -> None:
     """Log where every rank was last, and report the crash, once, with the end of its traceback."""
     if error.exit_code == USERS_MISTAKE:
         return
-    beats, now = read_beats(recipe.run.folder), time.time()
+
+    # Ranks that were killed have left their last heartbeats.
+    beats = read_beats(recipe.run.folder)
+    now = time.time()
     for beat in beats:
         log.info("last seen: %s", beat.describe(now))
-    text = f"{traceback_tail(error.traceback)}\n{error}" if error.traceback else str(error)
+
+    text = str(error)
+    if error.traceback:
+        text = f"{traceback_tail(error.traceback)}\n{error}"
+    step = max((beat.step for beat in beats), default=0)
     try:
-        send_crash_alert(
-            recipe.track, recipe.run.folder, text, max((beat.step for beat in beats), default=0)
-        )
+        send_crash_alert(recipe.track, recipe.run.folder, text, step)
     except (OSError, HeadwayError) as problem:
         log.warning("the crash could not be reported: %s", problem)

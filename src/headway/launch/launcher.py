@@ -1,6 +1,8 @@
-"""The launcher: this process starts N ranks on this machine, alone or together with the launchers of other nodes.
+"""The launcher: this process starts N ranks on this machine, alone or together with the launchers
+of other nodes.
 
-In: device, launch options, environment. Out: an exit code after every rank has ended, or one error that names the cause.
+In: device, launch options, environment. Out: an exit code after every rank has ended, or one error
+that names the cause.
 """
 
 from __future__ import annotations
@@ -12,14 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.diagnose.host import HostNeeds
-from headway.diagnose.preflight import StoreExchange, preflight, require
 from headway.errors import LaunchError
 from headway.launch.external import external_launcher, master_address
-from headway.launch.failure import STOP_SIGNALS, RankError, run_as_rank
+from headway.launch.failure import RankError, is_stop_code, run_as_rank
 from headway.launch.gpus import Gpu, GpuChoice, choose_gpus, read_gpus, visible
-from headway.launch.nodes import NodeSpec, Rendezvous
-from headway.launch.ranks import RankProcesses, RankStart
+from headway.launch.nodes import Rendezvous
+from headway.launch.options import LaunchOptions, NodeSpec
 from headway.runtime.device import backend_of
 from headway.runtime.machine import (
     CUDA_TORCH,
@@ -39,15 +39,6 @@ log = logging.getLogger("headway")
 
 RANK_TIMEOUT_SECONDS = 1800.0
 """How long a rank of `run_on_ranks` waits for the others."""
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The options of the command line; None = not given."""
-
-    nproc: int | None = None
-    gpus: str | None = None
-    nodes: NodeSpec = field(default_factory=NodeSpec)
 
 
 @dataclass(frozen=True)
@@ -72,13 +63,11 @@ class LaunchSpec:
                 log.warning("%s", warning)
 
     def enter(self, environment: Mapping[str, str]) -> None:
-        """Make this process the single rank: it sees the chosen GPUs, and its peers if another launcher started it."""
-        set_environment(
-            {
-                **(self.choice.environment if self.choice is not None else {}),
-                **master_address(environment),
-            }
-        )
+        """Make this process the single rank: it sees the chosen GPUs, and its peers if another
+        launcher started it.
+        """
+        gpu_settings = self.choice.environment if self.choice is not None else {}
+        set_environment({**gpu_settings, **master_address(environment)})
 
 
 def plan_for_recipe(
@@ -98,17 +87,25 @@ def plan_launch(
     environment: Mapping[str, str],
     devices: Callable[[], list[Gpu]] = read_gpus,
 ) -> LaunchSpec:
-    """Choose GPUs and number of ranks for work on a device (auto, cpu, cuda); contradictions are refused before anything starts."""
-    external, gpus = external_launcher(environment), options.gpus
+    """Choose GPUs and number of ranks for work on a device (auto, cpu, cuda).
+
+    Contradictions are refused before anything starts.
+    """
+    # First what contradicts itself, before a device is looked at.
+    external = external_launcher(environment)
+    gpus = options.gpus
     if external is not None and (options.nproc is not None or options.nodes.num > 1):
+        # With --nnodes, SLURM or MPI may have started one launcher per node; torchrun starts ranks.
         if external == "torchrun" or options.nodes.num == 1:
             raise LaunchError(
-                f"--nproc is given, but {external} has already started this process as one of many. Leave --nproc and --nnodes out."
+                f"--nproc is given, but {external} has already started this process as one of "
+                "many. Leave --nproc and --nnodes out."
             )
-        external = None  # SLURM or MPI has started one launcher per node
+        external = None
     if external is not None and gpus == "auto":
         raise LaunchError(
-            f"gpus is 'auto' and {external} started this process; its ranks would see each other as busy. Name the GPUs instead."
+            f"gpus is 'auto' and {external} started this process; "
+            "its ranks would see each other as busy. Name the GPUs instead."
         )
     if options.nproc is not None and options.nproc < 1:
         raise LaunchError(f"--nproc is {options.nproc}; it must be at least 1.")
@@ -116,24 +113,35 @@ def plan_launch(
         raise LaunchError(
             "device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu."
         )
-    choice = None if gpus is None else choose_gpus(gpus, environment, devices)
+
+    choice = None
+    if gpus is not None:
+        choice = choose_gpus(gpus, environment, devices)
     _check_device(device, gpus, choice)
+    # Found in torch's files: the launcher does not load torch only to learn this.
     if choice is not None and choice.gpus and cuda_of_torch() is None:
         raise LaunchError(
-            f"gpus is {gpus!r}; the GPUs are here, but torch {package_version('torch')} was built without CUDA. "
-            f"Install a CUDA build, e.g. {CUDA_TORCH.format(torch_release())}; or use --gpus none to compute on the CPU."
+            f"gpus is {gpus!r}; the GPUs are here, but torch {package_version('torch')} was built "
+            f"without CUDA. Install a CUDA build, e.g. {CUDA_TORCH.format(torch_release())}; "
+            "or use --gpus none to compute on the CPU."
         )
     if external is not None:
         return LaunchSpec(1, choice, NodeSpec())
+
+    # Without --gpus the visible ones are counted only where ranks may be too many for them:
+    # nvidia-smi takes time.
     num_gpus = None
     if choice is not None and choice.gpus:
         num_gpus = len(choice.gpus)
     elif choice is None and device != "cpu" and (options.nproc or 1) > 1:
         num_gpus = len(visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))) or None
-    num_ranks = options.nproc if options.nproc is not None else num_gpus or 1
+    num_ranks = num_gpus or 1
+    if options.nproc is not None:
+        num_ranks = options.nproc
     if num_gpus is not None and num_ranks > num_gpus:
         raise LaunchError(
-            f"--nproc is {num_ranks}; {num_gpus} GPUs are chosen, and a GPU takes one rank. Lower it, or use --gpus none."
+            f"--nproc is {num_ranks}; {num_gpus} GPUs are chosen, and a GPU takes one rank. "
+            "Lower it, or use --gpus none."
         )
     return LaunchSpec(num_ranks, choice, options.nodes)
 
@@ -142,22 +150,27 @@ def _check_device(device: str, gpus: str | None, choice: GpuChoice | None) -> No
     if choice is None:
         return
     if device == "cuda" and not choice.gpus:
-        found = "hides all GPUs" if gpus == "none" else "finds no GPU here"
+        reason = "hides all GPUs" if gpus == "none" else "finds no GPU here"
         raise LaunchError(
-            f"gpus is {gpus!r}, which {found}, and device is 'cuda'. Use device=auto or device=cpu to compute on the CPU."
+            f"gpus is {gpus!r}, which {reason}, and device is 'cuda'. "
+            "Use device=auto or device=cpu to compute on the CPU."
         )
     if device == "cpu" and choice.gpus:
         raise LaunchError(
-            f"gpus is {gpus!r} and device is 'cpu'; they contradict each other. Leave one of them out."
+            f"gpus is {gpus!r} and device is 'cpu'; they contradict each other. "
+            "Leave one of them out."
         )
 
 
 @dataclass(frozen=True)
 class RunPlace:
-    """What the nodes of a run check together before it starts: its folder, and what must be equal on all of them."""
+    """What the nodes of a run check together before it starts: its folder, and what must be equal
+    on all of them.
+    """
 
     folder: Path
     same: Mapping[str, str] = field(default_factory=dict)
+    """Digests that all nodes must share, by what they are digests of."""
 
 
 def launch(
@@ -167,9 +180,14 @@ def launch(
     environment: Mapping[str, str],
     place: RunPlace | None = None,
 ) -> int:
-    """Start the ranks of this node with `python -m headway ARGUMENTS`, wait for them and return their exit code."""
+    """Start the ranks of this node with `python -m headway ARGUMENTS`, wait for them and return
+    their exit code.
+    """
+    from headway.launch.ranks import RankProcesses, RankStart
+
     rendezvous = Rendezvous(spec.nodes, spec.num_ranks)
     if spec.nodes.num > 1:
+        # The number of this node's first rank depends on the nodes before it: meet first.
         rendezvous.serve()
         try:
             rendezvous.gather()
@@ -178,20 +196,20 @@ def launch(
         except LaunchError:
             rendezvous.leave(well=False)
             raise
+
     shared = {**environment, **rank_environment(spec, rendezvous, environment)}
     first = rendezvous.first_rank
     starts = [
         RankStart(first + local, {"RANK": str(first + local), "LOCAL_RANK": str(local)})
         for local in range(spec.num_ranks)
     ]
-    log.log(
-        logging.INFO if spec.nodes.num > 1 else logging.DEBUG,
-        "starting %s",
-        _describe(spec, rendezvous),
-    )
+    level = logging.INFO if spec.nodes.num > 1 else logging.DEBUG
+    log.log(level, "starting %s", _describe(spec, rendezvous))
+
     with RankProcesses(headway_command(arguments), starts, shared, logs) as ranks:
         if spec.nodes.num == 1:
-            rendezvous.serve()  # after the start: both take seconds to load torch, and the port is bound already
+            # After the start: both take seconds to load torch, and the port is bound already.
+            rendezvous.serve()
         try:
             code = ranks.wait(rendezvous.first_failure)
         except RankError as error:
@@ -199,15 +217,22 @@ def launch(
             cause = rendezvous.first_cause(error)
             rendezvous.leave(well=False)
             raise cause from None
-    rendezvous.leave(well=code == 0 or code - 128 in STOP_SIGNALS)
+    rendezvous.leave(well=code == 0 or is_stop_code(code))
     return code
 
 
 def check_nodes(
     spec: LaunchSpec, rendezvous: Rendezvous, place: RunPlace, environment: Mapping[str, str]
 ) -> None:
-    """The fast checks of `headway doctor` on all nodes together; a failed one stops every node with the same line."""
+    """The fast checks of `headway doctor` on all nodes together.
+
+    A failed one stops every node with the same line.
+    """
+    from headway.diagnose.host import HostNeeds
+    from headway.diagnose.preflight import StoreExchange, preflight, require
+
     assert rendezvous.store is not None
+    # The checks must see the GPUs of the ranks, not all of this process.
     chosen = {} if spec.choice is None else spec.choice.environment
     needs = HostNeeds(
         spec.num_ranks,
@@ -219,7 +244,7 @@ def check_nodes(
 
 
 def rank_environment(
-    spec: LaunchSpec, rendezvous: Rendezvous, given: Mapping[str, str]
+    spec: LaunchSpec, rendezvous: Rendezvous, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables that all ranks of this node share; variables set by the user stay."""
     shared = {
@@ -229,25 +254,31 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(spec.num_ranks),
         "GROUP_RANK": str(spec.nodes.rank),
         "GROUP_WORLD_SIZE": str(spec.nodes.num),
-        # how torch names it: the launcher serves the store, ranks only connect
+        # torch's name for it: the launcher serves the store, and rank 0 does not bind the port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         **(spec.choice.environment if spec.choice is not None else {}),
     }
-    if "OMP_NUM_THREADS" not in given:
+    # Ranks that each use all cores would slow each other down.
+    if "OMP_NUM_THREADS" not in environment:
         shared["OMP_NUM_THREADS"] = str(max(1, usable_cores() // spec.num_ranks))
+    # Left alone, gloo takes the address of the host's name, which may be of another network.
     interface = rendezvous.interface()
-    if "GLOO_SOCKET_IFNAME" not in given and interface is not None:
+    if "GLOO_SOCKET_IFNAME" not in environment and interface is not None:
         shared["GLOO_SOCKET_IFNAME"] = interface
     return shared
 
 
 def _describe(spec: LaunchSpec, rendezvous: Rendezvous) -> str:
+    """The ranks of this node for a log line: `ranks 8 to 15 of 16 on node 1 of 2`."""
     last = rendezvous.first_rank + spec.num_ranks - 1
-    here = f"rank {last}" if spec.num_ranks == 1 else f"ranks {rendezvous.first_rank} to {last}"
-    return f"{here} of {rendezvous.world}" + (
-        f" on node {spec.nodes.rank} of {spec.nodes.num}" if spec.nodes.num > 1 else ""
-    )
+    ranks = f"ranks {rendezvous.first_rank} to {last}"
+    if spec.num_ranks == 1:
+        ranks = f"rank {last}"
+    node = ""
+    if spec.nodes.num > 1:
+        node = f" on node {spec.nodes.rank} of {spec.nodes.num}"
+    return f"{ranks} of {rendezvous.world}{node}"
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -260,7 +291,8 @@ def run_on_ranks(
 ) -> int:
     """Run `work` on every rank of this machine and return the exit code.
 
-    This process starts ranks with the same `arguments`, is itself the only rank, or was started as one of them.
+    This process starts ranks with the same `arguments`, is itself the only rank, or was started as
+    one of them.
     """
     if is_launched(os.environ):
         return run_as_rank(lambda: _join(device, work))
@@ -269,13 +301,14 @@ def run_on_ranks(
     if not spec.needs_launcher:
         spec.enter(os.environ)
         return _join(device, work)
-    with temporary_folder(
-        "verb"
-    ) as folder:  # without a run folder, what other ranks print is dropped
+    # There is no run folder, so what ranks other than the first print is dropped: logs go to a
+    # folder that never exists.
+    with temporary_folder("verb") as folder:
         return launch(spec, arguments, folder / "no-logs", logging_environment())
 
 
 def _join(device: str, work: Callable[[RankGroup], None]) -> int:
+    """Run `work` as a rank of the group."""
     from headway.parallel.collectives import start_group
 
     with start_group(from_environment(), backend_of(device), RANK_TIMEOUT_SECONDS) as group:

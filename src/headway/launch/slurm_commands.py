@@ -1,7 +1,8 @@
 """The programs of SLURM, called with argument lists, and what they print as records.
 
-In: job ids. Out: `QueueEntry` for each job that squeue knows, `PastJob` for one that only the accounting knows. Formats are those of
-options that have been the same for many releases (`--format`), not of `--json`, which needs a plugin.
+In: job ids. Out: `QueueEntry` for each job that squeue knows, `PastJob` for one that only the
+accounting knows. Formats are those of options that have been the same for many releases
+(`--format`), not of `--json`, which needs a plugin.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.errors import LaunchError
+from headway.runtime.stop import SIGNAL_EXIT
 
 COMMAND_SECONDS = 60.0
+"""How long a program of SLURM may take: a busy controller answers late."""
 QUEUE_FORMAT = "%i|%T|%N|%S|%r"
-"""Job or element, state, nodes, start, reason. The reason comes last: a site may have one with any character."""
-UNKNOWN_JOB = "Invalid job id"
+"""Job or element, state, nodes, start, reason.
 
+The reason comes last: a site may have one with any character.
+"""
+UNKNOWN_JOB = "Invalid job id"
+"""What squeue says of a job that the controller has forgotten."""
+
+# SLURM's codes for why a job is pending (squeue(1), JOB REASON CODES).
 WAITS = {
     "Priority": "jobs of higher priority go first",
     "Resources": "waits for free nodes",
@@ -43,7 +51,8 @@ WAITS = {
     "QOSGrpGRES": "the QOS has as many GPUs in use as it may",
     "AssocGrpGRES": "the account has as many GPUs in use as it may",
     "AssocMaxJobsLimit": "the account has as many jobs as it may",
-    "launch_failed_requeued_held": "a node could not start it; it is held. Release it with scontrol release",
+    "launch_failed_requeued_held": "a node could not start it; it is held. "
+    "Release it with scontrol release",
 }  # fmt: skip
 
 
@@ -77,16 +86,16 @@ class QueueEntry:
     @property
     def waits_for(self) -> str:
         """Why it is pending, in words."""
+        # "(ReqNodeNotAvail, UnavailableNodes:gpu03)": what follows the comma is detail.
         code = self.reason.strip("()").partition(",")[0].strip()
         if code in ("", "None"):
             return "was queued just now"
-        words = WAITS.get(code, f"SLURM's reason is {self.reason}")
-        when = (
-            f"; expected to start {self.start}"
-            if self.start not in ("", "N/A", "Unknown") and code in ("Priority", "Resources")
-            else ""
-        )
-        return words + when
+
+        text = WAITS.get(code, f"SLURM's reason is {self.reason}")
+        # Only for these the start is an estimate of the scheduler.
+        if self.start not in ("", "N/A", "Unknown") and code in ("Priority", "Resources"):
+            text += f"; expected to start {self.start}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -103,51 +112,69 @@ def call(
     program: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of SLURM; refused in one line where it is missing or does not answer."""
-    found = shutil.which(program)
-    if found is None:
+    path = shutil.which(program)
+    if path is None:
         raise LaunchError(
-            f"{program} is not found. Run this on a machine that submits jobs, with SLURM's programs on the PATH."
+            f"{program} is not found. Run this on a machine that submits jobs, with SLURM's "
+            "programs on the PATH."
         )
     try:
         return subprocess.run(
-            [found, *arguments], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL,
+            [path, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
             env=None if environment is None else dict(environment),
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"{program} did not answer within {COMMAND_SECONDS:.0f} s. Ask the controller with `scontrol ping`."
+            f"{program} did not answer within {COMMAND_SECONDS:.0f} s. "
+            "Ask the controller with `scontrol ping`."
         ) from None
 
 
 def checked(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """What a program prints; its refusal becomes one line."""
-    done = call(program, *arguments, environment=environment)
-    if done.returncode != 0:
-        raise LaunchError(f"{program} refused: {last_line(done.stderr or done.stdout)}")
-    return done.stdout
+    process = call(program, *arguments, environment=environment)
+    if process.returncode != 0:
+        raise LaunchError(f"{program} refused: {last_line(process.stderr or process.stdout)}")
+    return process.stdout
 
 
 def last_line(text: str) -> str:
-    """The line that says why; SLURM prints `error:` lines and often a general one after the cause."""
+    """The lines that say why.
+
+    SLURM prints the cause in `error:` lines, and often a general one after them.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    return "; ".join(dict.fromkeys(causes)) or (lines[-1] if lines else "it gives no reason")
+    last = lines[-1] if lines else "it gives no reason"
+    return "; ".join(dict.fromkeys(causes)) or last
 
 
 def submit(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Submit a script; returns the job id."""
-    shown = checked("sbatch", "--parsable", *arguments, environment=environment)
-    job = shown.strip().splitlines()[-1].partition(";")[0] if shown.strip() else ""
+    answer = checked("sbatch", "--parsable", *arguments, environment=environment).strip()
+    job = ""
+    if answer:
+        # Sites may print lines of their own first; then comes `JOB` or `JOB;CLUSTER`.
+        job = answer.splitlines()[-1].partition(";")[0]
     if not job.isdecimal():
         raise LaunchError(
-            f"sbatch answered {shown.strip()[:200]!r}, which holds no job id; look with squeue whether the job was queued."
+            f"sbatch answered {answer[:200]!r}, which holds no job id; "
+            "look with squeue whether the job was queued."
         )
     return job
 
 
 def queue(jobs: Sequence[str]) -> list[QueueEntry]:
-    """The jobs that squeue knows, ended ones too for as long as the controller remembers them; an array gives one entry per element."""
-    done = call(
+    """The jobs that squeue knows, ended ones too for as long as the controller remembers them.
+
+    An array gives one entry per element.
+    """
+    process = call(
         "squeue",
         "--noheader",
         "--array",
@@ -155,33 +182,44 @@ def queue(jobs: Sequence[str]) -> list[QueueEntry]:
         f"--jobs={','.join(jobs)}",
         f"--format={QUEUE_FORMAT}",
     )
-    if done.returncode != 0 and UNKNOWN_JOB in done.stderr:
+    # The controller forgets a job some minutes after its end (MinJobAge).
+    if process.returncode != 0 and UNKNOWN_JOB in process.stderr:
         return []
-    if done.returncode != 0:
-        raise LaunchError(f"squeue refused: {last_line(done.stderr)}")
-    return parse_queue(done.stdout)
+    if process.returncode != 0:
+        raise LaunchError(f"squeue refused: {last_line(process.stderr)}")
+    return parse_queue(process.stdout)
 
 
 def parse_queue(text: str) -> list[QueueEntry]:
     """The lines of squeue in QUEUE_FORMAT."""
-    split = (line.strip().split("|", 4) for line in text.splitlines() if line.count("|") >= 4)
-    return [QueueEntry(*(part.strip() for part in parts)) for parts in split]
+    entries: list[QueueEntry] = []
+    num_separators = QUEUE_FORMAT.count("|")
+    for line in text.splitlines():
+        if line.count("|") >= num_separators:
+            fields = line.strip().split("|", num_separators)
+            entries.append(QueueEntry(*(field.strip() for field in fields)))
+    return entries
 
 
 def is_preempted(job: str) -> bool:
-    """Whether SLURM takes a job's nodes away for another job: in the grace time its ranks have the signal, its first process has not."""
-    done = call("scontrol", "--oneliner", "show", "job", job)
-    times = [
-        word.partition("=")[2] for word in done.stdout.split() if word.startswith("PreemptTime=")
-    ]
-    return any(time not in ("", "None", "Unknown", "N/A") for time in times)
+    """Whether SLURM takes a job's nodes away for another job.
+
+    In the grace time its ranks have the signal, its first process has not.
+    """
+    process = call("scontrol", "--oneliner", "show", "job", job)
+    for word in process.stdout.split():
+        key, _, value = word.partition("=")
+        if key == "PreemptTime" and value not in ("", "None", "Unknown", "N/A"):
+            return True
+    return False
 
 
 def past(job: str) -> PastJob | None:
     """A job in the accounting; None where the cluster keeps none, or does not know the job."""
+    # Accounting is an option of a cluster.
     if shutil.which("sacct") is None:
         return None
-    done = call(
+    process = call(
         "sacct",
         "--noheader",
         "--parsable2",
@@ -189,23 +227,24 @@ def past(job: str) -> PastJob | None:
         f"--jobs={job}",
         "--format=JobID,State,ExitCode,NodeList",
     )
-    return next(iter(parse_past(done.stdout)), None) if done.returncode == 0 else None
+    if process.returncode == 0:
+        return next(iter(parse_past(process.stdout)), None)
+    return None
 
 
 def parse_past(text: str) -> list[PastJob]:
     """The lines of sacct; `CANCELLED by 1000` is CANCELLED, an exit code is CODE:SIGNAL."""
-    found: list[PastJob] = []
+    jobs: list[PastJob] = []
     for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) != 4 or not parts[1]:
+        fields = line.strip().split("|")
+        if len(fields) != 4 or not fields[1]:
             continue
-        code, _, number = parts[2].partition(":")
-        shown = (
-            128 + int(number)
-            if number.isdecimal() and int(number)
-            else int(code)
-            if code.isdecimal()
-            else 0
-        )
-        found.append(PastJob(parts[0], parts[1].split()[0], shown, parts[3]))
-    return found
+        job, state, codes, nodes = fields
+        code, _, signal_number = codes.partition(":")
+        exit_code = 0
+        if signal_number.isdecimal() and int(signal_number):
+            exit_code = SIGNAL_EXIT + int(signal_number)
+        elif code.isdecimal():
+            exit_code = int(code)
+        jobs.append(PastJob(job, state.split()[0], exit_code, nodes))
+    return jobs

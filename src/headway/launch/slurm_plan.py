@@ -1,10 +1,15 @@
-"""From a recipe to what is submitted: the files of a job and its sbatch calls, made before anything is written.
+"""From a recipe to what is submitted: the files of a job and its sbatch calls, made before anything
+is written.
 
-    one job        RUN/launch/recipe.yaml                            sbatch job.sh
-    --array        RUN/launch/recipe-K.yaml, run folder RUN/K        sbatch job.sh, with --array in the script
-    --chain        RUN/launch/recipe-stage-K.yaml: the first K stages   sbatch job.sh FILE for each, afterok of the one before
+    one job   RUN/launch/recipe.yaml
+              sbatch job.sh
+    --array   RUN/launch/recipe-K.yaml, run folder RUN/K
+              sbatch job.sh, with --array in the script
+    --chain   RUN/launch/recipe-stage-K.yaml: the first K stages
+              sbatch job.sh FILE for each, afterok of the one before
 
-The recipe is resolved here and kept as a file: changing the original while the job waits in the queue changes nothing.
+The recipe is resolved here and kept as a file: changing the original while the job waits in the
+queue changes nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from headway.train.config import Recipe
 from headway.train.slurm_config import SlurmConfig
 
 MAX_ELEMENTS = 1000
+"""SLURM's default of MaxArraySize is 1001, the first index that it refuses."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Submission:
     elements: tuple[tuple[str, ...], ...] = ()
     """Overrides of each element of an array; none = no array."""
     at_once: int | None = None
+    """How many elements may run at the same time; None = all."""
     chain: bool = False
     """One job for each stage, each after the one before."""
     after: str | None = None
@@ -43,7 +50,9 @@ class Submission:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One job id to be: its run folder, what it is called, and the further words of its sbatch call."""
+    """One job id to be: its run folder, what it is called, and the further words of its sbatch
+    call.
+    """
 
     run_dir: Path
     label: str = ""
@@ -70,48 +79,69 @@ class SubmitPlan:
 
 def plan_submission(job: Job, how: Submission) -> SubmitPlan:
     """Check the recipe of a job, and plan its files; nothing is written."""
-    run_dir, here = Path(os.path.abspath(job.run_dir)), Path.cwd()
-    check_paths([run_dir, here])
-    settings, launch = _settings(job, how.settings), run_dir / FOLDER
+    run_dir = Path(os.path.abspath(job.run_dir))
+    working_dir = Path.cwd()
+    check_paths([run_dir, working_dir])
+    # Everything that can be refused is refused here, not after days in the queue.
+    settings = _settings(job, how.settings)
+    launch = run_dir / FOLDER
     recipe = load(Recipe, job.recipe, job.overrides)
     world = settings.nodes * settings.ranks
     if how.elements and how.chain:
         raise ConfigError(
-            "--array and --chain are both given; an array trains several recipes, a chain the stages of one. Leave one out."
+            "--array and --chain are both given; an array trains several recipes, a chain the "
+            "stages of one. Leave one out."
         )
     if how.chain and len(recipe.stages) < 2:
         raise ConfigError(
-            f"--chain is given; {job.recipe} has {len(recipe.stages) or 'no'} stages, and a chain needs two. Leave it out."
+            f"--chain is given; {job.recipe} has {len(recipe.stages) or 'no'} stages, and a chain "
+            "needs two. Leave it out."
         )
+
     files: dict[Path, str] = {}
-    jobs, elements = (PlannedJob(run_dir),), list[PlannedJob]()
+    jobs = (PlannedJob(run_dir),)
+    elements: list[PlannedJob] = []
     if how.elements:
-        for at, one in enumerate(_elements(job, how.elements, run_dir)):
-            _check(one, world, f"--array element {at}: ")
-            files[launch / f"recipe-{at}.yaml"] = dump_yaml(one, only_given=True)
-            elements.append(PlannedJob(run_dir / str(at), " ".join(how.elements[at])))
+        for index, element in enumerate(_elements(job, how.elements, run_dir)):
+            _check(element, world, f"--array element {index}: ")
+            files[launch / f"recipe-{index}.yaml"] = dump_yaml(element, only_given=True)
+            elements.append(PlannedJob(run_dir / str(index), " ".join(how.elements[index])))
     else:
         check_for_ranks(recipe, world)
         files[launch / "recipe.yaml"] = dump_yaml(recipe, only_given=True)
     if how.chain:
         jobs = tuple(_chain(recipe, run_dir, files))
-    words = ([] if job.resume == "auto" else ["--resume", job.resume]) + (
-        [] if job.gpus is None else ["--gpus", job.gpus]
+
+    train_words: list[str] = []
+    if job.resume != "auto":
+        train_words += ["--resume", job.resume]
+    if job.gpus is not None:
+        train_words += ["--gpus", job.gpus]
+    parts = ScriptParts(
+        settings,
+        recipe.run.name,
+        run_dir,
+        working_dir,
+        tuple(train_words),
+        num_elements=len(elements) or None,
+        at_once=how.at_once,
     )
-    count = len(elements) or None
-    parts = ScriptParts(settings, recipe.run.name, run_dir, here, tuple(words), count, how.at_once)
     files[launch / SCRIPT] = write_script(parts)
     return SubmitPlan(run_dir, launch / SCRIPT, files, jobs, tuple(elements), how.after)
 
 
 def _settings(job: Job, settings: SlurmConfig) -> SlurmConfig:
     """The settings with what the job itself says on top."""
-    given = {"nodes": None if job.num_nodes == 1 else job.num_nodes, "nproc": job.ranks_per_node}
-    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    return settings.model_copy(update={**changes, "setup": (*settings.setup, *job.setup)})
+    changes: dict[str, object] = {"setup": (*settings.setup, *job.setup)}
+    if job.num_nodes != 1:
+        changes["nodes"] = job.num_nodes
+    if job.ranks_per_node is not None:
+        changes["nproc"] = job.ranks_per_node
+    return settings.model_copy(update=changes)
 
 
 def _check(recipe: Recipe, world: int, prefix: str) -> None:
+    """`check_for_ranks` with a prefix in front of what it refuses."""
     try:
         check_for_ranks(recipe, world)
     except ConfigError as problem:
@@ -119,57 +149,62 @@ def _check(recipe: Recipe, world: int, prefix: str) -> None:
 
 
 def _elements(job: Job, elements: Sequence[Sequence[str]], run_dir: Path) -> list[Recipe]:
+    """The recipe of each element of an array."""
     if len(elements) > MAX_ELEMENTS:
         raise ConfigError(
-            f"--array has {len(elements)} elements; SLURM takes {MAX_ELEMENTS} by default. Split it."
+            f"--array has {len(elements)} elements; SLURM takes {MAX_ELEMENTS} by default. "
+            "Split it."
         )
-    found: list[Recipe] = []
-    for at, overrides in enumerate(elements):
-        if wrong := next(
-            (one for one in overrides if one.startswith(("run.name=", "run.dir="))), None
-        ):
-            raise ConfigError(
-                f"--array element {at} has {wrong}; each element has its own run folder, {run_dir}/{at}. Leave it out."
-            )
-        try:
-            found.append(
-                load(
-                    Recipe,
-                    job.recipe,
-                    [*job.overrides, *overrides, f"run.dir={run_dir}", f'run.name="{at}"'],
+    recipes: list[Recipe] = []
+    for index, overrides in enumerate(elements):
+        for override in overrides:
+            if override.startswith(("run.name=", "run.dir=")):
+                raise ConfigError(
+                    f"--array element {index} has {override}; each element has its own run folder, "
+                    f"{run_dir}/{index}. Leave it out."
                 )
-            )
+        # In quotes: a name of digits alone would be read as a number.
+        folder = [f"run.dir={run_dir}", f'run.name="{index}"']
+        try:
+            recipes.append(load(Recipe, job.recipe, [*job.overrides, *overrides, *folder]))
         except ConfigError as problem:
-            raise ConfigError(f"--array element {at}: {problem}") from None
-    return found
+            raise ConfigError(f"--array element {index}: {problem}") from None
+    return recipes
 
 
 def _chain(recipe: Recipe, run_dir: Path, files: dict[Path, str]) -> list[PlannedJob]:
-    """A job for each stage: it trains the recipe's stages up to its own, of which the earlier ones are done."""
-    found: list[PlannedJob] = []
+    """A job for each stage: it trains the recipe's stages up to its own, of which the earlier ones
+    are done.
+    """
+    jobs: list[PlannedJob] = []
+    # One run folder for all: stages that are done there are skipped.
     for number, stage in enumerate(recipe.stages, 1):
         path = run_dir / FOLDER / f"recipe-stage-{number}.yaml"
-        files[path] = dump_yaml(
-            recipe.model_copy(update={"stages": recipe.stages[:number]}), only_given=True
-        )
-        found.append(PlannedJob(run_dir, stage.name, (str(path),)))
-    return found
+        shortened = recipe.model_copy(update={"stages": recipe.stages[:number]})
+        files[path] = dump_yaml(shortened, only_given=True)
+        jobs.append(PlannedJob(run_dir, stage.name, (str(path),)))
+    return jobs
 
 
-def read_elements(given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The override sets of `--array`: each a text of key=value words, or a file with one set per line."""
+def read_elements(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The override sets of `--array`: each a text of key=value words, or a file with one set per
+    line.
+    """
     lines: list[str] = []
-    for text in given:
+    for text in texts:
+        # The name of a file may have an equals sign, too.
         path = Path(text)
         if "=" not in text or path.is_file():
             try:
                 lines += path.read_text(encoding="utf-8").splitlines()
             except (OSError, ValueError) as problem:
                 raise ConfigError(
-                    f"--array is {text[:200]!r}; neither key=value words nor a readable file: {problem}."
+                    f"--array is {text[:200]!r}; neither key=value words nor a readable file: "
+                    f"{problem}."
                 ) from None
         else:
             lines.append(text)
+
     sets: list[tuple[str, ...]] = []
     for line in lines:
         try:
@@ -178,13 +213,18 @@ def read_elements(given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
             raise ConfigError(
                 f"--array has {line[:200]!r}, which cannot be split into words: {problem}."
             ) from None
-        if wrong := next((word for word in words if "=" not in word), None):
+        wrong = next((word for word in words if "=" not in word), None)
+        if wrong:
             raise ConfigError(
-                f'--array has {wrong[:200]!r}; each word must be key=value, e.g. "optim.lr=3e-4 seed=1".'
+                f"--array has {wrong[:200]!r}; each word must be key=value, e.g. "
+                '"optim.lr=3e-4 seed=1".'
             )
-        sets += [words] if words else []
-    if given and not sets:
+        # Empty lines and comments of a file give no words.
+        if words:
+            sets.append(words)
+    if texts and not sets:
         raise ConfigError(
-            '--array has no override sets. Give each as "key=value key=value", or a file with one per line.'
+            '--array has no override sets. Give each as "key=value key=value", or a file with one '
+            "per line."
         )
     return tuple(sets)

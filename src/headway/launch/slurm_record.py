@@ -3,8 +3,9 @@
     start 1   step -1 ──▶ 120   queued again (time limit)
     start 2   step 120 ─▶ 300   done
 
-It outlives the queue's memory, so that the status of an old job is known on a cluster without accounting, and it tells a start whether the
-ones before it got anywhere. A damaged file counts as none.
+It outlives the queue's memory, so that the status of an old job is known on a cluster without
+accounting, and it tells a start whether the ones before it got anywhere. A damaged file counts as
+none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class JobStart:
     """One start of a job."""
 
     at: float
+    """When it began, in seconds since 1970."""
     hosts: str
     step: int
     """The newest saved step when it began; -1 = none."""
@@ -55,9 +57,9 @@ def cancel_file(run_dir: Path, job: str) -> Path:
 def read_starts(run_dir: Path, job: str) -> list[JobStart]:
     """The starts of a job so far."""
     try:
-        return [JobStart(**one) for one in load_json(record_file(run_dir, job))["starts"]]
+        return [JobStart(**start) for start in load_json(record_file(run_dir, job))["starts"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return []  # no record yet, or a damaged one
 
 
 def write_starts(run_dir: Path, job: str, starts: Sequence[JobStart]) -> None:
@@ -66,26 +68,33 @@ def write_starts(run_dir: Path, job: str, starts: Sequence[JobStart]) -> None:
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"starts": [asdict(one) for one in starts]}, indent=2) + "\n")
+        write_atomic(
+            path, json.dumps({"starts": [asdict(start) for start in starts]}, indent=2) + "\n"
+        )
     except HeadwayError as problem:
         log.warning("%s The job continues without its record.", problem)
 
 
 def begin(run_dir: Path, job: str, hosts: str, step: int) -> list[JobStart]:
     """Add a start; returns all, this one last."""
+    # Written before the ranks start: a start that is killed counts too.
     starts = [*read_starts(run_dir, job), JobStart(time.time(), hosts, step)]
     write_starts(run_dir, job, starts)
     return starts
 
 
-def end(run_dir: Path, job: str, starts: Sequence[JobStart], changes: JobStart) -> None:
-    """Complete the newest start."""
-    write_starts(run_dir, job, [*starts[:-1], replace(changes, at=starts[-1].at)])
+def end(run_dir: Path, job: str, starts: Sequence[JobStart], completed: JobStart) -> None:
+    """Replace the newest start by what is known of it at its end."""
+    write_starts(run_dir, job, [*starts[:-1], replace(completed, at=starts[-1].at)])
 
 
 def fruitless(starts: Sequence[JobStart]) -> int:
     """How many starts before the newest one saved nothing newer, in a row."""
-    now = starts[-1].step
-    return next(
-        (at for at, one in enumerate(reversed(starts[:-1])) if one.step < now), len(starts) - 1
-    )
+    # A start that began with an older checkpoint has saved a newer one since.
+    step = starts[-1].step
+    count = 0
+    for start in reversed(starts[:-1]):
+        if start.step < step:
+            break
+        count += 1
+    return count

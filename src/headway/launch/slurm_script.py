@@ -22,12 +22,17 @@ from headway.runtime.process import headway_command
 from headway.train.slurm_config import SlurmConfig
 
 SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=@,:~-]+")
+"""No space, which ends an option of #SBATCH, and no %, which SLURM replaces in log names."""
 SCRIPT = "job.sh"
 WAIT_SECONDS = 60
-"""After the first launcher has ended the others have this long: it may have been killed without a word to them."""
+"""After the first launcher has ended the others have this long: it may have been killed without a
+word to them.
+"""
 INDEX = "$SLURM_ARRAY_TASK_ID"
 LOG_NAME = "slurm-%j"
+"""SLURM puts the job id in."""
 ARRAY_LOG_NAME = "slurm-%A_%a"
+"""SLURM puts the id of the array and the index of the element in."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,15 @@ def write_script(parts: ScriptParts) -> str:
 
 
 def _header(parts: ScriptParts) -> list[str]:
-    settings, logs = parts.settings, parts.run_dir / "logs"
-    is_array = parts.num_elements is not None
-    at_once = "" if parts.at_once is None else f"%{parts.at_once}"
+    settings = parts.settings
+    log_name = LOG_NAME
+    array = None
+    if parts.num_elements is not None:
+        log_name = ARRAY_LOG_NAME
+        array = f"0-{parts.num_elements - 1}"
+        if parts.at_once is not None:
+            array += f"%{parts.at_once}"
+
     options: dict[str, object] = {
         "job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", parts.name),
         "partition": settings.partition,
@@ -67,21 +78,28 @@ def _header(parts: ScriptParts) -> list[str]:
         "cpus-per-task": settings.cpus,
         "mem": settings.mem,
         "time": settings.time,
-        "array": f"0-{(parts.num_elements or 1) - 1}{at_once}" if is_array else None,
-        "output": f"{logs}/{ARRAY_LOG_NAME if is_array else LOG_NAME}.out",
+        "array": array,
+        "output": f"{parts.run_dir / 'logs'}/{log_name}.out",
+        # A requeued job has the same id and continues its log.
         "open-mode": "append",
+        # B: to the first process alone, which decides what the ranks get.
         "signal": f"B:USR1@{settings.signal_seconds}",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    lines.append("#SBATCH --requeue" if settings.requeue else "#SBATCH --no-requeue")
-    again = shlex.join(["sbatch", str(parts.run_dir / FOLDER / SCRIPT)])
-    first = [
-        f"# Written by `headway launch slurm` for {parts.run_dir}. To submit it by hand: {again}"
+    by_hand = shlex.join(["sbatch", str(parts.run_dir / FOLDER / SCRIPT)])
+    lines = [
+        "#!/bin/bash",
+        f"# Written by `headway launch slurm` for {parts.run_dir}. To submit it by hand: {by_hand}",
     ]
-    return ["#!/bin/bash", *first, *lines, *(f"#SBATCH --{one}" for one in settings.sbatch)]
+    for name, value in options.items():
+        if value is not None:
+            lines.append(f"#SBATCH --{name}={value}")
+    lines.append("#SBATCH --requeue" if settings.requeue else "#SBATCH --no-requeue")
+    lines += [f"#SBATCH --{option}" for option in settings.sbatch]
+    return lines
 
 
 def _setup(parts: ScriptParts) -> list[str]:
+    # Not -u yet: setup files of module systems read variables that are not set.
     lines = ["set -eo pipefail", f"cd {shlex.quote(str(parts.working_dir))}"]
     if parts.settings.setup:
         lines += ["", "# launch.slurm.setup", *parts.settings.setup, ""]
@@ -93,71 +111,95 @@ def _setup(parts: ScriptParts) -> list[str]:
 
 
 def _command(parts: ScriptParts) -> list[str]:
-    settings, launch = parts.settings, parts.run_dir / FOLDER
-    is_array = parts.num_elements is not None
-    run_dir = f'"{parts.run_dir}/{INDEX}"' if is_array else str(parts.run_dir)
-    recipe = f'"{launch}/recipe-{INDEX}.yaml"' if is_array else f'"${{1:-{launch}/recipe.yaml}}"'
-    log = f"{parts.run_dir}/logs/{ARRAY_LOG_NAME if is_array else LOG_NAME}.%N.%n.log"
-    own = [sys.executable, "-P", "-m", "headway.launch.slurm_job"]
-    flags = [
-        f"--max-restarts={settings.max_restarts}",
-        *([] if settings.requeue else ["--no-requeue"]),
-    ]
+    settings = parts.settings
+    launch = parts.run_dir / FOLDER
+
+    # A job of a chain names its recipe as the argument of the script.
+    run_dir = str(parts.run_dir)
+    recipe = f'"${{1:-{launch}/recipe.yaml}}"'
+    log_name = LOG_NAME
+    if parts.num_elements is not None:
+        run_dir = f'"{parts.run_dir}/{INDEX}"'
+        recipe = f'"{launch}/recipe-{INDEX}.yaml"'
+        log_name = ARRAY_LOG_NAME
+
+    job_command = [sys.executable, "-P", "-m", "headway.launch.slurm_job"]
+    flags = [f"--max-restarts={settings.max_restarts}"]
+    if not settings.requeue:
+        flags.append("--no-requeue")
+
+    # Not --kill-on-bad-exit: the other launchers would have no time to save and to report what
+    # happened. %N is the host, %n the number of the node in the job.
     srun = [
         "srun",
         f"--nodes={settings.nodes}",
         f"--ntasks={settings.nodes}",
         "--ntasks-per-node=1",
-    ]
-    # not --kill-on-bad-exit: the other launchers would have no time to save and to say what happened
-    srun += [
         "--kill-on-bad-exit=0",
         f"--wait={WAIT_SECONDS}",
-        f"--output={log}",
+        f"--output={parts.run_dir}/logs/{log_name}.%N.%n.log",
         "--open-mode=append",
     ]
-    nodes = [] if settings.nodes == 1 else ["--nnodes", str(settings.nodes)]
+
+    # The Python of headway_command is this machine's; a container has its own.
+    nodes = []
+    if settings.nodes != 1:
+        nodes = ["--nnodes", str(settings.nodes)]
     _, *train = headway_command(
         ["train", *nodes, "--nproc", str(settings.ranks), *parts.train_words]
     )
     return [
-        "# One launcher per node. It saves and queues again before the time limit (SIGUSR1) and on preemption (SIGTERM).",
+        "# One launcher per node. It saves and queues again before the time limit (SIGUSR1) and "
+        "on preemption (SIGTERM).",
         f"recipe={recipe}",
-        f'exec {shlex.join(own)} {run_dir} --recipe "$recipe" {shlex.join(flags)} -- \\',
+        f'exec {shlex.join(job_command)} {run_dir} --recipe "$recipe" {shlex.join(flags)} -- \\',
         f"  {shlex.join([*srun, *_pyxis(parts)])} \\",
         f'  {shlex.join([*_apptainer(parts), _python(settings), *train])} "$recipe"',
     ]
 
 
 def _python(settings: SlurmConfig) -> str:
-    return settings.python or (sys.executable if settings.container is None else "python3")
+    if settings.python:
+        return settings.python
+    if settings.container is not None:
+        return "python3"
+    return sys.executable
 
 
 def _mounts(parts: ScriptParts) -> list[str]:
-    """Folders of the job first, then the user's; a folder inside another one of the job is visible with it."""
-    own = [str(parts.working_dir)]
+    """Folders of the job first, then the user's.
+
+    A folder inside another one of the job is visible with it.
+    """
+    folders = [str(parts.working_dir)]
     if not parts.run_dir.is_relative_to(parts.working_dir):
-        own.append(str(parts.run_dir))
-    return [*own, *parts.settings.container_mounts]
+        folders.append(str(parts.run_dir))
+    return [*folders, *parts.settings.container_mounts]
 
 
 def _apptainer(parts: ScriptParts) -> list[str]:
+    """The words before Python that start it in a container of apptainer."""
     settings = parts.settings
     if settings.container is None or settings.container_runtime != "apptainer":
         return []
-    gpus = [] if settings.gpus_per_node is None else ["--nv"]
-    binds = [word for one in _mounts(parts) for word in ("--bind", one)]
-    return ["apptainer", "exec", *gpus, *binds, "--pwd", str(parts.working_dir), settings.container]
+    words = ["apptainer", "exec"]
+    if settings.gpus_per_node is not None:
+        words.append("--nv")  # the host's NVIDIA driver
+    for mount in _mounts(parts):
+        words += ["--bind", mount]
+    return [*words, "--pwd", str(parts.working_dir), settings.container]
 
 
 def _pyxis(parts: ScriptParts) -> list[str]:
+    """The options of srun that start its tasks in a container of pyxis."""
     settings = parts.settings
     if settings.container is None or settings.container_runtime != "pyxis":
         return []
-    mounts = ",".join(one if ":" in one else f"{one}:{one}" for one in _mounts(parts))
+    # pyxis wants SOURCE:TARGET.
+    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(parts)]
     return [
         f"--container-image={settings.container}",
-        f"--container-mounts={mounts}",
+        f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={parts.working_dir}",
     ]
 
@@ -167,5 +209,6 @@ def check_paths(paths: Sequence[Path]) -> None:
     for path in paths:
         if SAFE_PATH.fullmatch(str(path)) is None:
             raise ConfigError(
-                f"{path}: the name of a SLURM job's folder may have letters, digits and ._/+=@,:~- only. Rename it."
+                f"{path}: the name of a SLURM job's folder may have letters, digits and ._/+=@,:~- "
+                "only. Rename it."
             )

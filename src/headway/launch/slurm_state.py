@@ -1,4 +1,6 @@
-"""States of SLURM as states of a job: from squeue, from the accounting, or from what the job itself recorded."""
+"""States of SLURM as states of a job: from squeue, from the accounting, or from what the job itself
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,21 @@ from headway.launch.slurm_record import JobStart
 from headway.launch.targets.base import JobStatus, State
 
 STATES: dict[str, State] = {
-    "PENDING": "queued", "CONFIGURING": "queued", "REQUEUED": "queued", "REQUEUE_HOLD": "queued", "REQUEUE_FED": "queued",
-    "SPECIAL_EXIT": "queued", "RESV_DEL_HOLD": "queued", "RUNNING": "running", "SUSPENDED": "running", "STOPPED": "running",
-    "SIGNALING": "running", "STAGE_OUT": "stopping", "RESIZING": "running", "COMPLETING": "stopping", "COMPLETED": "done",
-    "CANCELLED": "cancelled", "PREEMPTED": "cancelled", "REVOKED": "cancelled", "FAILED": "failed", "TIMEOUT": "failed",
-    "NODE_FAIL": "failed", "OUT_OF_MEMORY": "failed", "BOOT_FAIL": "failed", "DEADLINE": "failed",
+    "PENDING": "queued", "CONFIGURING": "queued", "REQUEUED": "queued", "REQUEUE_HOLD": "queued",
+    "REQUEUE_FED": "queued", "SPECIAL_EXIT": "queued", "RESV_DEL_HOLD": "queued",
+    "RUNNING": "running", "SUSPENDED": "running", "STOPPED": "running", "SIGNALING": "running",
+    "RESIZING": "running",
+    "STAGE_OUT": "stopping", "COMPLETING": "stopping",
+    "COMPLETED": "done",
+    "CANCELLED": "cancelled", "PREEMPTED": "cancelled", "REVOKED": "cancelled",
+    "FAILED": "failed", "TIMEOUT": "failed", "NODE_FAIL": "failed", "OUT_OF_MEMORY": "failed",
+    "BOOT_FAIL": "failed", "DEADLINE": "failed",
 }  # fmt: skip
-WORDS = {
-    "TIMEOUT": "reached its time limit before it had saved and ended; raise launch.slurm.signal_seconds",
+"""SLURM's states of a job (squeue(1), JOB STATE CODES)."""
+MESSAGES = {
+    "TIMEOUT": (
+        "reached its time limit before it had saved and ended; raise launch.slurm.signal_seconds"
+    ),
     "NODE_FAIL": "lost a node, and SLURM did not queue it again",
     "OUT_OF_MEMORY": "was killed because it used more memory than --mem",
     "BOOT_FAIL": "a node did not start",
@@ -44,29 +53,38 @@ def state_from_queue(
 ) -> JobStatus:
     """The status of a job that squeue knows."""
     state = STATES.get(entry.state, "unknown")
-    message = WORDS.get(entry.state, "")
+    message = MESSAGES.get(entry.state, "")
     last = starts[-1] if starts else None
     code = None
     if state == "queued" and entry.state in ("PENDING", "CONFIGURING"):
-        message = (
-            f"{last.message}; {entry.waits_for}"
-            if last is not None and last.outcome == "requeued"
-            else entry.waits_for
-        )
+        # After a requeue: why it was queued again, and what it waits for now.
+        if last is not None and last.outcome == "requeued":
+            message = f"{last.message}; {entry.waits_for}"
+        else:
+            message = entry.waits_for
     elif state == "unknown":
         message = f"SLURM's state is {entry.state}"
     elif state == "running" and is_cancelled:
-        state, message = "stopping", "saving, then ending"
+        # SLURM does not know that the job is saving before it ends.
+        state = "stopping"
+        message = "saving, then ending"
     elif state in ("done", "failed", "cancelled"):
+        # SLURM has one state for many endings; what the job recorded says more.
         code = 0 if state == "done" else None
         if last is not None and last.outcome not in (None, "requeued"):
             state, code, message = _of_start(last)
-    hosts = (entry.nodes,) if entry.nodes not in ("", "(null)") else ()
+
+    hosts = ()
+    if entry.nodes not in ("", "(null)"):
+        hosts = (entry.nodes,)
     return JobStatus(state, hosts=hosts, exit_code=code, message=message)
 
 
 def state_from_record(known: PastJob | None, starts: Sequence[JobStart], job: str) -> JobStatus:
-    """The status of a job that squeue has forgotten. What the job recorded itself says more than the accounting, if it ended by itself."""
+    """The status of a job that squeue has forgotten.
+
+    What the job recorded itself says more than the accounting, if it ended by itself.
+    """
     last = starts[-1] if starts else None
     if last is not None and last.outcome not in (None, "requeued"):
         state, code, message = _of_start(last)
@@ -77,7 +95,7 @@ def state_from_record(known: PastJob | None, starts: Sequence[JobStart], job: st
             state,
             hosts=(known.nodes,) if known.nodes else (),
             exit_code=known.exit_code,
-            message=WORDS.get(known.state, ""),
+            message=MESSAGES.get(known.state, ""),
         )
     return JobStatus(
         "unknown",
@@ -99,30 +117,31 @@ def _of_start(start: JobStart) -> tuple[State, int | None, str]:
 def combine(parts: Sequence[tuple[str, JobStatus]]) -> JobStatus:
     """The status of an array or a chain."""
     counts = Counter(status.state for _, status in parts)
-    state: State = next(one for one in ORDER if counts[one])
-    first = next((label, status) for label, status in parts if status.state == state)
-    words = ", ".join(f"{counts[one]} {one}" for one in ORDER if counts[one])
-    detail = ": ".join(text for text in first if isinstance(text, str) and text)
-    message = (
-        f"{len(parts)} jobs: {words}"
-        + (f"; {detail}" if detail else "")
-        + (f": {first[1].message}" if first[1].message else "")
-    )
-    hosts = tuple(
-        dict.fromkeys(
-            host
-            for _, status in parts
-            if status.state in ("running", "stopping")
-            for host in status.hosts
-        )
-    )
-    code = first[1].exit_code if state in ("done", "failed", "cancelled") else None
+    present: list[State] = [candidate for candidate in ORDER if counts[candidate]]
+    state = present[0]
+
+    # The first job in that state stands for the others: its label, message and exit code.
+    label, first = next((label, status) for label, status in parts if status.state == state)
+    numbers = ", ".join(f"{counts[candidate]} {candidate}" for candidate in present)
+    message = f"{len(parts)} jobs: {numbers}"
+    if label:
+        message += f"; {label}"
+    if first.message:
+        message += f": {first.message}"
+    code = None
+    if state in ("done", "failed", "cancelled"):
+        code = first.exit_code
+
+    hosts: list[str] = []
+    for _, status in parts:
+        if status.state in ("running", "stopping"):
+            hosts += status.hosts
     steps = [status.step for _, status in parts if status.step is not None]
     return JobStatus(
         state,
-        max(status.attempt for _, status in parts),
-        hosts,
-        code,
-        max(steps, default=None),
-        message,
+        attempt=max(status.attempt for _, status in parts),
+        hosts=tuple(dict.fromkeys(hosts)),
+        exit_code=code,
+        step=max(steps, default=None),
+        message=message,
     )

@@ -1,6 +1,8 @@
-"""One call of `headway train`: under a supervisor, as the launcher of several ranks, or as a rank itself.
+"""One call of `headway train`: under a supervisor, as the launcher of several ranks, or as a rank
+itself.
 
-In: a recipe, the options of the command line. Out: an exit code; on the first rank the summary goes to `show`.
+In: a recipe, the options of the command line. Out: an exit code; on the first rank the summary goes
+to `show`.
 """
 
 from __future__ import annotations
@@ -12,22 +14,20 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import ConfigError, LaunchError
+from headway.errors import LaunchError
 from headway.launch.external import external_launcher
 from headway.launch.failure import RankError, report_crash
 from headway.launch.launcher import (
-    LaunchOptions,
     LaunchSpec,
     RunPlace,
     launch,
     logging_environment,
     plan_for_recipe,
 )
-from headway.launch.supervise import supervise
+from headway.launch.options import LaunchOptions, TrainOptions
 from headway.runtime.output import OutputError
 from headway.runtime.process import (
     from_environment,
@@ -44,50 +44,8 @@ if TYPE_CHECKING:
     from headway.train.config import Recipe
     from headway.train.run import Run
 
-PROFILE_FLAGS = {
-    "first_step": "--profile-from",
-    "num_steps": "--profile-steps",
-    "ratio": "--slow-ratio",
-}
 Show = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """What every rank needs in addition to the recipe."""
-
-    resume: str = "auto"
-    dry_run: bool = False
-    json: bool = False
-    profile: bool = False
-    profile_numbers: dict[str, Any] = field(default_factory=dict)
-    """The given ones of `PROFILE_FLAGS`."""
-    with_code: bool = False
-    """Decided before ranks start, so ranks get no such flag."""
-
-    def check(self) -> None:
-        """Refuse options that would have no effect."""
-        if self.with_code and not self.dry_run:
-            raise ConfigError(
-                "--with-code is given without --dry-run; a run always runs the code that its recipe names. Leave it out."
-            )
-        if self.profile_numbers and not self.profile:
-            flag = PROFILE_FLAGS[next(iter(self.profile_numbers))]
-            raise ConfigError(f"{flag} is given without --profile. Add --profile, or leave it out.")
-        if self.profile and self.dry_run:
-            raise ConfigError(
-                "--profile is given with --dry-run, which writes nothing. Leave one of them out."
-            )
-
-    def flags(self) -> list[str]:
-        """The options on a command line."""
-        switches = {"--dry-run": self.dry_run, "--json": self.json, "--profile": self.profile}
-        numbers = [
-            text
-            for name, value in self.profile_numbers.items()
-            for text in (PROFILE_FLAGS[name], str(value))
-        ]
-        return ["--resume", self.resume, *(flag for flag, on in switches.items() if on), *numbers]
+"""Prints the summary of a run."""
 
 
 def start_training(
@@ -99,59 +57,71 @@ def start_training(
 ) -> int:
     """Train a recipe, which `arguments` describe on the command line; returns the exit code."""
     nodes = launching.nodes
+    # Before a supervisor or a launcher writes anything.
     if not options.dry_run and nodes.rank == 0 and from_environment().is_first:
-        refuse_live(recipe.run.folder)  # before a supervisor or a launcher writes anything
+        refuse_live(recipe.run.folder)
+
+    # Under a supervisor this same command runs again, and `supervisor()` names it.
     if recipe.run.supervise and not options.dry_run and supervisor() is None:
         return _start_supervised(recipe)
+
     spec = plan_for_recipe(recipe, launching, os.environ)
     spec.log_choice()
     if not spec.needs_launcher:
         spec.enter(os.environ)
         return train_here(recipe, options, show)
-    given = {
-        "--nproc": launching.nproc,
-        "--gpus": launching.gpus,
-        "--nnodes": None if nodes.num == 1 else nodes.num,
-    }
-    flags = [
-        text for flag, value in given.items() if value is not None for text in (flag, str(value))
-    ]  # the run folder records them
-    return _launch(
-        spec, recipe, ["train", *arguments, name_override(recipe), *options.flags(), *flags]
-    )
+
+    # Ranks need none of these options. They get them because the run folder records its command.
+    flags: list[str] = []
+    if launching.nproc is not None:
+        flags += ["--nproc", str(launching.nproc)]
+    if launching.gpus is not None:
+        flags += ["--gpus", launching.gpus]
+    if nodes.num != 1:
+        flags += ["--nnodes", str(nodes.num)]
+    words = ["train", *arguments, name_override(recipe), *options.flags(), *flags]
+    return _launch(spec, recipe, words)
 
 
 def _start_supervised(recipe: Recipe) -> int:
     """Start this same command again under a supervisor."""
     if (external := external_launcher(os.environ)) is not None:
         raise LaunchError(
-            f"run.supervise is true and {external} started this process. Put `headway supervise --` in front of {external}."
+            f"run.supervise is true and {external} started this process. "
+            f"Put `headway supervise --` in front of {external}."
         )
-    return supervise(
-        headway_command([*sys.argv[1:], name_override(recipe)]), recipe.supervise, recipe
-    )
+    from headway.launch.supervise import supervise
+
+    # The name is settled now: every restart must find the same run folder.
+    command = headway_command([*sys.argv[1:], name_override(recipe)])
+    return supervise(command, recipe.supervise, recipe)
 
 
 def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:
     """Start ranks and wait for them. A crash is reported here: only the launcher sees all ranks."""
     try:
-        place = RunPlace(recipe.run.folder, {"the recipe": recipe_digest(recipe)})
-        return launch(spec, line, recipe.run.folder / "logs", logging_environment(), place)
+        run_place = RunPlace(recipe.run.folder, {"the recipe": recipe_digest(recipe)})
+        return launch(spec, line, recipe.run.folder / "logs", logging_environment(), run_place)
     except RankError as error:
         report_crash(recipe, error)
         raise
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """Changes with the settings that must be equal on all nodes; folders on their disks and what only the first rank reads may differ."""
-    own = {
+    """Changes with the settings that must be equal on all nodes.
+
+    Folders on their disks and what only the first rank reads may differ.
+    """
+    machine_settings = {
         "run": True,
         "log": True,
         "track": True,
         "supervise": True,
         "data": {"cache_dir", "stage_to"},
     }
-    return hashlib.sha256(recipe.model_dump_json(exclude=own).encode()).hexdigest()[:12]
+    return hashlib.sha256(recipe.model_dump_json(exclude=machine_settings).encode()).hexdigest()[
+        :12
+    ]
 
 
 def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
@@ -161,32 +131,32 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     from headway.train.next_steps import next_lines
     from headway.train.session import run_recipe
 
+    hook: Callable[[Run], Any] = nullcontext
     if options.profile:
-        set_environment(
-            {"KINETO_LOG_LEVEL": "99"}
-        )  # read when torch loads; else the profiler prints a greeting
-    plan = plan_profile(**options.profile_numbers)
-    if options.profile and recipe.steps is not None and not recipe.stages:
-        plan.fit(
-            recipe.steps
-        )  # before anything is written; a resumed run has fewer steps left and is checked again
-    hook = profiled(plan) if options.profile else nullcontext
+        # Read when torch loads; otherwise the profiler prints a greeting.
+        set_environment({"KINETO_LOG_LEVEL": "99"})
+        plan = plan_profile(**options.profile_numbers())
+        # Before anything is written. A resumed run has fewer steps left: the hook checks again.
+        if recipe.steps is not None and not recipe.stages:
+            plan.fit(recipe.steps)
+        hook = profiled(plan)
     if (step := kill_at_step()) is not None:
         hook = kill_after(step)
-    outcome: dict[str, Any] = (
-        dry_run(recipe, resume=options.resume)
-        if options.dry_run
-        else run_recipe(recipe, options.resume, hook)
-    )
-    if not options.json and not options.dry_run and from_environment().is_first:
+
+    if options.dry_run:
+        outcome: dict[str, Any] = dry_run(recipe, resume=options.resume)
+    else:
+        outcome = run_recipe(recipe, options.resume, hook)
+
+    is_first = from_environment().is_first
+    if not options.json and not options.dry_run and is_first:
         for line in next_lines(outcome):
             logging.getLogger("headway").info("%s", line)
-    if options.json and from_environment().is_first:
+    if options.json and is_first:
         try:
             show(outcome)
-        except (
-            OutputError
-        ) as problem:  # training is done and saved, so the exit code is that of success
+        except OutputError as problem:
+            # Training is done and saved, so the exit code is that of success.
             logging.getLogger("headway").warning("%s", problem)
     return outcome.get("exit_code", 0)
 
@@ -217,17 +187,21 @@ def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
 
 
 def kill_after(step: int) -> Callable[[Run], Any]:
-    """A hook for `headway verify resume`: the last rank kills itself with SIGKILL after this step and the pending save."""
+    """A hook for `headway verify resume`: the last rank kills itself with SIGKILL after this step
+    and the pending save.
+    """
 
     @contextmanager
     def hook(run: Run) -> Iterator[None]:
+        # `step` counts over all stages of the run.
         before = 0 if run.stage is None else run.stage.steps_before
 
         def after_step(done: int) -> None:
             if before + done < step:
                 return
+            # A barrier after the wait: the first rank completes the checkpoint for all.
             run.saver.wait()
-            run.ranks.world.max(0)  # the first rank completes the checkpoint
+            run.ranks.world.max(0)
             if run.process.rank == run.process.world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 

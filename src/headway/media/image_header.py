@@ -1,7 +1,9 @@
-"""The kind and size of a picture from its first bytes, before any decoder sees it. In: bytes; out: (kind, width, height).
+"""The kind and size of a picture from its first bytes, before any decoder sees it. In: bytes; out:
+(kind, width, height).
 
 PNG     8-byte signature, then IHDR
-JPEG    FF D8, then segments; the first frame segment (FF C0 to FF CF, without C4, C8, CC) holds the size
+JPEG    FF D8, then segments; the first frame segment (FF C0 to FF CF, without C4, C8, CC) holds the
+        size
 WebP    RIFF ... WEBP, then VP8 (lossy), VP8L (lossless) or VP8X (extended)
 """
 
@@ -11,14 +13,17 @@ from headway.errors import DataError
 
 IMAGE_KINDS = ("PNG", "JPEG", "WEBP")
 NOT_FRAMES = (0xC4, 0xC8, 0xCC)
+"""Markers of JPEG between those of frames: Huffman tables, reserved, arithmetic coding."""
 ALONE = (0x01, *range(0xD0, 0xD9))
 """Markers of JPEG without a length."""
+PNG_HEADER_BYTES = 33
+"""Signature and IHDR with its checksum."""
 
 
 def image_size(data: bytes, name: str) -> tuple[str, int, int]:
     """The kind, width and height that a header claims; any other file is an error."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        if len(data) < 33 or data[12:16] != b"IHDR":
+        if len(data) < PNG_HEADER_BYTES or data[12:16] != b"IHDR":
             raise DataError(f"{name}: the PNG header is damaged or cut short.")
         return "PNG", int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
     if data.startswith(b"\xff\xd8"):
@@ -33,33 +38,42 @@ def image_size(data: bytes, name: str) -> tuple[str, int, int]:
 
 
 def _jpeg_size(data: bytes, name: str) -> tuple[int, int]:
-    at = 2
-    while at + 4 <= len(data):
-        if data[at] != 0xFF:
+    # Segments: FF, a marker, a length of 2 bytes that counts itself, the content.
+    offset = 2
+    while offset + 4 <= len(data):
+        if data[offset] != 0xFF:
             break
-        marker = data[at + 1]
-        if marker == 0xFF or marker in ALONE:  # padding, or a marker without a segment
-            at += 1 if marker == 0xFF else 2
+        marker = data[offset + 1]
+        if marker == 0xFF:  # padding
+            offset += 1
+            continue
+        if marker in ALONE:
+            offset += 2
             continue
         if 0xC0 <= marker <= 0xCF and marker not in NOT_FRAMES:
-            if at + 9 > len(data):
+            if offset + 9 > len(data):
                 break
-            return int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(
-                data[at + 5 : at + 7], "big"
-            )
-        at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+            # After the length: one byte of precision, then the height and the width.
+            height = int.from_bytes(data[offset + 5 : offset + 7], "big")
+            width = int.from_bytes(data[offset + 7 : offset + 9], "big")
+            return width, height
+        # At least the length itself, so that a damaged length of 0 still moves on.
+        offset += 2 + max(2, int.from_bytes(data[offset + 2 : offset + 4], "big"))
     raise DataError(f"{name}: the JPEG header is damaged or cut short.")
 
 
 def _webp_size(data: bytes, name: str) -> tuple[int, int]:
     form = data[12:16]
     if form == b"VP8X" and len(data) >= 30:
-        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+        width = 1 + int.from_bytes(data[24:27], "little")
+        height = 1 + int.from_bytes(data[27:30], "little")
+        return width, height
     if form == b"VP8L" and len(data) >= 25 and data[20] == 0x2F:
         bits = int.from_bytes(data[21:25], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     if form == b"VP8 " and len(data) >= 30 and data[23:26] == b"\x9d\x01\x2a":
-        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(
-            data[28:30], "little"
-        ) & 0x3FFF
+        # The upper two bits of each are a scale for display.
+        width = int.from_bytes(data[26:28], "little") & 0x3FFF
+        height = int.from_bytes(data[28:30], "little") & 0x3FFF
+        return width, height
     raise DataError(f"{name}: the WebP header is damaged or cut short.")

@@ -1,10 +1,13 @@
-"""Pictures and sounds as PurrSight prepares them, for aligners that were trained with it. In: a file; out: pixels or a log-mel.
+"""Pictures and sounds as PurrSight prepares them, for aligners that were trained with it. In: a
+file; out: pixels or a log-mel.
 
 What differs from `decode_image` and `decode_audio`:
 
-    picture    bilinear instead of bicubic, the whole picture resized before the crop, EXIF orientation ignored
-    sound      resampled with a Hann window of six zero crossings; ends below an amplitude of 0.01 cut sample by sample;
-               magnitudes instead of powers go through the mel filters, then 10 log10; a short sound gets zeros at its end
+    picture    bilinear instead of bicubic, the whole picture resized before the crop, EXIF
+               orientation ignored
+    sound      resampled with a Hann window of six zero crossings; ends below an amplitude of 0.01
+               cut sample by sample; magnitudes instead of powers go through the mel filters, then
+               10 log10; a short sound gets zeros at its end
 
 A test compares both with what PurrSight's own code computed (tests/golden/purrsight).
 """
@@ -45,8 +48,10 @@ ZERO_CROSSINGS = 6
 ROLLOFF = 0.99
 """torchaudio's defaults for another sample rate."""
 STEPS_AT_ONCE = 1 << 16
+"""Windows of a product that is computed at once: bounds memory."""
 LONGEST_SIDE = 16 * SHORTER_SIDE
-"""A resized picture that would be longer is cut before it is resized; the numbers are the same up to rounding."""
+"""A resized picture that would be longer is cut before it is resized; the numbers are the same up
+to rounding."""
 
 
 def purrsight_pixels(ref: MediaRef, limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
@@ -58,6 +63,7 @@ def purrsight_pixels(ref: MediaRef, limits: MediaLimits = LIMITS) -> NDArray[np.
     check_pixels(ref.name, width, height, limits)
     need("PIL", f"{ref.name} ({kind})")
     image = open_image(data, ref.name, limits, as_stored=True)
+    # Only RGBA gets a white background, as in PurrSight; other modes just lose their transparency.
     if image.mode == "RGBA":
         opaque = Image.new("RGB", image.size, (255, 255, 255))
         opaque.paste(image, mask=image.split()[3])
@@ -72,7 +78,8 @@ def purrsight_pixels(ref: MediaRef, limits: MediaLimits = LIMITS) -> NDArray[np.
 
 
 def _shortened(image: Any) -> Any:
-    """A very long thin picture without its far ends, which the crop removes anyway: resizing them would take gigabytes."""
+    """A very long thin picture without its far ends, which the crop removes anyway: resizing them
+    would take gigabytes."""
     shorter = min(image.size)
     longest = shorter * LONGEST_SIDE // SHORTER_SIDE
     if max(image.size) <= longest:
@@ -96,17 +103,20 @@ def _resized(image: Any) -> Any:
 def purrsight_mel(
     ref: MediaRef, filters: NDArray[np.float32], limits: MediaLimits = LIMITS
 ) -> NDArray[np.float32]:
-    """The log-mel of a sound, `[64, 256]`; `filters` are the mel filters of the encoder's file, `[257, 64]`."""
+    """The log-mel of a sound, `[64, 256]`; `filters` are the mel filters of the encoder's file,
+    `[257, 64]`."""
     samples, rate = read_samples(ref, limits)
-    return purrsight_log_mel(
-        hann_resample(samples.T, rate, SAMPLE_RATE).mean(axis=0, dtype=np.float32), filters
-    )
+    # Mono after resampling, unlike `decode_waveform`: the sums round differently.
+    channels = hann_resample(samples.T, rate, SAMPLE_RATE)
+    return purrsight_log_mel(channels.mean(axis=0, dtype=np.float32), filters)
 
 
 def purrsight_log_mel(
     samples: NDArray[np.float32], filters: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """The log-mel of mono samples at 16 kHz: the middle of a long sound; a short one ends with zeros."""
+    """The log-mel of mono samples at 16 kHz: the middle of a long sound; a short one ends with
+    zeros."""
+    # Pure silence stays whole.
     loud = np.flatnonzero(np.abs(samples) + FLOOR > QUIET)
     if len(loud):
         samples = samples[loud[0] : loud[-1] + 1]
@@ -122,10 +132,12 @@ def purrsight_log_mel(
 
 
 def hann_resample(channels: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """`[channels, samples]` at another rate, as torchaudio's Resample computes it with its defaults.
+    """`[channels, samples]` at another rate, as torchaudio's Resample computes it with its
+    defaults.
 
-    New sample n lies at time n / wanted. It is a sum over old samples of a sinc, cut off at `ROLLOFF` of the lower Nyquist rate, times a
-    Hann window that ends after `ZERO_CROSSINGS` of its zeros.
+    New sample n lies at time n / wanted. It is a sum over old samples of a sinc, cut off at
+    `ROLLOFF` of the lower Nyquist rate, times a Hann window that ends after `ZERO_CROSSINGS` of its
+    zeros.
     """
     if rate == wanted:
         return channels

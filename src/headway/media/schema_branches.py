@@ -1,14 +1,18 @@
-"""A JSON schema with if / then / else as one without, for grammars, which know neither conditions nor negation.
+"""A JSON schema with if / then / else as one without, for grammars, which know neither conditions
+nor negation.
 
-    {properties, if: C, then: T, else: E}   ->   {anyOf: [the object where C holds, with T; the object where it does not, with E]}
+    {properties, if: C, then: T, else: E}
+        ->  {anyOf: [the object where C holds, with T; the object where it does not, with E]}
 
-A condition must be about properties with a list of values (`enum`, `const`), as the schemas of reports have them: then the values for which
-it does not hold are the others of the list. Anything else is refused by its place. `closed_schema` also forbids keys that no rule names.
+A condition must be about properties with a list of values (`enum`, `const`), as the schemas of
+reports have them: then the values for which it does not hold are the others of the list. Anything
+else is refused by its place. `closed_schema` also forbids keys that no rule names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, cast
 
 from headway.errors import ConfigError
@@ -21,11 +25,13 @@ Values = dict[str, list[Any]]
 
 
 def closed_schema(schema: Any) -> Any:
-    """The same schema in which an object has no keys but those of its properties, unless it says otherwise."""
+    """The same schema in which an object has no keys but those of its properties, unless it says
+    otherwise."""
     if isinstance(schema, list):
         return [closed_schema(item) for item in cast(list[Any], schema)]
     if not isinstance(schema, dict):
         return schema
+    # `const` and `enum` hold values, not rules.
     rules = {
         key: value if key in ("const", "enum") else closed_schema(value)
         for key, value in cast(dict[str, Any], schema).items()
@@ -37,7 +43,8 @@ def closed_schema(schema: Any) -> Any:
 
 
 def without_conditions(schema: Any, where: str = "schema") -> Any:
-    """The same schema without if / then / else; a ConfigError names a condition that is not about lists of values."""
+    """The same schema without if / then / else; a ConfigError names a condition that is not about
+    lists of values."""
     if isinstance(schema, list):
         return [
             without_conditions(item, f"{where}[{number}]")
@@ -45,25 +52,30 @@ def without_conditions(schema: Any, where: str = "schema") -> Any:
         ]
     if not isinstance(schema, dict):
         return schema
-    given = cast(dict[str, Any], schema)
+
     rules: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in cast(dict[str, Any], schema).items():
         # Values and names of properties are no rules, whatever they are called.
         if key in ("const", "enum", "required", *CONDITIONALS):
             rules[key] = value
         elif key == "properties" and isinstance(value, dict):
-            names = cast(dict[str, Any], value)
+            properties = cast(dict[str, Any], value)
             rules[key] = {
-                name: without_conditions(rule, f"{where}.{name}") for name, rule in names.items()
+                name: without_conditions(rule, f"{where}.{name}")
+                for name, rule in properties.items()
             }
         else:
             rules[key] = without_conditions(value, f"{where}.{key}")
+
+    # A condition with neither `then` nor `else` asks for nothing.
     if "if" not in rules or ("then" not in rules and "else" not in rules):
         return {key: value for key, value in rules.items() if key not in CONDITIONALS}
     return _branches(rules, where)
 
 
 def _branches(rules: dict[str, Any], where: str) -> dict[str, Any]:
+    """The object once for each group of values of the condition's properties, with the rules of
+    `then` or `else`."""
     condition = rules["if"]
     plain = {key: value for key, value in rules.items() if key not in CONDITIONALS}
     properties = plain.get("properties")
@@ -72,34 +84,34 @@ def _branches(rules: dict[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}.if: a grammar needs a condition about `properties` of the same object."
         )
+
+    # A property that may be absent would have one more case, which a list of values cannot say.
     values: Values = {}
     for name in names:
         listed = _listed_values(cast(dict[str, Any], properties).get(name, {}))
         if listed is None or name not in plain.get("required", ()):
             raise ConfigError(
-                f"{where}.if: a grammar needs {name!r} to be required and to have a list of values (enum)."
+                f"{where}.if: a grammar needs {name!r} to be required and to have a list of values "
+                "(enum)."
             )
         values[name] = listed
-    count = 1
-    for listed in values.values():
-        count *= len(listed)
+    count = prod(len(listed) for listed in values.values())
     if count > MOST_COMBINATIONS:
         raise ConfigError(
-            f"{where}.if: its properties have {count} combinations of values; a grammar takes {MOST_COMBINATIONS} at most."
+            f"{where}.if: its properties have {count} combinations of values; a grammar takes "
+            f"{MOST_COMBINATIONS} at most."
         )
+
     branches: list[dict[str, Any]] = []
     for holds, key in ((True, "then"), (False, "else")):
-        for chosen in _combinations(condition, values, names, {}, holds):
-            narrowed = {"properties": {name: {"enum": allowed} for name, allowed in chosen.items()}}
+        for group in _combinations(condition, values, names, {}, holds):
+            narrowed = {"properties": {name: {"enum": allowed} for name, allowed in group.items()}}
             branch = _merged(plain, narrowed, where)
-            branches.append(
-                _merged(
-                    branch,
-                    without_conditions(rules.get(key, {}), f"{where}.{key}"),
-                    f"{where}.{key}",
-                )
-            )
-    return branches[0] if len(branches) == 1 else {"anyOf": branches}
+            branch_rules = without_conditions(rules.get(key, {}), f"{where}.{key}")
+            branches.append(_merged(branch, branch_rules, f"{where}.{key}"))
+    if len(branches) == 1:
+        return branches[0]
+    return {"anyOf": branches}
 
 
 def _names(condition: Any, where: str) -> set[str]:
@@ -115,24 +127,30 @@ def _names(condition: Any, where: str) -> set[str]:
             for name, rule in cast(dict[str, Any], value).items():
                 if _listed_values(rule) is None:
                     raise ConfigError(
-                        f"{where}: a grammar needs a list of values (enum or const) for {name!r} there."
+                        f"{where}: a grammar needs a list of values (enum or const) for {name!r} "
+                        "there."
                     )
                 names.add(name)
+        # `required` says nothing new: `_branches` asks that all of these properties are required.
         elif key != "required":
             raise ConfigError(
-                f"{where}: a grammar cannot follow {key!r} in a condition; properties, required, anyOf and allOf work."
+                f"{where}: a grammar cannot follow {key!r} in a condition; properties, required, "
+                "anyOf and allOf work."
             )
     return names
 
 
 def _listed_values(rule: Any) -> list[Any] | None:
+    """The values that a rule allows; None if it has no list of them."""
     if not isinstance(rule, dict):
         return None
     rules = cast(dict[str, Any], rule)
     if "const" in rules:
         return [rules["const"]]
     listed = rules.get("enum")
-    return cast(list[Any], listed) if isinstance(listed, list) else None
+    if isinstance(listed, list):
+        return cast(list[Any], listed)
+    return None
 
 
 def _holds(condition: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -152,27 +170,33 @@ def _holds(condition: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 def _combinations(
     condition: Any, values: Values, names: Sequence[str], chosen: dict[str, Any], holds: bool
 ) -> list[Values]:
-    """The combinations of values for which the condition holds (or does not), in few groups: each property has a list of values.
+    """The combinations of values for which the condition holds (`holds`), or does not hold, in few
+    groups. A group has a list of values for each property and means all combinations of them.
 
-    The properties are decided one after the other; values of one that leave the same groups for the rest belong together.
+    The properties are decided one after the other: `chosen` has the values of those before, `names`
+    are those that follow. Values of a property that leave the same groups for the rest are put
+    together.
     """
     if not names:
-        return [{}] if _holds(condition, chosen) is holds else []
+        # Everything is chosen. One empty group: this combination belongs here; no group: it does not.
+        if _holds(condition, chosen) is holds:
+            return [{}]
+        return []
     name = names[0]
     groups: list[tuple[list[Any], list[Values]]] = []
     for value in values[name]:
-        rest = _combinations(condition, values, names[1:], {**chosen, name: value}, holds)
-        for allowed, same in groups:
-            if same == rest:
+        following = _combinations(condition, values, names[1:], {**chosen, name: value}, holds)
+        for allowed, group_following in groups:
+            if group_following == following:
                 allowed.append(value)
                 break
         else:
-            groups.append(([value], rest))
-    return [{name: allowed, **others} for allowed, rest in groups for others in rest]
+            groups.append(([value], following))
+    return [{name: allowed, **others} for allowed, following in groups for others in following]
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rules that both schemas ask for."""
+    """One schema that asks for the rules of both."""
     merged = dict(first)
     for key, value in second.items():
         if key not in merged or merged[key] == value:
@@ -186,10 +210,10 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any], where: str) -> 
         elif key == "required":
             merged[key] = [*merged[key], *(name for name in value if name not in merged[key])]
         elif key == "properties":
-            both = dict(merged[key])
+            properties = dict(merged[key])
             for name, rule in value.items():
-                both[name] = _merged(both.get(name, {}), rule, f"{where}.{name}")
-            merged[key] = both
+                properties[name] = _merged(properties.get(name, {}), rule, f"{where}.{name}")
+            merged[key] = properties
         else:
             raise ConfigError(f"{where}: a grammar cannot join two rules {key!r}.")
     return merged

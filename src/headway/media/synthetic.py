@@ -1,14 +1,19 @@
-"""The generated multimodal set: a coloured shape at a place in a picture, and a tone. In: a spec and a seed; out: PNG, WAV and JSONL files.
+"""The generated multimodal set: a coloured shape at a place in a picture, and a tone. In: a spec
+and a seed; out: PNG, WAV and JSONL files.
 
     OUT/images/000000.png   OUT/sounds/000000.wav
-    OUT/captions.jsonl            {"text": "a red circle on the left with a low tone", "image": "images/000000.png", "audio": "sounds/..."}
-    OUT/captions_heldout.jsonl    the same for combinations of shape, colour, place and tone that captions.jsonl never shows
-    OUT/chat.jsonl                {"messages": [{"role": "user", "content": "<image>\\n<audio>\\nWhat colour is the shape?"}, ...],
+    OUT/captions.jsonl            {"text": "a red circle on the left with a low tone",
+                                   "image": "images/000000.png", "audio": "sounds/..."}
+    OUT/captions_heldout.jsonl    the same for combinations of shape, colour, place and tone that
+                                  captions.jsonl never shows
+    OUT/chat.jsonl                {"messages": [{"role": "user", "content":
+                                   "<image>\\n<audio>\\nWhat colour is the shape?"}, ...],
                                    "images": [...], "audios": [...]}
     OUT/chat_heldout.jsonl
 
-A caption names what is present and nothing else; so do questions. Size, place, brightness, pitch and loudness vary, and pixels and samples
-carry noise, so that no two files are equal. Invariant: the same spec gives the same bytes; needs numpy alone.
+A caption names what is present and nothing else; so do questions. Size, place, brightness, pitch
+and loudness vary, and pixels and samples carry noise, so that no two files are equal. Invariant:
+the same spec gives the same bytes; needs numpy alone.
 """
 
 from __future__ import annotations
@@ -22,21 +27,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.errors import ConfigError
 from headway.media.png import write_png
 from headway.media.sound import write_wave
+from headway.media.synthetic_options import SyntheticMedia
 from headway.runtime.storage import write_atomic, writing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COLOURS = {
-    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (235, 215, 50),
-    "purple": (160, 60, 190), "white": (240, 240, 240),
-}  # fmt: skip
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 80, 230),
+    "yellow": (235, 215, 50),
+    "purple": (160, 60, 190),
+    "white": (240, 240, 240),
+}
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
-PLACES = {"in the centre": (0.5, 0.5), "on the left": (0.25, 0.5), "on the right": (0.75, 0.5), "at the top": (0.5, 0.25),
-          "at the bottom": (0.5, 0.75)}  # fmt: skip
+PLACES = {
+    "in the centre": (0.5, 0.5),
+    "on the left": (0.25, 0.5),
+    "on the right": (0.75, 0.5),
+    "at the top": (0.5, 0.25),
+    "at the bottom": (0.5, 0.75),
+}
+"""Name -> x and y of the shape's centre, as shares of the picture."""
 TONES = {
     "low": (250.0, 250.0),
     "middle": (700.0, 700.0),
@@ -46,35 +61,8 @@ TONES = {
 }
 """Name -> the frequency at the start and at the end."""
 HELD_OUT = 0.2
-"""This share of the combinations of shape, colour, place and tone is held out, chosen at random: few enough that no value, and no two
-values, rule out another."""
-
-
-@dataclass(frozen=True)
-class SyntheticMedia:
-    """What is generated. A share `missing` of the samples has only a picture, an equal share only a sound."""
-
-    samples: int = 600
-    heldout: int = 120
-    seed: int = 0
-    image_size: int = 64
-    sample_rate: int = 16_000
-    seconds: float = 0.64
-    missing: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or self.heldout < 0:
-            raise ConfigError(
-                f"samples is {self.samples} and heldout {self.heldout}; at least 1 and 0 are expected."
-            )
-        if not 16 <= self.image_size <= 1024:
-            raise ConfigError(f"image_size is {self.image_size}; it must be 16 to 1024.")
-        if not 0.1 <= self.seconds <= 60 or not 8000 <= self.sample_rate <= 48_000:
-            raise ConfigError(
-                f"seconds is {self.seconds:g} and sample_rate {self.sample_rate}; 0.1 to 60 and 8000 to 48000 are expected."
-            )
-        if not 0 <= self.missing <= 0.5:
-            raise ConfigError(f"missing is {self.missing:g}; it must be 0 to 0.5.")
+"""This share of the combinations of shape, colour, place and tone is held out, chosen at random:
+few enough that no value, and no two values, rule out another."""
 
 
 @dataclass(frozen=True)
@@ -94,52 +82,66 @@ class Scene:
         """A sentence about what is present."""
         seen = f"a {self.colour} {self.shape} {self.place}"
         heard = f"a {self.tone} tone"
-        return (
-            seen if not self.has_audio else heard if not self.has_image else f"{seen} with {heard}"
-        )
+        if not self.has_audio:
+            return seen
+        if not self.has_image:
+            return heard
+        return f"{seen} with {heard}"
 
     @property
     def questions(self) -> list[tuple[str, str]]:
         """Questions and answers about what is present."""
-        seen = [
-            ("What colour is the shape?", self.colour),
-            ("What shape is it?", self.shape),
-            ("Where is the shape?", self.place),
-        ]
-        return (seen if self.has_image else []) + (
-            [("What kind of tone is it?", self.tone)] if self.has_audio else []
-        )
+        questions: list[tuple[str, str]] = []
+        if self.has_image:
+            questions += [
+                ("What colour is the shape?", self.colour),
+                ("What shape is it?", self.shape),
+                ("Where is the shape?", self.place),
+            ]
+        if self.has_audio:
+            questions.append(("What kind of tone is it?", self.tone))
+        return questions
 
     @property
     def media(self) -> dict[str, str]:
         """Modality -> the file, relative to the folder."""
-        found = {"image": f"images/{self.index:06d}.png"} if self.has_image else {}
-        return found | ({"audio": f"sounds/{self.index:06d}.wav"} if self.has_audio else {})
+        files: dict[str, str] = {}
+        if self.has_image:
+            files["image"] = f"images/{self.index:06d}.png"
+        if self.has_audio:
+            files["audio"] = f"sounds/{self.index:06d}.wav"
+        return files
 
 
 ANSWERS = {
-    "What colour is the shape?": tuple(COLOURS), "What shape is it?": SHAPES, "Where is the shape?": tuple(PLACES),
+    "What colour is the shape?": tuple(COLOURS),
+    "What shape is it?": SHAPES,
+    "Where is the shape?": tuple(PLACES),
     "What kind of tone is it?": tuple(TONES),
-}  # fmt: skip
+}
 """Question -> every answer; chance is one over their number."""
 
 
 def scenes(spec: SyntheticMedia) -> tuple[list[Scene], list[Scene]]:
-    """The training scenes, and the scenes of held-out combinations. All samples of both are shuffled by the seed alone."""
+    """The training scenes, and the scenes of held-out combinations. All samples of both are
+    shuffled by the seed alone."""
     rng = np.random.Generator(np.random.PCG64([spec.seed, 1]))
     shown, held_out = _combinations()
-    train = [_scene(i, shown, spec.missing, rng) for i in range(spec.samples)]
-    return train, [_scene(spec.samples + i, held_out, 0.0, rng) for i in range(spec.heldout)]
+    # One stream of random numbers: training scenes come first, so `heldout` does not change them.
+    train = [_scene(number, shown, spec.missing, rng) for number in range(spec.samples)]
+    numbers = range(spec.samples, spec.samples + spec.heldout)
+    return train, [_scene(number, held_out, 0.0, rng) for number in numbers]
 
 
 def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
-    """Those of training and those held out, the same for every seed."""
-    every = list(product(SHAPES, COLOURS, PLACES, TONES))
-    order = np.random.Generator(np.random.PCG64(0)).permutation(len(every))
-    held_out = set(order[: round(HELD_OUT * len(every))].tolist())
-    return [one for n, one in enumerate(every) if n not in held_out], [
-        one for n, one in enumerate(every) if n in held_out
-    ]
+    """The combinations of training, and those held out; the same for every seed."""
+    combinations: list[tuple[str, str, str, str]] = list(product(SHAPES, COLOURS, PLACES, TONES))
+    order = np.random.Generator(np.random.PCG64(0)).permutation(len(combinations))
+    held_out = set(order[: round(HELD_OUT * len(combinations))].tolist())
+    sides: tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]] = ([], [])
+    for number, combination in enumerate(combinations):
+        sides[number in held_out].append(combination)
+    return sides
 
 
 def _scene(
@@ -148,30 +150,35 @@ def _scene(
     missing: float,
     rng: np.random.Generator,
 ) -> Scene:
-    shape, colour, place, tone = combinations[int(rng.random() * len(combinations))]
+    shape, colour, where, tone = combinations[int(rng.random() * len(combinations))]
+    # One draw for both, so that a sample never lacks both.
     draw = rng.random()
     return Scene(
-        index, shape, colour, place, tone, has_image=draw >= missing, has_audio=draw < 1 - missing
+        index, shape, colour, where, tone, has_image=draw >= missing, has_audio=draw < 1 - missing
     )
 
 
 def draw_image(scene: Scene, spec: SyntheticMedia) -> NDArray[np.uint8]:
     """The picture of a scene, `[size, size, 3]`."""
+    # A stream of its own for each file, and another one for its sound: files can be made in any
+    # order.
     rng = np.random.Generator(np.random.PCG64([spec.seed, 2, scene.index]))
     size = spec.image_size
     x, y = PLACES[scene.place]
-    x, y = x + 0.06 * (rng.random() - 0.5), y + 0.06 * (rng.random() - 0.5)
+    x = x + 0.06 * (rng.random() - 0.5)
+    y = y + 0.06 * (rng.random() - 0.5)
     radius = 0.13 + 0.06 * rng.random()
     light = 0.85 + 0.15 * rng.random()
     behind = 20 + 40 * rng.random()
-    at = (np.arange(size) + 0.5) / size
-    inside = _inside(scene.shape, (at[None, :] - x) / radius, (at[:, None] - y) / radius)
+    centres = (np.arange(size) + 0.5) / size
+    inside = _inside(scene.shape, (centres[None, :] - x) / radius, (centres[:, None] - y) / radius)
     pixels = np.where(inside[:, :, None], np.array(COLOURS[scene.colour]) * light, behind)
     noise = rng.integers(-8, 9, (size, size, 3))
     return np.clip(np.floor(pixels) + noise, 0, 255).astype(np.uint8)
 
 
 def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
+    # In units of the shape's radius, y downwards.
     square = np.maximum(abs(x), abs(y))
     if shape == "circle":
         return x**2 + y**2 <= 1
@@ -191,6 +198,7 @@ def draw_sound(scene: Scene, spec: SyntheticMedia) -> NDArray[np.float32]:
     start, end = TONES[scene.tone]
     shift = 0.94 + 0.12 * rng.random()
     pitch = np.linspace(start * shift, end * shift, count)
+    # The pitch changes, so the phase is its running sum.
     phase = 2 * np.pi * (np.cumsum(pitch) / spec.sample_rate + rng.random())
     loud = 0.3 + 0.4 * rng.random()
     overtone = 0.2 * rng.random()
@@ -213,7 +221,8 @@ def records(listed: list[Scene]) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def write_media(folder: Path, spec: SyntheticMedia = SyntheticMedia()) -> dict[str, Path]:
-    """Write the set below a folder; the JSONL files by name (captions, captions_heldout, chat, chat_heldout)."""
+    """Write the set below a folder; the JSONL files by name (captions, captions_heldout, chat,
+    chat_heldout)."""
     files: dict[str, Path] = {}
     for name in ("images", "sounds"):
         with writing(folder):
@@ -221,14 +230,12 @@ def write_media(folder: Path, spec: SyntheticMedia = SyntheticMedia()) -> dict[s
     for suffix, listed in zip(("", "_heldout"), scenes(spec), strict=True):
         for scene in listed:
             for modality, file in scene.media.items():
-                data = (
-                    write_png(draw_image(scene, spec))
-                    if modality == "image"
-                    else write_wave(draw_sound(scene, spec), spec.sample_rate)
-                )
-                with writing(
-                    folder / file, len(data)
-                ):  # the JSONL files come last and whole: without them nothing is read
+                if modality == "image":
+                    data = write_png(draw_image(scene, spec))
+                else:
+                    data = write_wave(draw_sound(scene, spec), spec.sample_rate)
+                # Not atomic: the JSONL files come last and whole, and without them nothing is read.
+                with writing(folder / file, len(data)):
                     (folder / file).write_bytes(data)
         lines: dict[str, list[str]] = {"captions": [], "chat": []}
         for kind, record in records(listed):

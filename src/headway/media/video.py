@@ -1,10 +1,13 @@
-"""Video as frames and sound, through PyAV. In: a `MediaRef` of MP4, MOV, WebM, Matroska or AVI; out: frames spread evenly, or the sound.
+"""Video as frames and sound, through PyAV. In: a `MediaRef` of MP4, MOV, WebM, Matroska or AVI;
+out: frames spread evenly, or the sound.
 
     decode_frames(ref, 16, ImageSpec())    uint8 [16, 3, 224, 224]
-    parts_of(ref, 4)                       references to four pictures and the sound, which models read like any other picture and sound
+    parts_of(ref, 4)                       references to four pictures and the sound, which models
+                                           read like any other picture and sound
 
-Packets are counted before anything is decoded; then every frame is decoded in order and the wanted ones are kept.
-Invariant: the container is chosen by the file's first bytes. FFmpeg never guesses it: a playlist would make it open other files.
+Packets are counted before anything is decoded; then every frame is decoded in order and the wanted
+ones are kept. Invariant: the container is chosen by the file's first bytes. FFmpeg never guesses
+it: a playlist would make it open other files.
 """
 
 from __future__ import annotations
@@ -31,25 +34,29 @@ from headway.runtime.optional import need
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FRAME, SOUND = "frame ", "sound"
+FRAME = "frame "
+SOUND = "sound"
 CHECKED_FRAMES = 16
 """Spread over a video that is checked; all frames up to the last of them are decoded."""
 MATROSKA = b"\x1a\x45\xdf\xa3"
+"""The first bytes of EBML: Matroska and WebM."""
 
 
 def decode_frames(
     ref: MediaRef, count: int, spec: ImageSpec, limits: MediaLimits = LIMITS
 ) -> NDArray[np.uint8]:
-    """`count` frames that are spread evenly over a video, `[count, 3, size, size]`. A video with fewer frames repeats some."""
+    """`count` frames that are spread evenly over a video, `[count, 3, size, size]`. A video with
+    fewer frames repeats some."""
     need("PIL", ref.name)
     data = ref.read(limits)
     total = _count_packets(data, ref.name, limits)
-    places = [_place(number, count, total) for number in range(count)]
-    return _pick(data, ref.name, places, spec, limits)
+    numbers = [_frame_number(number, count, total) for number in range(count)]
+    return _pick(data, ref.name, numbers, spec, limits)
 
 
 def check_video(ref: MediaRef, limits: MediaLimits = LIMITS) -> None:
     """Decode the frames and the sound of a video; what cannot be read is an error."""
+    # The last of them is near the end, and all frames before it are decoded.
     decode_frames(ref, CHECKED_FRAMES, ImageSpec(), limits)
     _track(ref.read(limits), ref.name, limits)
 
@@ -58,10 +65,10 @@ def read_track(
     data: bytes, name: str, limits: MediaLimits = LIMITS
 ) -> tuple[NDArray[np.float32], int]:
     """The sound of an MP4 file, `[samples, 1]` and its rate."""
-    found = _track(data, name, limits)
-    if found is None:
+    track = _track(data, name, limits)
+    if track is None:
         raise DataError(f"{name}: the file holds no sound.")
-    return found
+    return track
 
 
 def _container(data: bytes, name: str) -> str:
@@ -72,7 +79,8 @@ def _container(data: bytes, name: str) -> str:
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return "avi"
     raise DataError(
-        f"{name}: not an MP4, MOV, WebM, Matroska or AVI file (it begins with {data[:12].hex(' ')})."
+        f"{name}: not an MP4, MOV, WebM, Matroska or AVI file (it begins with "
+        f"{data[:12].hex(' ')})."
     )
 
 
@@ -82,6 +90,7 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
     need("av", name)
     import av
 
+    # No protocol at all: bytes in memory are the only thing that FFmpeg may read.
     try:
         with av.open(
             io.BytesIO(data), format=kind, options={"protocol_whitelist": "none"}
@@ -95,42 +104,48 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
         ) from None
 
 
-def _place(number: int, count: int, total: int) -> int:
-    """Which of all frames is the `number`th of `count` that are spread evenly."""
+def _frame_number(number: int, count: int, total: int) -> int:
+    """Which of all frames is the `number`th of `count` that are spread evenly: the middle of each
+    of `count` equal parts."""
     return int((number + 0.5) * total / count)
 
 
 def _pick(
     data: bytes, name: str, wanted: list[int], spec: ImageSpec, limits: MediaLimits
 ) -> NDArray[np.uint8]:
-    """The frames at these places, in rising order; beyond the last frame it is repeated."""
-    kept: list[NDArray[np.uint8]] = []
+    """The frames of these numbers, which ascend; the last frame of the video stands for any beyond
+    it."""
+    pictures: list[NDArray[np.uint8]] = []
     last: Any = None
     with _opened(data, name) as container:
         for number, frame in enumerate(container.decode(video=0)):
             if number >= limits.video_frames:
                 raise DataError(
-                    f"{name}: more than {limits.video_frames} frames; at most that many are decoded."
+                    f"{name}: more than {limits.video_frames} frames; at most that many are "
+                    "decoded."
                 )
             check_pixels(name, frame.width, frame.height, limits)
             last = frame
-            while len(kept) < len(wanted) and wanted[len(kept)] <= number:
-                kept.append(
-                    kept[-1]
-                    if kept and wanted[len(kept)] == wanted[len(kept) - 1]
-                    else fit_image(frame.to_image(), spec)
-                )
-            if len(kept) == len(wanted):
+
+            # A short video has one frame several times, which is fitted once.
+            while len(pictures) < len(wanted) and wanted[len(pictures)] <= number:
+                if pictures and wanted[len(pictures)] == wanted[len(pictures) - 1]:
+                    pictures.append(pictures[-1])
+                else:
+                    pictures.append(fit_image(frame.to_image(), spec))
+            if len(pictures) == len(wanted):
                 break
+
         if last is None:
             raise DataError(f"{name}: no frame can be decoded.")
-        if len(kept) < len(wanted):  # some packets carry no frame
-            kept += [fit_image(last.to_image(), spec)] * (len(wanted) - len(kept))
-    return np.stack(kept)
+        if len(pictures) < len(wanted):  # some packets carry no frame
+            pictures += [fit_image(last.to_image(), spec)] * (len(wanted) - len(pictures))
+    return np.stack(pictures)
 
 
 def decode_frame(ref: MediaRef, spec: ImageSpec, limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
-    """One frame of a video, `[3, size, size]`: `frame 2/4` of a ref is the second of four that are spread evenly."""
+    """One frame of a video, `[3, size, size]`: `frame 2/4` of a ref is the second of four that are
+    spread evenly."""
     number, _, count = ref.part.removeprefix(FRAME).partition("/")
     if not (
         ref.part.startswith(FRAME)
@@ -143,13 +158,9 @@ def decode_frame(ref: MediaRef, spec: ImageSpec, limits: MediaLimits = LIMITS) -
         )
     need("PIL", ref.name)
     data = ref.read(limits)
-    return _pick(
-        data,
-        ref.name,
-        [_place(int(number) - 1, int(count), _count_packets(data, ref.name, limits))],
-        spec,
-        limits,
-    )[0]
+    total = _count_packets(data, ref.name, limits)
+    wanted = _frame_number(int(number) - 1, int(count), total)
+    return _pick(data, ref.name, [wanted], spec, limits)[0]
 
 
 def parts_of(ref: MediaRef, frames: int, limits: MediaLimits = LIMITS) -> list[MediaRef]:
@@ -158,16 +169,13 @@ def parts_of(ref: MediaRef, frames: int, limits: MediaLimits = LIMITS) -> list[M
         if not container.streams.video:
             raise DataError(f"{ref.name}: the file holds no pictures.")
         has_sound = bool(container.streams.audio)
-    parts = [f"{FRAME}{number}/{frames}" for number in range(1, frames + 1)]
-    found = [MediaRef("image", ref.path, ref.data, f"{ref.name} ({part})", part) for part in parts]
-    return [
-        *found,
-        *(
-            [MediaRef("audio", ref.path, ref.data, f"{ref.name} ({SOUND})", SOUND)]
-            if has_sound
-            else []
-        ),
-    ]
+    refs: list[MediaRef] = []
+    for number in range(1, frames + 1):
+        part = f"{FRAME}{number}/{frames}"
+        refs.append(MediaRef("image", ref.path, ref.data, f"{ref.name} ({part})", part))
+    if has_sound:
+        refs.append(MediaRef("audio", ref.path, ref.data, f"{ref.name} ({SOUND})", SOUND))
+    return refs
 
 
 def _count_packets(data: bytes, name: str, limits: MediaLimits) -> int:
@@ -180,14 +188,17 @@ def _count_packets(data: bytes, name: str, limits: MediaLimits) -> int:
         seconds = (container.duration or 0) / 1e6
         if seconds > limits.video_seconds:
             raise DataError(
-                f"{name}: {seconds:.0f} seconds of video; at most {limits.video_seconds:g} are decoded."
+                f"{name}: {seconds:.0f} seconds of video; at most {limits.video_seconds:g} are "
+                "decoded."
             )
+        # Headers may lie about the number of frames; packets cost little to count.
         total = 0
         for packet in container.demux(stream):
             total += packet.size > 0
             if total > limits.video_frames:
                 raise DataError(
-                    f"{name}: more than {limits.video_frames} frames; at most that many are decoded."
+                    f"{name}: more than {limits.video_frames} frames; at most that many are "
+                    "decoded."
                 )
     if total == 0:
         raise DataError(f"{name}: the video is cut short: it holds no frame.")
@@ -211,6 +222,7 @@ def _track(data: bytes, name: str, limits: MediaLimits) -> tuple[NDArray[np.floa
                 blocks.append(np.asarray(part.to_ndarray()[0], np.float32))
                 count += len(blocks[-1])
             check_sound(name, rate, 1, count, limits)
+        # What the resampler still holds back.
         for part in mono.resample(None):
             blocks.append(np.asarray(part.to_ndarray()[0], np.float32))
     samples = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)

@@ -1,4 +1,5 @@
-"""The `model.aligner` section: which encoders are aligned, and in what width. Imports without torch."""
+"""The `model.aligner` section: which encoders are aligned, and in what width. Imports without
+torch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class AlignerConfig(Section):
         unknown = [name for name in value if name not in MODALITIES]
         if unknown:
             raise ValueError(f"has {unknown[0]!r}; modalities are {', '.join(MODALITIES)}")
-        # null leaves a modality of the recipe out: model.aligner.encoders.audio=null
+        # null leaves a modality of the recipe out: model.aligner.encoders.audio=null.
+        # The order of modalities is that of vectors and columns, so it must not depend on the recipe.
         return {name: value[name] for name in MODALITIES if value.get(name) is not None}
 
     @model_validator(mode="after")
@@ -47,10 +49,10 @@ class AlignerConfig(Section):
             raise ValueError(
                 f"has encoders for {', '.join(self.encoders) or 'nothing'}; an aligner needs two modalities or more"
             )
-        for name, one in self.encoders.items():
-            if name not in one.FOR:
+        for name, encoder in self.encoders.items():
+            if name not in encoder.FOR:
                 raise ValueError(
-                    f"has kind {one.kind!r} for {name}; it encodes {', '.join(one.FOR)}"
+                    f"has kind {encoder.kind!r} for {name}; it encodes {', '.join(encoder.FOR)}"
                 )
         return self
 
@@ -61,5 +63,7 @@ class AlignerConfig(Section):
 
     def width_of(self, modality: str) -> int:
         """Width of what enters a modality's head."""
-        one = self.encoders[modality]
-        return one.tower_width if one.TRAINS else self.widths[modality]
+        encoder = self.encoders[modality]
+        if encoder.TRAINS:
+            return encoder.tower_width
+        return self.widths[modality]

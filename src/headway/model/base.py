@@ -1,11 +1,16 @@
-"""What the rest of headway knows of a model. Engines, objectives and inference use `Model`; only this package knows the class behind it.
+"""The contract between a model and the rest of headway. Engines, tasks and inference use `Model`;
+only this package knows the class behind it.
 
-    training     batch -> forward_batch -> ModelOut: hidden states, the LM head bound to them, the head gates of the pass
-    inference    tokens -> cached_forward over a cache: pieces of prompts, or one token per row -> hidden states -> logits
-    engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled; param_specs() say how parameters may be sharded;
+    training     batch -> forward_batch -> ModelOut: hidden states, the LM head bound to them, and
+                 what tasks need of head gates and routers
+    inference    tokens -> cached_forward over a cache: pieces of prompts, or one token per row
+                 -> hidden states -> logits
+    engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled;
+                 param_specs() say how parameters may be sharded;
                  split_layers() puts exchanges where a rank holds a part of every layer
 
-Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head width.
+Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head
+width.
 """
 
 from __future__ import annotations
@@ -39,17 +44,19 @@ if TYPE_CHECKING:
     from headway.model.score import ScoreHead
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+"""torch's norms, in models of users and of transformers; headway's own say what they are in
+their specs."""
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A method of a block -> the same method compiled."""
 CachedForward = Callable[..., Tensor]
-"""(tokens [B,T], position [B,T], AttentionCache, MediaTensors or None) -> hidden [B,T,D] after the final norm."""
-
-
+"""(tokens [B,T], position [B,T], AttentionCache, MediaTensors or None) -> hidden [B,T,D] after
+the final norm."""
 Expander = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Keys and values [...,H,hd] of what a cache stores in their place, [...,1,W]."""
+"""What a cache stores of latent attention, [...,1,W] -> keys and values of all heads [...,H,hd]."""
 
 
 class AttentionCache(Protocol):
-    """What a model needs of a cache: attention of new tokens to those it holds."""
+    """What a model needs of a KV cache: attention of new tokens to those it holds."""
 
     capacity: int
     """Tokens of the longest sequence it has room for."""
@@ -64,10 +71,13 @@ class AttentionCache(Protocol):
         sinks: Tensor | None = None,
         expand: Expander | None = None,
     ) -> Tensor:
-        """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd], which are stored.
+        """Store k and v [B,T,KV,hd], then o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T] over all
+        that is stored.
 
-        `sinks` [H]: a trained logit of each head beside its keys, in models that have them. `expand`: q meets what this makes of the stored
-        vectors, and not them."""
+        `sinks` [H]: a trained logit of each head beside its keys, in models that have them.
+        `expand`: with latent attention q attends to the keys and values that this makes of the
+        stored vectors; None: to the stored vectors themselves.
+        """
         ...
 
 
@@ -77,18 +87,25 @@ class AttentionCore(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None
     ) -> Tensor:
-        """In a model with trained sinks also `rule`, a `ScoreRule` with those of this layer."""
+        """A model with trained sinks also passes `rule`, a `ScoreRule` with the sinks of this
+        layer."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """What a model does differently on a rank that holds a part of every layer, an embedding and a head of some tokens' rows."""
+    """What a model does differently on a tensor-parallel rank, which holds a part of every layer
+    and some rows of embedding and head.
 
-    enter: Callable[[Tensor], Tensor]
-    """Between a norm and the products split by outputs: [B,t,D] of this rank's tokens -> [B,T,D] of all tokens."""
-    leave: Callable[[Tensor], Tensor]
-    """After the products split by inputs: [B,T,D] -> the sum over ranks, [B,t,D] of this rank's tokens."""
+    Lower-case t counts this rank's tokens: T / ranks with parallel.sequence, T without it.
+    """
+
+    gather_input: Callable[[Tensor], Tensor]
+    """Between a norm and the products split by outputs: [B,t,D] of this rank's tokens -> [B,T,D]
+    of all tokens."""
+    reduce_output: Callable[[Tensor], Tensor]
+    """After the products split by inputs: [B,T,D] -> the sum over ranks, [B,t,D] of this rank's
+    tokens."""
     drop: Callable[[Tensor, float], Tensor]
     """Dropout on [B,t,D]: the same elements as on one rank."""
     heads: slice
@@ -96,15 +113,18 @@ class LayerSplit:
     own_tokens: Callable[[Tensor], Tensor]
     """[B,T] of all tokens -> [B,t] of this rank's tokens."""
     is_first: bool
-    """All ranks compute the same loss; what it says of the head gates counts on this one."""
+    """All ranks compute the same loss. Gradients that it has of head gates, routers and scores
+    count on the first rank alone."""
     vocab: VocabShard
     mean: Callable[[Tensor], Tensor] | None = None
-    """The mean over ranks, whose backward is that of all ranks' uses: for norms over channels that ranks share."""
+    """The mean over ranks; its backward sums the gradients of all ranks' uses. For norms over
+    channels that ranks share."""
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """The output projection applied to given hidden states, a chunk of tokens at a time."""
+    """The output projection bound to hidden states, applied to a chunk of tokens at a time:
+    logits [B, T, V] never exist."""
 
     hidden: Tensor
     """[B, T, D]; of this rank's tokens, where ranks share the layers"""
@@ -119,19 +139,30 @@ class LMHead:
     """Logits x are softcap * tanh(x / softcap)."""
 
     def _tokens(self) -> Tensor:
-        """[B * T, D]."""
-        return (self.hidden if self.shard is None else self.shard.enter(self.hidden)).flatten(0, 1)
+        """Hidden states of all tokens of all rows, [B * T, D]."""
+        if self.shard is None:
+            return self.hidden.flatten(0, 1)
+        return self.shard.gather_input(self.hidden).flatten(0, 1)
 
     def nll(self, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping()) -> NLL:
-        """Weighted negative log-likelihood of targets [B, T] in one pass; per-token results have shape [B, T]."""
+        """Weighted negative log-likelihood of targets [B, T], and its gradients, in one pass;
+        per-token results have shape [B, T]."""
         out = linear_nll(
-            self._tokens(), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer,
-            self.shard, self.softcap,
-        )  # fmt: skip
+            self._tokens(),
+            self.weight,
+            targets.flatten(),
+            coefficients.flatten(),
+            shaping,
+            self.chunk_tokens,
+            self.grad_buffer,
+            self.shard,
+            self.softcap,
+        )
         return NLL(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability, lse) of targets [B, T], differentiable in any way."""
+        """(log-probability, lse) of targets, [B, T] each, for losses of any form: backward
+        computes the logits again."""
         log_prob, lse = linear_scores(
             self._tokens(),
             self.weight,
@@ -150,15 +181,21 @@ class LMHead:
         teacher: TeacherHead,
         shaping: DistillShaping = DistillShaping(),
     ) -> Distilled:
-        """Loss against a teacher with hidden states `taught` [B, T, D of the teacher] in one pass; per-token results are [B, T]."""
-        if self.shard is not None:
-            raise ConfigError(
-                "objective distill needs the whole head on every rank: parallel.tensor must be 1."
-            )
+        """Loss against a teacher with hidden states `taught` [B, T, D of the teacher] in one
+        pass; per-token results are [B, T]."""
+        self._require_whole_head()
         out = linear_distill(
-            self._tokens(), self.weight, taught.flatten(0, 1), teacher, targets.flatten(), coefficients.flatten(), shaping,
-            self.chunk_tokens, self.grad_buffer, self.softcap,
-        )  # fmt: skip
+            self._tokens(),
+            self.weight,
+            taught.flatten(0, 1),
+            teacher,
+            targets.flatten(),
+            coefficients.flatten(),
+            shaping,
+            self.chunk_tokens,
+            self.grad_buffer,
+            self.softcap,
+        )
         return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def distill_top_k(
@@ -169,17 +206,29 @@ class LMHead:
         shaping: DistillShaping,
         drop_rest: bool = False,
     ) -> Distilled:
-        """Loss against what is stored of a teacher, [B, T, ...], in one pass; per-token results are [B, T]."""
+        """Loss against a teacher's stored likeliest tokens `taught` [B, T, k] in one pass;
+        per-token results are [B, T]."""
+        self._require_whole_head()
+        taught_tokens = TopLogProbs(taught.ids.flatten(0, 1), taught.log_probs.flatten(0, 1))
+        out = linear_topk_distill(
+            self._tokens(),
+            self.weight,
+            taught_tokens,
+            targets.flatten(),
+            coefficients.flatten(),
+            shaping,
+            drop_rest,
+            self.chunk_tokens,
+            self.grad_buffer,
+            self.softcap,
+        )
+        return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
+
+    def _require_whole_head(self) -> None:
         if self.shard is not None:
             raise ConfigError(
                 "objective distill needs the whole head on every rank: parallel.tensor must be 1."
             )
-        given = TopLogProbs(taught.ids.flatten(0, 1), taught.log_probs.flatten(0, 1))
-        out = linear_topk_distill(
-            self._tokens(), self.weight, given, targets.flatten(), coefficients.flatten(), shaping, drop_rest,
-            self.chunk_tokens, self.grad_buffer, self.softcap,
-        )  # fmt: skip
-        return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def top_k(self, k: int, temperature: float = 1.0) -> TopLogProbs:
         """The k likeliest next tokens [B * T, k] of all positions, without gradients."""
@@ -193,11 +242,11 @@ class Embeddings:
     """One vector per row and modality, of a model that aligns modalities."""
 
     names: tuple[str, ...]
-    """The modalities."""
+    """The modalities, in the order of dim 1."""
     values: Tensor
-    """fp32 [B, modalities, D], of length 1; zero where there is nothing"""
+    """fp32 [B, modalities, D]: vectors of length 1, or 0 where a sample lacks the modality"""
     present: Tensor
-    """bool [B, modalities]"""
+    """bool [B, modalities]: whether a sample has the modality"""
 
 
 @dataclass(frozen=True)
@@ -224,18 +273,20 @@ class ModelOut:
 class Model(nn.Module, ABC):
     """A language model, or an aligner of modalities, which has no vocabulary and generates nothing.
 
-    Parameters outside `blocks()` are used through a call of the module that owns them, or after the last block: engines bring
-    parameters up to date in hooks on these modules.
+    Parameters outside `blocks()` are used through a call of the module that owns them, or after the
+    last block: engines gather or update parameters in forward hooks on these modules.
     """
 
     BLOCK_METHODS: ClassVar[tuple[str, ...]] = ("forward",)
-    """Methods of a block that trace as one graph each; they are compiled and selectively recomputed."""
+    """Methods of a block that trace as one graph each. They are what is compiled and what
+    selective recomputation wraps."""
     COMPILES: ClassVar[bool] = True
-    """Whether they can be compiled."""
+    """Whether `BLOCK_METHODS` can be compiled."""
 
     config: ModelConfig
     is_random: bool = True
-    """Blocks draw random numbers in training mode, so recomputing one must restore the generator's state."""
+    """Blocks draw random numbers in training mode, so recomputing one must restore the
+    generator's state."""
     chunk_tokens: int = 2048
     """Tokens whose logits exist at one time."""
     head_grad_buffer: WeightGradBuffer | None = None
@@ -243,24 +294,37 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
-        """One pass over a microbatch, through the module's hooks. `seed`: of what the model samples itself (head gates); None in
-        evaluation, where nothing is sampled."""
+        """One pass over a microbatch, through the module's hooks.
+
+        `seed`: of what the model samples itself (head gates); None in evaluation, where nothing is
+        sampled.
+        """
 
     def begin_step(self) -> None:
-        """Called once before the passes of a step: read from the device what the host must know during them."""
+        """Called once before the passes of a step: read from the device what the host must know
+        during them."""
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
-        """Called after an update with the load of the experts of all mixtures over the whole step, [layers,E]; `keep` is 0 if the update
-        was skipped, else 1. A model that balances experts without a loss changes its biases."""
+        """Called after each update; a model that balances experts without a loss changes its
+        routers' biases.
+
+        `load` [layers,E]: tokens of each expert of all mixtures, over the whole step and all ranks.
+        `keep`: 0 if the update was skipped, else 1.
+        """
 
     @abstractmethod
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The repeated layers in forward order, by the prefix of their parameters' names. The first input of a block is the hidden stream;
-        its other inputs are shared by all blocks."""
+        """The repeated layers in forward order, by the prefix of their parameters' names.
+
+        The first input of a block is the hidden stream; its other inputs are shared by all blocks.
+        """
 
     def param_specs(self) -> list[ParamSpec]:
-        """Every parameter of the whole model without adapters. A model that says no more than names and modules has whole parameters on
-        all ranks, norms that begin with 1 and biases with 0."""
+        """Every parameter of the whole model without adapters.
+
+        The default derives them from names and modules: parameters are whole on all ranks, norms
+        begin with 1 and biases with 0.
+        """
         return module_specs(self)
 
     @property
@@ -271,7 +335,8 @@ class Model(nn.Module, ABC):
     @property
     @abstractmethod
     def head_parameter(self) -> str | None:
-        """The name of the parameter that is `head_weight`; None where that is computed from several."""
+        """The name of the parameter that is `head_weight`; None where that is computed from
+        several."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [...,V] of hidden states [...,D]."""
@@ -284,21 +349,25 @@ class Model(nn.Module, ABC):
         )
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
-        """Put `wrap(core)` in the place of every attention core, which then computes only these KV heads."""
+        """Put `wrap(core)` in the place of every attention core, which then computes only these
+        KV heads."""
         raise ConfigError(
             f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1."
         )
 
     def split_layers(self, split: LayerSplit) -> None:
-        """Put the exchanges of a rank that holds a part of every layer into the layers; its parameters are already parts."""
+        """Put the exchanges of tensor parallelism into the layers, whose parameters are already
+        this rank's parts."""
         raise ConfigError(
             f"parallel.tensor is above 1; {type(self).__name__} cannot be split. Use tensor 1."
         )
 
     def share_experts(self, wrap: Callable[[nn.Module], ExpertCall]) -> None:
-        """Call `wrap(experts)` in the place of every mixture's experts, of which this rank holds some."""
+        """Call `wrap(experts)` in the place of every mixture's experts, of which this rank holds
+        some (expert parallelism)."""
         from headway.model.moe import MixtureOfExperts
 
+        # By class, so that a user's model with headway's mixtures has expert parallelism too.
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
         if not mixtures:
             raise ConfigError(
@@ -308,8 +377,12 @@ class Model(nn.Module, ABC):
             mixture.exchange = wrap(mixture.experts)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
-        """Remove all layers but these, the embedding unless `first`, final norm and head unless `last`; names stay those of the whole
-        model. Gates stay, and so does a tied embedding where the head is."""
+        """Keep one pipeline stage: remove all other layers, the embedding unless `first`, final
+        norm and head unless `last`.
+
+        Names stay those of the whole model. Gates stay, and so does a tied embedding where the head
+        is.
+        """
         raise ConfigError(
             f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
         )
@@ -317,8 +390,11 @@ class Model(nn.Module, ABC):
     def forward_stage(
         self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None
     ) -> Tensor | ModelOut:
-        """Consecutive layers of `forward_batch`: `stream` [B,T,D] enters the first of them (None: the tokens are embedded). The stream
-        after the last of them comes out, or the output where that is the model's last."""
+        """Consecutive layers of `forward_batch`, for one pipeline stage.
+
+        `stream` [B,T,D] enters the first of them (None: the tokens are embedded). The stream after
+        the last of them comes out, or the model's output if that is the last layer of all.
+        """
         raise ConfigError(
             f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
         )
@@ -332,9 +408,11 @@ class Model(nn.Module, ABC):
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
-        """A forward over any cache, for prompts and for decoding; the caller counts lengths.
+        """A forward over any cache, for prompts and for decoding; the caller keeps track of
+        lengths.
 
-        `compiler` is applied to what traces as one graph; the model itself stays eager."""
+        `compiler` is applied to what traces as one graph; the model itself stays eager.
+        """
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
     def fuse_projections(self) -> None:
@@ -342,16 +420,21 @@ class Model(nn.Module, ABC):
 
 
 def build_model(config: ModelConfig) -> Model:
-    """The model of a config, its parameters uninitialized. A family module may bring its own with `build(config) -> Model`."""
+    """The model of a config, its parameters uninitialized.
+
+    A family module may bring its own with `build(config) -> Model`.
+    """
+    # Imported here: these modules import this one.
     from headway.model.transformer import Transformer
 
-    if config.aligner is not None:
+    if config.head == "vectors":
         from headway.model.aligner import Aligner
 
         return Aligner(config)
-    if config.hf_config is not None or (
-        "." in config.family and not config.family.startswith(STORED)
-    ):
+
+    # A dotted name is a user's module. A family that was stored with a model has tables alone.
+    is_user_module = "." in config.family and not config.family.startswith(STORED)
+    if config.hf_config is not None or is_user_module:
         build = vars(family_of(config.family)).get("build")
         if build is not None:
             return build(config)
@@ -359,11 +442,13 @@ def build_model(config: ModelConfig) -> Model:
 
 
 def module_specs(module: nn.Module) -> list[ParamSpec]:
-    """What names and modules say of the parameters of any module, in its order."""
+    """The specs that follow from names and classes of submodules, for any module, in the order
+    of its parameters."""
     specs: list[ParamSpec] = []
     for name, parameter in module.named_parameters():
         spec = spec_by_name(name, tuple(parameter.shape))
         path, _, leaf = name.rpartition(".")
+        # A norm that is not called one (`ln_1`) is known by its class.
         if isinstance(module.get_submodule(path), NORMS):
             spec = replace(spec, groups=spec.groups | in_groups("norm"))
             if leaf == "weight":
@@ -373,7 +458,8 @@ def module_specs(module: nn.Module) -> list[ParamSpec]:
 
 
 def model_specs(model: Model) -> dict[str, ParamSpec]:
-    """Every parameter that a whole model has, in its order: what it says of its own, and what follows for those of adapters."""
+    """The spec of every parameter that a whole model has, in its order: the model's own and
+    those derived for its adapters."""
     known = {spec.name: spec for spec in model.param_specs()}
     return {
         name: adapted_spec(name, tuple(parameter.shape), known)
@@ -381,9 +467,11 @@ def model_specs(model: Model) -> dict[str, ParamSpec]:
     }
 
 
-def keep_wide(model: Model) -> None:
-    """Give the balancing biases of routers back the fp32 that `model.to(dtype)` took: they move by less than bf16 can tell apart."""
-    wide = {spec.name for spec in model.param_specs() if spec.is_wide}
+def keep_float32(model: Model) -> None:
+    """Give the balancing biases of routers back the fp32 that `model.to(dtype)` took: they move
+    by less than bf16 can tell apart."""
+    # `Module.to` casts every parameter; there is no way to leave some out.
+    wide = {spec.name for spec in model.param_specs() if spec.keeps_float32}
     for name, parameter in model.named_parameters():
         if name in wide:
             parameter.data = parameter.data.float()
@@ -397,13 +485,15 @@ def build_frozen_model(
 ) -> Model:
     """A model with given weights, in evaluation mode and without gradients.
 
-    Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
+    It has no head gates: every head attends in full until masks say otherwise.
     """
     config = config.with_(head_gates=None)
+    # Built without memory and cast before it is allocated: no fp32 copy of the model exists.
     with torch.device("meta"):
         model = build_model(config)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    keep_wide(model)
+    keep_float32(model)
+
     parameters = dict(model.named_parameters())
     for name, value in weights:
         if name != GATES:
@@ -412,23 +502,29 @@ def build_frozen_model(
 
 
 MAX_VARIANTS = 64
-"""All blocks share their code, so the compiler counts the variants of all of them together: with gradients and without, trained or frozen,
-a reference model, every stage of a run. Its default limit of 8 would end such a run."""
+"""Least recompilation limit. All blocks share their code, so the compiler counts the variants of
+all of them together: with gradients and without, trained or frozen, a reference model, every
+stage of a run. Its default limit of 8 would end such a run."""
 
 
 def compile_method(method: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
-    """A method of a block as one graph per shape; anything that would break the graph is an error unless `fullgraph` is false."""
+    """A method of a block as one graph per shape; anything that would break the graph is an
+    error unless `fullgraph` is false."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
+    # Shapes are the same throughout a run, so a graph for exactly these shapes is the fastest.
     return torch.compile(method, fullgraph=fullgraph, dynamic=False)
 
 
 def compile_any_length(method: Callable[..., Any], dim: int = 1) -> Callable[..., Any]:
-    """A method of a block as one graph for every number of tokens (dimension 1 of its tensors), or of rows (dimension 0)."""
+    """A method of a block as one graph for every number of tokens (dimension 1 of its tensors),
+    or of rows (dimension 0)."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
     compiled = torch.compile(method, fullgraph=True)
 
+    # Marked at every call: prompts have any length, and the first call would otherwise make a graph
+    # for its own length, the second one another.
     def call(*tensors: Tensor) -> Any:
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -4,12 +4,11 @@
     StateBlocks   block n is the state of slot n; further blocks are snapshots, each by the name of
                   the page it ends at
 
-Heads that store the same positions form a group and share page numbers. Today there is one group:
-the full heads of all layers. A second group would be a second table, given to the layers that have
-its heads. State is what is not pages: rings today, one row of each layer's tensors per block. What
-a layer carries from token to token without keeping positions would be state, too.
+Heads that store the same positions form a group and share page numbers. There is one group: the
+full heads of all layers. State is what is not pages: the rings of windowed and streaming heads, one
+row of each layer's tensors per block.
 
-All tensors are allocated once: recorded steps keep their addresses.
+All tensors are allocated once: recorded CUDA graphs keep their addresses.
 """
 
 from __future__ import annotations
@@ -33,25 +32,29 @@ class BlockTable:
         """int32 [slots + 1, pages of the longest sequence]: what kernels read."""
         self._rows: list[list[int]] = [[] for _ in range(slots)]
         self._changed: dict[tuple[int, int], int] = {}
-        """Pages by slot and number that the device does not have yet."""
+        """(slot, index in its row) -> page, for entries that the device does not have yet."""
 
     def num_pages(self, tokens: int) -> int:
-        """Pages of so many tokens."""
+        """Pages that hold this many tokens."""
         return -(-tokens // self.page_tokens)
 
     def pages(self, slot: int) -> Sequence[int]:
-        """Of one slot, in the order of its positions."""
+        """The pages of one slot, in the order of its positions."""
         return self._rows[slot]
 
     def append(self, slot: int, pages: Sequence[int]) -> None:
         """Pages for the next positions of a slot."""
+        # Collected until `flush`: one copy to the device for all sequences of a step.
         row = self._rows[slot]
         for page in pages:
             self._changed[slot, len(row)] = page
             row.append(page)
 
     def clear(self, slot: int) -> list[int]:
-        """Take all pages from a slot. The device keeps their numbers until others replace them."""
+        """Take all pages from a slot and return them.
+
+        The device keeps their numbers until others replace them.
+        """
         pages = self._rows[slot]
         self._rows[slot] = []
         return pages
@@ -61,10 +64,11 @@ class BlockTable:
         """Bring the device up to date, before anything is launched."""
         if not self._changed:
             return
-        entries = [(slot, number, page) for (slot, number), page in self._changed.items()]
+        entries = [(slot, index, page) for (slot, index), page in self._changed.items()]
         self._changed = {}
-        moved = to_device(torch.tensor(entries, dtype=torch.int64).t(), self.tensor.device)
-        self.tensor[moved[0], moved[1]] = moved[2].int()
+        columns = torch.tensor(entries, dtype=torch.int64).t()
+        slots, indices, pages = to_device(columns, self.tensor.device)
+        self.tensor[slots, indices] = pages.int()
 
 
 class HasState(Protocol):
@@ -86,7 +90,7 @@ class StateBlocks:
 
     @property
     def num_snapshots(self) -> int:
-        """That are kept."""
+        """Snapshots that are kept."""
         return len(self._snapshots)
 
     @torch.inference_mode()
@@ -96,23 +100,25 @@ class StateBlocks:
             part.copy_state(source, target)
 
     def snapshot(self, slot: int, name: bytes) -> None:
-        """Keep the state of a slot under a name.
-
-        Nothing happens where the name is kept, or where there is no room for snapshots at all."""
+        """Keep the state of a slot under a name, unless that name is kept already or there is no
+        room for snapshots at all."""
         if name in self._snapshots:
             self._snapshots.move_to_end(name)
             return
         if self._free:
             block = self._free.pop()
+        # The least recently used one gives way: any prefix can be computed again.
         elif self._snapshots:
             _, block = self._snapshots.popitem(last=False)
         else:
             return
+        # On the device, in the order of launches: the slot may change right after this call.
         self._snapshots[name] = block
         self.copy(slot, block)
 
     def last_kept(self, names: Sequence[bytes]) -> int:
         """How many names there are up to the last one that has a snapshot; 0 where none has."""
+        # From the end: the longest prefix that can be continued saves most.
         for count in range(len(names), 0, -1):
             if names[count - 1] in self._snapshots:
                 self._snapshots.move_to_end(names[count - 1])
@@ -133,4 +139,5 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small tensor on the device, without waiting for it."""
     if device.type != "cuda":
         return host
+    # Only a copy from pinned memory is asynchronous.
     return host.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,10 @@
-"""The halves of a block as caches use them: a block comes in; what computes q, k, v and what follows attention go out, for many tokens at
-once and for one token. They differ with latent attention alone (latent_attention.py).
+"""The halves of a block for inference over a cache: a block comes in; what computes q, k, v and
+what follows attention go out, in a form for many tokens at once and a form for one token.
 
-A cache's attention stands between the two, outside any graph.
+    x -> pre_attention -> q, k, v -> AttentionCache.attend -> o -> post_attention(x, o) -> x
+
+The forms differ with latent attention alone (latent_attention.py). The cache's attention stands
+between the halves, outside any compiled graph.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ if TYPE_CHECKING:
 class Halves(NamedTuple):
     """One form of a block's two halves."""
 
-    before: Callable[..., Any]
-    after: Callable[..., Any]
+    pre_attention: Callable[..., Any]
+    post_attention: Callable[..., Any]
     expand: Expander | None = None
-    """Makes heads of what the cache stores."""
+    """Makes keys and values of all heads of what the cache stores; None: q attends to what is
+    stored."""
 
 
 class LatentForms(nn.Module):
@@ -32,19 +36,29 @@ class LatentForms(nn.Module):
 
     def __init__(self, block: Block, attention: LatentAttention) -> None:
         super().__init__()
-        self.block, self.attention = block, attention
+        self.block = block
+        self.attention = attention
 
-    def before_many(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pre_attention_many(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B,T,H,hd] and, twice, what the cache stores."""
-        return self.attention.project_stored(self.block.entered(x), cos, sin)
+        return self.attention.project_stored(self.block.attention_input(x), cos, sin)
 
-    def before_one(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pre_attention_one(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q' [B,1,H,W] and, twice, what the cache stores."""
-        return self.attention.project_absorbed(self.block.entered(x), cos, sin)
+        return self.attention.project_absorbed(self.block.attention_input(x), cos, sin)
 
-    def after_one(self, x: Tensor, o: Tensor) -> Any:
-        """What `Block.after` gives for the values of o [B,1,H,W]."""
-        return self.block.after(x, self.attention.values(o))
+    def post_attention_one(self, x: Tensor, o: Tensor) -> Any:
+        """What `Block.post_attention` gives for the values of o [B,1,H,W]."""
+        return self.block.post_attention(x, self.attention.values(o))
+
+
+def _uncompiled(method: Any) -> Any:
+    """The compiler of a model that runs eagerly."""
+    return method
 
 
 class CachedHalves:
@@ -52,20 +66,29 @@ class CachedHalves:
 
     def __init__(self, block: Block, compiler: Compiler | None = None) -> None:
         attention = block.self_attn
-        made = (lambda method: method) if compiler is None else compiler
+        compiled = compiler or _uncompiled
         self._attention = attention
+        # Each form is compiled once per block; eager models pass the methods through.
         if isinstance(attention, LatentAttention):
+            # Many tokens: heads are expanded once for all queries. One token: to expand the whole
+            # past for a single query would cost more than attention itself.
             forms = LatentForms(block, attention)
-            self.many = Halves(made(forms.before_many), made(block.after), attention.expand)
-            self.one = Halves(made(forms.before_one), made(forms.after_one))
+            self.many = Halves(
+                compiled(forms.pre_attention_many), compiled(block.post_attention), attention.expand
+            )
+            self.one = Halves(compiled(forms.pre_attention_one), compiled(forms.post_attention_one))
         else:
-            self.many = self.one = Halves(made(block.before), made(block.after))
+            self.many = Halves(compiled(block.pre_attention), compiled(block.post_attention))
+            self.one = self.many
 
     @property
     def sinks(self) -> Tensor | None:
-        """The layer's trained sinks."""
+        """The layer's trained sinks, [H]."""
+
         return self._attention.sinks
 
     def of(self, tokens: Tensor) -> Halves:
         """The form for tokens [B,T]."""
-        return self.one if tokens.shape[1] == 1 else self.many
+        if tokens.shape[1] == 1:
+            return self.one
+        return self.many

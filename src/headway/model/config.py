@@ -1,4 +1,9 @@
-"""The `model` section of a recipe: the shape of a Transformer, which covers every family. Imports without torch."""
+"""The `model` section of a recipe: the shape of a Transformer, which covers every family.
+
+Keys of a family's config.json become these settings (model/families), and every other part of
+headway reads them: layers are built from them, parameters laid out, FLOPs and bytes counted.
+Defaults are neutral: a setting that a family does not have changes nothing. Imports without torch.
+"""
 
 from typing import Any, Literal
 
@@ -7,18 +12,28 @@ from pydantic import field_validator, model_validator
 from headway.config.section import Section, setting
 from headway.model.aligner_config import AlignerConfig
 from headway.model.experts_config import ExpertsConfig
-from headway.model.latent_config import LatentAttentionConfig
 from headway.model.media_shape import MediaShape
 from headway.model.presets import EMBED_SCALE_BY_WIDTH, FORMS, PRESETS
 from headway.model.rope_config import RopeScaling
 
+DEFAULT_HIDDEN_SIZE = 256
 MAX_ELEMENTS = 1 << 40
 """Of one matrix. More is a typing error, and overflows where torch counts bytes."""
 MAX_LAYERS = 10_000
+"""More is a typing error too: `plan` and the check of this section go through all layers."""
+
+Head = Literal["tokens", "scores", "vectors"]
+"""What a model puts out:
+
+    tokens      the next token of every position
+    scores      one score of every document
+    vectors     a vector of each modality of a sample
+"""
 
 
 class HeadGatesConfig(Section):
-    """One gate per KV head: how much of the full context the head needs. 1 = all of it, 0 = sinks and a window (streaming)."""
+    """One gate per KV head: how much of the full context the head needs. 1 = all of it, 0 =
+    sinks and a window (streaming)."""
 
     window: int = setting(
         1024, "Tokens a streaming head sees up to and including the query itself.", gt=0
@@ -36,31 +51,74 @@ class HeadGatesConfig(Section):
     )
 
 
+class LatentAttentionConfig(Section):
+    """Multi-head latent attention (MLA): a token's keys and values of all heads are projections
+    of `kv_rank` channels.
+
+    Keys also share `rope_head_dim` rotated channels. The cache stores these two, whatever the
+    number of heads."""
+
+    kv_rank: int = setting(
+        512, "Channels from which the keys and values of all heads are made (kv_lora_rank).", gt=0
+    )
+    q_rank: int | None = setting(
+        None,
+        "Channels from which the queries are made (q_lora_rank); null = from the stream itself.",
+        gt=0,
+    )
+    nope_head_dim: int = setting(
+        128, "Channels of a query or key head that are not rotated (qk_nope_head_dim).", gt=0
+    )
+    rope_head_dim: int = setting(
+        64,
+        "Channels of a query or key head that are rotated; heads share those of keys.",
+        gt=0,
+        multiple_of=2,
+    )
+    value_head_dim: int = setting(
+        128, "Channels of a value head (v_head_dim); at most nope_head_dim + rope_head_dim.", gt=0
+    )
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a query or key head."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def stored_size(self) -> int:
+        """Channels of a token that decoding needs, for all heads together."""
+        return self.kv_rank + self.rope_head_dim
+
+
 def with_form(data: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a model with what its family always has, where they are silent."""
-    family, width = data.get("family"), data.get("hidden_size", 256)
+    """Settings of a model as a recipe gives them, completed by what its family always has."""
+    family = data.get("family")
     if not isinstance(family, str) or family not in FORMS:
         return data
-    scale = (
-        {"embed_scale": width**0.5}
-        if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0
-        else {}
-    )
-    form = {**FORMS[family], **scale}
+
+    form = dict(FORMS[family])
+    width = data.get("hidden_size", DEFAULT_HIDDEN_SIZE)
+    if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0:
+        form["embed_scale"] = width**0.5
+    # Keys of experts are merged one by one: a recipe that sets their number keeps the family's router.
     if isinstance(form.get("experts"), dict) and isinstance(data.get("experts"), dict):
         data = {**data, "experts": {**form["experts"], **data["experts"]}}
     return {**form, **data}
 
 
 class ModelConfig(Section):
-    """The shape of a Transformer. Give a preset, the other keys, or both (the other keys override the preset)."""
+    """The shape of a Transformer.
+
+    Give a preset, the other keys, or both (the other keys override the preset).
+    """
 
     family: str = setting(
         "llama",
         "The names and config.json to read and write: a file of model/families (transformers: any class of it), or your own module.",
     )
     preset: str | None = setting(None, "A known shape to start from; `headway list` prints them.")
-    hidden_size: int = setting(256, "Width of the residual stream.", gt=0)
+    # Sizes.
+    hidden_size: int = setting(DEFAULT_HIDDEN_SIZE, "Width of the residual stream.", gt=0)
     num_layers: int = setting(4, "Number of layers.", gt=0)
     num_heads: int = setting(4, "Query heads.", gt=0)
     num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0)
@@ -72,6 +130,7 @@ class ModelConfig(Section):
         gt=0,
     )
     max_seq_len: int = setting(512, "Longest sequence the model supports.", gt=0)
+    # How positions enter: rotation of queries and keys, or learned vectors.
     rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0)
     rope_scaling: RopeScaling | None = setting(None, "Scaling of the rotary frequencies.")
     rope_local_theta: float | None = setting(
@@ -93,6 +152,7 @@ class ModelConfig(Section):
         "rotary",
         "learned = a trained vector per position, up to max_seq_len, is added to the embedding, and nothing is rotated.",
     )
+    # Norms, biases and the feed-forward.
     norm: Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm_no_bias"] = setting(
         "rmsnorm", "Normalisation of the residual stream; rmsnorm1p multiplies by 1 + weight."
     )
@@ -121,6 +181,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = setting(
         True, "Share one matrix between input embedding and output head."
     )
+    # Attention: what a token sees, and what happens to scores.
     sliding_window: int | None = setting(
         None, "Tokens a query sees, including itself; null = all.", gt=0
     )
@@ -144,6 +205,7 @@ class ModelConfig(Section):
     experts: ExpertsConfig | None = setting(
         None, "Mixtures of experts in place of feed-forward layers; null = none."
     )
+    # Multipliers and caps along the stream.
     embed_scale: float = setting(1.0, "The embedding of a token is multiplied by this.", gt=0)
     residual_scale: float = setting(
         1.0, "What attention and feed-forward add to the stream is multiplied by this.", gt=0
@@ -152,10 +214,12 @@ class ModelConfig(Section):
     logit_softcap: float | None = setting(
         None, "Logits x become softcap * tanh(x / softcap); null = unchanged.", gt=0
     )
+    # How the model trains.
     dropout: float = setting(
         0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1
     )
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
+    # Parts that a task or another section adds, and models that are no Transformer of headway's.
     head_gates: HeadGatesConfig | None = setting(
         None,
         "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them.",
@@ -193,28 +257,36 @@ class ModelConfig(Section):
             if name not in PRESETS:
                 raise ValueError(f"preset is {name!r}; it must be one of {', '.join(PRESETS)}")
             data = {**PRESETS[name], **data}
-        return with_form(data) if isinstance(data, dict) else data
+        # After the preset, which may name the family.
+        if isinstance(data, dict):
+            return with_form(data)
+        return data
 
     @field_validator("media", mode="before")
     @classmethod
-    def _media_from_values(cls, given: Any) -> Any:
+    def _media_from_values(cls, media: Any) -> Any:
+        if not isinstance(media, dict):
+            return media
         try:
-            return MediaShape.parse(given) if isinstance(given, dict) else given
+            return MediaShape.parse(media)
         except (TypeError, KeyError) as problem:
             raise ValueError(f"does not describe media inputs: {problem}") from None
 
     @field_validator("media")
     @classmethod
-    def _media_fits(cls, given: MediaShape | None) -> MediaShape | None:
-        if given is not None and (problem := given.problem()):
+    def _media_fits(cls, media: MediaShape | None) -> MediaShape | None:
+        if media is not None and (problem := media.problem()):
             raise ValueError(problem)
-        return given
+        return media
 
     @field_validator("no_rope_layers", "window_layers", mode="before")
     @classmethod
     def _list_as_tuple(cls, layers: Any) -> Any:
-        # After `_apply_preset`, a recipe's JSON is validated as Python values too, and a strict tuple accepts no list.
-        return tuple(layers) if isinstance(layers, list) else layers
+        # After `_apply_preset`, a recipe's JSON is validated as Python values too, and a strict
+        # tuple accepts no list.
+        if isinstance(layers, list):
+            return tuple(layers)
+        return layers
 
     @field_validator("no_rope_layers", "window_layers")
     @classmethod
@@ -225,27 +297,28 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
-        if (
-            self.head_dim is None
-            and self.latent_attention is None
-            and self.hidden_size % self.num_heads
-        ):
+        # The order decides which message a recipe with several mistakes gets. Properties such as
+        # head_size are only meaningful behind the first check.
+        derives_head_size = self.head_dim is None and self.latent_attention is None
+        if derives_head_size and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim"
             )
-        ffn = max(
-            self.ffn_size,
-            0 if self.experts is None else self.expert_size * self.experts.num,
-            getattr(self.experts, "shared_ffn_size", 0),
-        )
+
+        ffn = self.ffn_size
+        if self.experts is not None:
+            stacked = self.expert_size * self.experts.num
+            ffn = max(ffn, stacked, self.experts.shared_ffn_size)
         widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
                 f"a matrix may have at most {MAX_ELEMENTS} elements and a model {MAX_LAYERS} layers. Use smaller values"
             )
+
         self._latent_fits()
         self._positions_fit()
+
         if self.parallel_block and self.norm_placement != "before":
             raise ValueError(
                 f"parallel_block is given with norm_placement={self.norm_placement}; its one norm stands before. Use before"
@@ -253,13 +326,12 @@ class ModelConfig(Section):
         if self.experts is not None and (
             self.parallel_block or not self.ffn_gate or self.activation != "silu"
         ):
-            key = (
-                "parallel_block"
-                if self.parallel_block
-                else "activation"
-                if self.ffn_gate
-                else "ffn_gate"
-            )
+            if self.parallel_block:
+                key = "parallel_block"
+            elif self.ffn_gate:
+                key = "activation"
+            else:
+                key = "ffn_gate"
             raise ValueError(
                 f"experts is given with {key}={getattr(self, key)}; experts are gated, with silu, behind attention"
             )
@@ -271,10 +343,13 @@ class ModelConfig(Section):
             raise ValueError(
                 f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}"
             )
+
+        # Without num_layers in the recipe, the layers may come from pretrained weights. Then this is
+        # checked again with them.
+        knows_layers = "num_layers" in self.model_fields_set
         for key in ("no_rope_layers", "window_layers"):
-            too_high = [i for i in getattr(self, key) or () if i >= self.num_layers]
-            # Without num_layers in the recipe, the layers may come from pretrained weights; then this is checked again with them.
-            if too_high and "num_layers" in self.model_fields_set:
+            too_high = [layer for layer in getattr(self, key) or () if layer >= self.num_layers]
+            if too_high and knows_layers:
                 raise ValueError(
                     f"{key} holds {too_high[0]}; layers go from 0 to {self.num_layers - 1}"
                 )
@@ -282,11 +357,8 @@ class ModelConfig(Section):
             raise ValueError(
                 "window_layers is given without sliding_window; give sliding_window too"
             )
-        if (
-            self.experts is not None
-            and "num_layers" in self.model_fields_set
-            and not any(map(self.is_mixture, range(self.num_layers)))
-        ):
+        has_mixture = self.experts is None or any(map(self.is_mixture, range(self.num_layers)))
+        if knows_layers and not has_mixture:
             raise ValueError(
                 f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower first_dense or every"
             )
@@ -294,6 +366,8 @@ class ModelConfig(Section):
             raise ValueError(
                 "experts is given with ffn_bias=true; the biases of experts are experts.bias. Use ffn_bias false"
             )
+
+        # Gated attention has kernels of its own (kernels/head_mix.py), for plain scores.
         if self.head_gates is not None and self.sliding_window is not None:
             raise ValueError(
                 f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context"
@@ -309,6 +383,7 @@ class ModelConfig(Section):
         return self
 
     def _latent_fits(self) -> None:
+        """The settings agree with latent attention, or with its absence."""
         latent = self.latent_attention
         if latent is None:
             if self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
@@ -324,6 +399,7 @@ class ModelConfig(Section):
             raise ValueError(
                 f"num_kv_heads is {self.kv_heads}; with latent_attention it is num_heads={self.num_heads}. Leave it out"
             )
+        # Values are padded to the width of keys (latent_attention.py).
         if latent.value_head_dim > latent.head_size:
             raise ValueError(
                 f"latent_attention.value_head_dim is {latent.value_head_dim}; it must not exceed "
@@ -333,14 +409,16 @@ class ModelConfig(Section):
             raise ValueError(
                 "head_gates is given with latent_attention, whose heads store one vector together: none can stream alone"
             )
-        fixed = {
+
+        # Settings of other kinds of attention must be what they are without them.
+        neutral = {
             "qk_norm": False,
             "rotary_fraction": 1.0,
             "positions": "rotary",
             "attention_sinks": False,
             "sliding_window": None,
         }
-        for key, value in fixed.items():
+        for key, value in neutral.items():
             if getattr(self, key) != value:
                 shown = "null" if value is None else str(value).lower()
                 raise ValueError(
@@ -348,40 +426,34 @@ class ModelConfig(Section):
                 )
 
     def _positions_fit(self) -> None:
-        scaling = self.rope_scaling
         if self.positions == "learned":
-            given = [
-                key
-                for key in ("rope_scaling", "rope_local_theta", "no_rope_layers")
-                if getattr(self, key)
-            ]
-            if given:
-                raise ValueError(
-                    f"positions is learned and {given[0]} is given, which is for rotary positions. Remove one of them"
-                )
+            for key in ("rope_scaling", "rope_local_theta", "no_rope_layers"):
+                if getattr(self, key):
+                    raise ValueError(
+                        f"positions is learned and {key} is given, which is for rotary positions. Remove one of them"
+                    )
             return
+
         if self.rotary_size % 2 or not self.rotary_size:
-            part = (
-                ""
-                if self.rotary_fraction == 1
-                else f", of which rotary_fraction={self.rotary_fraction} is {self.rotary_size} channels"
-            )
+            part = ""
+            if self.rotary_fraction != 1:
+                part = f", of which rotary_fraction={self.rotary_fraction} is {self.rotary_size} channels"
             raise ValueError(
                 f"head_dim is {self.head_size}{part}; it must be even for rotary positions"
             )
+
+        scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(
                 f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1"
             )
-        if (
-            scaling is not None
-            and scaling.kind == "longrope"
-            and len(scaling.short_factor) != self.rotary_size // 2
-        ):
-            raise ValueError(
-                f"rope_scaling.short_factor has {len(scaling.short_factor)} numbers; {self.rotary_size} rotated channels need "
-                f"{self.rotary_size // 2}"
-            )
+        planes = self.rotary_size // 2
+        if scaling is not None and scaling.kind == "longrope":
+            count = len(scaling.short_factor)
+            if count != planes:
+                raise ValueError(
+                    f"rope_scaling.short_factor has {count} numbers; {self.rotary_size} rotated channels need {planes}"
+                )
         if self.rope_local_theta is not None and self.sliding_window is None:
             raise ValueError(
                 "rope_local_theta is given without sliding_window; it is for layers with a window"
@@ -389,6 +461,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _wrapped_alone(self) -> "ModelConfig":
+        # A family that was stored with a model (`stored:`) may be one that wraps a class.
         if self.family != "transformers" and not self.family.startswith("stored:"):
             for key in ("hf_config", "trust_remote_code"):
                 if getattr(self, key):
@@ -403,43 +476,60 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _aligner_alone(self) -> "ModelConfig":
-        fields = (
-            () if self.aligner is None else set(type(self).model_fields) - {"aligner", "vocab_size"}
-        )
-        given = sorted(
-            name for name in fields if getattr(self, name) != type(self).model_fields[name].default
-        )
-        if given:
-            raise ValueError(
-                f"has aligner and {given[0]}, which is for language models. Remove one of them"
-            )
+        if self.head != "vectors":
+            return self
+        fields = type(self).model_fields
+        for name in sorted(set(fields) - {"aligner", "vocab_size"}):
+            if getattr(self, name) != fields[name].default:
+                raise ValueError(
+                    f"has aligner and {name}, which is for language models. Remove one of them"
+                )
         return self
 
     @property
     def title(self) -> str:
         """What the model is, in one word."""
-        return "aligner" if self.aligner is not None else self.family
+        if self.head == "vectors":
+            return "aligner"
+        return self.family
+
+    @property
+    def head(self) -> Head:
+        """What the model puts out. A task says in the same words what it needs."""
+        if self.aligner is not None:
+            return "vectors"
+        if self.score_head:
+            return "scores"
+        return "tokens"
+
+    @property
+    def aligner_settings(self) -> AlignerConfig:
+        """The encoders and heads of a model that puts out vectors; others have none."""
+        assert self.aligner is not None, f"a model that puts out {self.head} has no aligner"
+        return self.aligner
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads."""
-        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
+        if self.num_kv_heads is None:
+            return self.num_heads
+        return self.num_kv_heads
 
     @property
     def head_size(self) -> int:
         """Width of one query or key head."""
         if self.latent_attention is not None:
             return self.latent_attention.head_size
-        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+        if self.head_dim is not None:
+            return self.head_dim
+        return self.hidden_size // self.num_heads
 
     @property
     def value_size(self) -> int:
         """Width of one value head."""
-        return (
-            self.head_size
-            if self.latent_attention is None
-            else self.latent_attention.value_head_dim
-        )
+        if self.latent_attention is not None:
+            return self.latent_attention.value_head_dim
+        return self.head_size
 
     @property
     def cached_heads(self) -> int:
@@ -448,10 +538,13 @@ class ModelConfig(Section):
 
     @property
     def cached_size(self) -> int:
-        """Width of a key, and of a value, in a cache. With latent attention the two are one vector, from which heads are made."""
-        return (
-            self.head_size if self.latent_attention is None else self.latent_attention.stored_size
-        )
+        """Width of a key, and of a value, in a cache.
+
+        With latent attention the two are one vector, from which heads are made.
+        """
+        if self.latent_attention is not None:
+            return self.latent_attention.stored_size
+        return self.head_size
 
     @property
     def rotary_size(self) -> int:
@@ -489,10 +582,13 @@ class ModelConfig(Section):
     def expert_size(self) -> int:
         """Inner width of one expert."""
         assert self.experts is not None, "only a mixture has experts"
-        return self.ffn_size if self.experts.ffn_size is None else self.experts.ffn_size
+        if self.experts.ffn_size is None:
+            return self.ffn_size
+        return self.experts.ffn_size
 
     def active_ffn(self, layer: int) -> int:
-        """Inner width of the feed-forward that one token passes in a layer: of its experts and the shared one, in a mixture."""
+        """Inner width of the feed-forward that one token passes in a layer: of its experts and
+        the shared one, in a mixture."""
         if self.experts is None or not self.is_mixture(layer):
             return self.ffn_size
         return self.experts.per_token * self.expert_size + self.experts.shared_ffn_size
@@ -504,12 +600,11 @@ class ModelConfig(Section):
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""
-        return (
-            self.sliding_window
-            if self.window_layers is None or layer in self.window_layers
-            else None
-        )
+        if self.window_layers is None or layer in self.window_layers:
+            return self.sliding_window
+        return None
 
     def with_(self, **changes: Any) -> "ModelConfig":
         """The config with some fields changed, validated again."""
+        # `model_copy` would not validate, and properties rely on what the validators ensure.
         return ModelConfig.model_validate({**self.model_dump(), **changes})

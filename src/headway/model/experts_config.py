@@ -1,4 +1,5 @@
-"""The `model.experts` section: how a layer's feed-forward becomes a mixture of experts. Imports without torch."""
+"""The `model.experts` section: how a layer's feed-forward becomes a mixture of experts. Imports
+without torch."""
 
 from typing import Literal
 
@@ -7,10 +8,14 @@ from pydantic import model_validator
 from headway.config.section import Section, setting
 
 MAX_EXPERTS = 4096
+"""More is a typing error. Dispatch sorts numbers of experts as 16 bits (expert_products.py)."""
 
 
 class ExpertsConfig(Section):
-    """A mixture of experts in place of the feed-forward. Every token passes `per_token` of `num` experts; none is dropped."""
+    """A mixture of experts in place of the feed-forward.
+
+    Every token passes `per_token` of `num` experts; none is dropped.
+    """
 
     num: int = setting(8, "Experts of a layer.", ge=2, le=MAX_EXPERTS)
     per_token: int = setting(2, "Experts that a token passes.", ge=1)
@@ -76,35 +81,39 @@ class ExpertsConfig(Section):
     def _fits(self) -> "ExpertsConfig":
         if self.per_token > self.num:
             raise ValueError(f"per_token is {self.per_token}; it must not exceed num={self.num}")
-        if (
-            self.swiglu_limit is None
-            and self.swiglu_alpha != type(self).model_fields["swiglu_alpha"].default
-        ):
+        default_alpha = type(self).model_fields["swiglu_alpha"].default
+        if self.swiglu_limit is None and self.swiglu_alpha != default_alpha:
             raise ValueError(
                 f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped SwiGLU. Give swiglu_limit too"
             )
         if self.num % self.num_groups:
             raise ValueError(f"num_groups is {self.num_groups}; it must divide num={self.num}")
-        each = self.num // self.num_groups
-        if self.groups_per_token > self.num_groups or self.groups_per_token * each < self.per_token:
+
+        group_size = self.num // self.num_groups
+        eligible = self.groups_per_token * group_size
+        if self.groups_per_token > self.num_groups or eligible < self.per_token:
             raise ValueError(
                 f"groups_per_token is {self.groups_per_token}; it must be at most num_groups={self.num_groups}, and so many groups "
-                f"of {each} experts must have per_token={self.per_token}"
+                f"of {group_size} experts must have per_token={self.per_token}"
             )
-        if self.num_groups > 1 and self.group_score == "top2" and each < 2:
+        if self.num_groups > 1 and self.group_score == "top2" and group_size < 2:
             raise ValueError(
-                f"group_score is top2 and a group has {each} expert; use top1, or fewer groups"
+                f"group_score is top2 and a group has {group_size} expert; use top1, or fewer groups"
             )
         return self
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
+        # As transformers counts: with every=2 the second layer is the first mixture.
         return layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0
 
 
 class UpcycleConfig(Section):
-    """How a dense model becomes a mixture: every expert starts as a copy of the layer's feed-forward. Its logits do not change, since a
-    token's experts are equal and their weights add up to 1."""
+    """How a dense model becomes a mixture: every expert starts as a copy of the layer's
+    feed-forward.
+
+    Its logits do not change, since a token's experts are equal and their weights add up to 1.
+    """
 
     experts: int = setting(8, "Experts of a layer.", ge=2, le=MAX_EXPERTS)
     per_token: int = setting(2, "Experts that a token passes.", ge=1)

@@ -1,11 +1,17 @@
-"""How much arithmetic a token of training needs: the specs of all parameters and the names of those that train come in, FLOPs go out.
+"""How much arithmetic a token of training needs: the specs of all parameters and the names of those
+that train come in, FLOPs go out.
 
-forward               2 a weight of every matrix the token passes; of stacked experts, those it is routed to
-gradient of inputs    2 a weight, for the matrices behind the first parameter that trains; nothing before it needs one
-gradient of weights   2 a weight, for the matrices that train
+forward               2 per weight of every matrix the token passes; of stacked experts, those it is
+                      routed to
+gradient of inputs    2 per weight, for the matrices behind the first parameter that trains; nothing
+                      before it needs one
+gradient of weights   2 per weight, for the matrices that train
 
-Attention itself (scores and their mix of values) has no weights: 2 per visible token and channel of a query, 2 per channel of a value, and
-twice that in backward. In rows of T tokens a token meets, on the average,
+So full training is the usual 6 per weight, and LoRA about 4.
+
+Attention itself (scores and their mix of values) has no weights: 2 per visible token and channel of
+a query, 2 per channel of a value, and twice that in backward. In rows of T tokens a token meets, on
+the average,
 
                           all keys of the row, or of the window      those it may see
     full layer            T                                          T / 2
@@ -13,7 +19,8 @@ twice that in backward. In rows of T tokens a token meets, on the average,
     streaming head        as a window of window + sinks
 
 Packed documents are not known here: a document that begins inside of a row sees less than that.
-Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without torch.
+Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without
+torch.
 """
 
 from __future__ import annotations
@@ -30,12 +37,32 @@ LORA_A, LORA_B, _ = PARTS
 OUTSIDE = in_groups("objective", "projector", "aligner")
 """What is no part of the language model."""
 CORE = 4
+"""Where in its block the attention core is, among SLOTS."""
 SLOTS = {
-    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "kv_a_proj_with_mqa": 1, "q_norm": 2, "k_norm": 2,
-    "q_a_layernorm": 2, "kv_a_layernorm": 2, "q_b_proj": 3, "kv_b_proj": 3, "sinks": 4, "o_proj": 5, "post_self_attn_layernorm": 6,
-    "post_attention_layernorm": 7, "gate": 8, "gate_proj": 8, "up_proj": 8, "down_proj": 9, "post_mlp_layernorm": 10,
-}  # fmt: skip
-"""Where in its block the forward meets a parameter; attention itself is at CORE."""
+    "input_layernorm": 0,
+    "q_proj": 1,
+    "k_proj": 1,
+    "v_proj": 1,
+    "q_a_proj": 1,
+    "kv_a_proj_with_mqa": 1,
+    "q_norm": 2,
+    "k_norm": 2,
+    "q_a_layernorm": 2,
+    "kv_a_layernorm": 2,
+    "q_b_proj": 3,
+    "kv_b_proj": 3,
+    "sinks": CORE,
+    "o_proj": 5,
+    "post_self_attn_layernorm": 6,
+    "post_attention_layernorm": 7,
+    "gate": 8,
+    "gate_proj": 8,
+    "up_proj": 8,
+    "down_proj": 9,
+    "post_mlp_layernorm": 10,
+}
+"""Where in its block the forward meets a parameter. Parameters with the same number need no
+gradient of each other's output."""
 Depth = tuple[int, int]
 """Layer, and position inside it."""
 
@@ -64,7 +91,8 @@ class TokenFlops:
         return self.matrices + self.causal_attention
 
     def with_heads(self, full: float, streaming: float) -> TokenFlops:
-        """The same model where these shares of its heads run full attention and stream; an undecided head does both."""
+        """The same model where these shares of its heads run full attention and stream; an
+        undecided head does both."""
         return TokenFlops(
             self.matrices,
             full * self.attention + streaming * self.streaming,
@@ -73,7 +101,9 @@ class TokenFlops:
 
 
 def visible_tokens(seq_len: int, window: int | None) -> tuple[float, float]:
-    """Tokens that a token meets on the average in rows of `seq_len`: all keys of its window, and those of them that it may see."""
+    """Keys per token, on average over a row of `seq_len`: all of its window, and those of them
+    that it may see."""
+    # The first `width` tokens of a row see 1, 2, ... width keys, the others `width`.
     width = seq_len
     if window is not None:
         width = min(window, seq_len)
@@ -87,45 +117,62 @@ def token_flops(
     specs: Specs | None = None,
     training: Collection[str] | None = None,
 ) -> TokenFlops:
-    """What one token needs. `specs`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
-    known = {spec.name: spec for spec in param_specs(config)}
-    given = known if specs is None else specs
-    specs = {}
-    for name, spec in given.items():
+    """FLOPs of one token in rows of `seq_len` tokens.
+
+    `specs`: every parameter, adapters too; None: those of the config. `training`: None: all.
+    """
+    config_specs = {spec.name: spec for spec in param_specs(config)}
+    counted: dict[str, ParamSpec] = {}
+    for name, spec in (config_specs if specs is None else specs).items():
         if form_of(name) is not None:
-            spec = known[plain_name(name)]  # what is stored quantised computes as the matrix it is
+            # What is stored quantised is multiplied as the matrix that it stands for.
+            spec = config_specs[plain_name(name)]
         if spec.groups.isdisjoint(OUTSIDE):
-            specs[spec.name] = spec
-    trained = set(specs) if training is None else set(training) & set(specs)
-    depths = {name: _depth(spec, config) for name, spec in specs.items()}
+            counted[spec.name] = spec
+
+    trained = set(counted)
+    if training is not None:
+        trained &= set(training)
+    depths = {name: _depth(spec, config) for name, spec in counted.items()}
+    # Backward stops at the first parameter that trains; without one it stops behind all layers.
     first = min((depths[name] for name in trained), default=(config.num_layers, CORE))
+
     matrices = 0.0
-    for name, spec in specs.items():
+    for name, spec in counted.items():
         is_head = name == HEAD or spec.tied_to == HEAD
         # A token looks up one row of a table before the layers; a score is one product a document.
         if not spec.is_matrix or "score" in spec.groups or (spec.stage == "first" and not is_head):
             continue
-        depth = (config.num_layers, 1) if is_head else depths[name]
+        # A tied embedding is multiplied where the head is.
+        depth = depths[name]
+        if is_head:
+            depth = (config.num_layers, 1)
         path, part = split_name(name)
-        # What goes into B comes from A, which trains.
+        # The input of B is the output of A, which trains.
         needs_inputs = first < depth or (part == LORA_B and f"{path}.{LORA_A}" in trained)
-        passes = 2 + 2 * needs_inputs + 2 * (name in trained)
-        matrices += active_share(config, spec) * spec.size * passes
+        flops_per_weight = 2 + 2 * needs_inputs + 2 * (name in trained)
+        matrices += active_share(config, spec) * spec.size * flops_per_weight
+
     channels = config.num_heads * (config.head_size + config.value_size)
     reach = None
     if config.head_gates is not None:
         reach = config.head_gates.window + config.head_gates.sinks
-    attention = causal = streaming = causal_streaming = 0.0
+
+    attention = 0.0
+    causal = 0.0
+    streaming = 0.0
+    causal_streaming = 0.0
     for layer in range(config.num_layers):
-        # the gradients of scores and of their mix cost as much as the forward, each
+        # Backward has two products of the same size for each of the forward's.
         passes = 3 if first < (layer, CORE) else 1
-        all_keys, seen = visible_tokens(seq_len, config.window_of(layer))
-        attention += 2 * passes * channels * all_keys
-        causal += 2 * passes * channels * seen
+        flops_per_key = 2 * passes * channels
+        all_keys, visible_keys = visible_tokens(seq_len, config.window_of(layer))
+        attention += flops_per_key * all_keys
+        causal += flops_per_key * visible_keys
         if reach is not None:
-            near_keys, near = visible_tokens(seq_len, reach)
-            streaming += 2 * passes * channels * near_keys
-            causal_streaming += 2 * passes * channels * near
+            near_keys, visible_near_keys = visible_tokens(seq_len, reach)
+            streaming += flops_per_key * near_keys
+            causal_streaming += flops_per_key * visible_near_keys
     return TokenFlops(matrices, attention, causal, streaming, causal_streaming)
 
 
@@ -133,8 +180,10 @@ def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:
     """Where the forward first meets a parameter: its layer, and where in it."""
     if isinstance(spec.stage, int):
         return spec.stage, next((SLOTS[part] for part in spec.name.split(".") if part in SLOTS), 0)
+    # Gates act in the attention of the first layer on; their gradient needs all of backward.
     if "gates" in spec.groups:
         return 0, CORE
+    # The final norm comes before the head.
     if spec.stage == "last":
         return config.num_layers, int(not spec.groups.isdisjoint({"embedding", "score"}))
     return -1, 0

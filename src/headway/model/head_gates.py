@@ -1,13 +1,18 @@
-"""Head gates: one number log_alpha per layer and KV head; for each forward pass it becomes z, how much of full attention the head uses.
+"""Head gates: one number log_alpha per layer and KV head; for each forward pass it becomes z, how
+much of full attention the head uses.
 
-Hard concrete (Louizos 2018), with noise u in (0, 1):
+Hard concrete distribution (Louizos 2018), with noise u in (0, 1):
 
-    s = sigmoid((logit(u) + log_alpha) / tau)      z = clamp(low + (high - low) * s, 0, 1)      tau 2/3, low -0.1, high 1.1
+    s = sigmoid((logit(u) + log_alpha) / tau)                  tau 2/3
+    z = clamp(low + (high - low) * s, 0, 1)                    low -0.1, high 1.1
 
-In training z is sampled, and is exactly 0 or 1 most of the time. The noise is derived from what names the pass, so ranks that share a
-microbatch agree. It is drawn on the host for all heads: the host then knows which heads need which branch, and a rank that computes a
-slice of the heads takes its slice. Only log_alpha comes from the device, once per step.
-Where gates do not train, and in evaluation, they are settled: as many heads stream as the gates expect, those with the lowest log_alpha.
+In training z is sampled, and is exactly 0 or 1 most of the time. The noise is derived from (seed,
+step, microbatch), so ranks that share a microbatch agree. It is drawn on the host for all heads:
+the host then knows which heads need which branch, and a rank that computes a slice of the heads
+takes its slice. Only log_alpha comes from the device, once per step.
+
+Where gates do not train, and in evaluation, they are settled: as many heads stream as the gates
+expect, those with the lowest log_alpha.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 TEMPERATURE = 2 / 3
-LOW, HIGH = -0.1, 1.1
+LOW = -0.1
+HIGH = 1.1
 EPS = 1e-8
+"""Noise stays this far from 0 and 1, where its logit is infinite."""
 EDGE = TEMPERATURE * math.log(-LOW / HIGH)
 """P(z > 0) = sigmoid(log_alpha - EDGE), P(z = 1) = sigmoid(log_alpha + EDGE)."""
 
@@ -42,7 +49,8 @@ class GateDraw:
     mix: HeadMix
     """What attention needs."""
     z: Tensor
-    """fp32 [L,KV] of all heads; its gradient reaches log_alpha where it was sampled and not clamped"""
+    """fp32 [L,KV] of all heads; its gradient reaches log_alpha where it was sampled and not
+    clamped"""
     log_alpha: Tensor
     """fp32 [L,KV]"""
 
@@ -53,59 +61,66 @@ class HeadGates(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.head_gates is not None
-        self.window, self.sinks = config.head_gates.window, config.head_gates.sinks
+        self.window = config.head_gates.window
+        self.sinks = config.head_gates.sinks
         self.log_alpha = nn.Parameter(
             torch.empty(config.num_layers, config.kv_heads, dtype=torch.float32)
         )
         self.heads = slice(None)
         """The KV heads this rank computes."""
         self.counts = True
-        """Whether the gradient of the objective's own terms reaches the gates here; of ranks that compute the same loss, on one."""
+        """Whether the gradient of the task's terms on gates counts on this rank; of ranks that
+        compute the same loss, it does on one."""
         self.skip = True
-        """Heads that are decided run one branch; False computes both for all of them, as a measure of what that saves."""
+        """Heads that are decided run one branch. False computes both for all of them, to measure
+        what that saves."""
 
     def forward(self) -> Tensor:
         """log_alpha on the host; waits for the device, so it is called once per step."""
         return self.log_alpha.detach().cpu()
 
     def draw(self, on_host: Tensor, seed: int | None) -> GateDraw:
-        """The gates of one pass from log_alpha on the host: sampled with the noise of a seed, or deterministic if it is None."""
+        """The gates of one pass from log_alpha on the host: sampled with the noise of a seed, or
+        deterministic if it is None."""
+        # Frozen gates are settled in training too.
         if seed is None or not self.log_alpha.requires_grad:
             z_host = settle(on_host).float()
             z = self._moved(z_host)
         else:
             z_host, slope = sample(on_host, seed)
-            # the value is z_host exactly, the gradient that of the sample: clamped gates have none
-            z = self._moved(z_host) + self._moved(slope) * (
-                self.log_alpha - self.log_alpha.detach()
-            )
+            # The value is z_host exactly, the gradient that of the sample: clamped gates have none.
+            zero = self.log_alpha - self.log_alpha.detach()
+            z = self._moved(z_host) + self._moved(slope) * zero
+
         mix = HeadMix.of(
             z, z_host, StreamingWindow(self.window, self.sinks), heads=self.heads, skip=self.skip
         )
-        return (
-            GateDraw(mix, z, self.log_alpha)
-            if self.counts
-            else GateDraw(mix, _without_slope(z), _without_slope(self.log_alpha))
-        )
+        # The gradient that attention has of z counts on every rank: each computes its own heads.
+        if self.counts:
+            return GateDraw(mix, z, self.log_alpha)
+        return GateDraw(mix, _without_slope(z), _without_slope(self.log_alpha))
 
     def _moved(self, host: Tensor) -> Tensor:
         device = self.log_alpha.device
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        if device.type == "cuda":
+            return host.pin_memory().to(device, non_blocking=True)
+        return host
 
 
 def _without_slope(x: Tensor) -> Tensor:
-    """The same value with a gradient of zero. There always is one, so that an engine finds the gates used in every pass."""
+    """The same value with a gradient of zero.
+
+    There always is one, so that an engine finds the gates used in every pass.
+    """
     return x.detach() + 0.0 * (x - x.detach())
 
 
 def sample(log_alpha: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """(z, dz / d log_alpha), fp32 like log_alpha on the host; the arithmetic between is fp64."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    u = (
-        torch.rand(log_alpha.shape, generator=generator, dtype=torch.float64, device="cpu")
-        * (1 - 2 * EPS)
-        + EPS
-    )
+    noise = torch.rand(log_alpha.shape, generator=generator, dtype=torch.float64, device="cpu")
+    u = noise * (1 - 2 * EPS) + EPS
+    # The formula of the module's docstring. A clamped z has no gradient.
     s = torch.sigmoid((torch.logit(u) + log_alpha.double()) / TEMPERATURE)
     z = (LOW + (HIGH - LOW) * s).clamp(0, 1).float()
     slope = (HIGH - LOW) * s * (1 - s) / TEMPERATURE
@@ -113,15 +128,20 @@ def sample(log_alpha: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def expected_full_heads(log_alpha: Tensor) -> int:
-    """How many heads the gates expect to be full; the number that stream is rounded to the nearest, a half up."""
-    return log_alpha.numel() - math.floor(float((1 - expected_z(log_alpha.double())).sum()) + 0.5)
+    """How many heads the gates expect to be full; the number that stream is rounded to the
+    nearest, a half up."""
+    # In fp64, so that the rounding to a whole number is the same everywhere.
+    streaming = float((1 - expected_z(log_alpha.double())).sum())
+    return log_alpha.numel() - math.floor(streaming + 0.5)
 
 
 def settle(log_alpha: Tensor) -> Tensor:
-    """Bool [L,KV] on the host: which heads are full. As many as the gates expect, those with the highest log_alpha."""
-    return torch.tensor(
-        select_heads(log_alpha.tolist(), expected_full_heads(log_alpha)).full, device="cpu"
-    )
+    """Bool [L,KV] on the host: which heads are full.
+
+    As many as the gates expect, those with the highest log_alpha.
+    """
+    masks = select_heads(log_alpha.tolist(), expected_full_heads(log_alpha))
+    return torch.tensor(masks.full, device="cpu")
 
 
 def settled_masks(log_alpha: Tensor, window: int, sinks: int) -> HeadMasks:
@@ -146,16 +166,18 @@ def probability_one(log_alpha: Tensor) -> Tensor:
 
 def expected_z(log_alpha: Tensor) -> Tensor:
     """E[z], the integral of P(z > t) over t in 0..1, by a quadrature that is exact to 1e-6."""
-    at, weights = _quadrature()
-    thresholds = log_alpha.new_tensor(at)
-    return (torch.sigmoid(log_alpha[..., None] - thresholds) * log_alpha.new_tensor(weights)).sum(
-        -1
-    )
+    nodes, weights = _quadrature()
+    probabilities = torch.sigmoid(log_alpha[..., None] - log_alpha.new_tensor(nodes))
+    return (probabilities * log_alpha.new_tensor(weights)).sum(-1)
 
 
 @cache
 def _quadrature() -> tuple[list[float], list[float]]:
-    """tau * logit of the relative place of Gauss-Legendre nodes on 0..1 between low and high, and their weights."""
+    """Gauss-Legendre nodes t on 0..1, as the log_alpha at which P(z > t) is a half, and their
+    weights.
+
+    P(z > t) = sigmoid(log_alpha - tau logit((t - low) / (high - low)))
+    """
     import numpy as np
 
     nodes, weights = np.polynomial.legendre.leggauss(48)

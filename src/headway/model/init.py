@@ -1,4 +1,9 @@
-"""Initial values: each parameter is drawn from (seed, its name), so neither the order nor the layout of a model changes them."""
+"""Initial values: each parameter is drawn from (seed, its name), so neither the order of parameters
+nor the layout of ranks changes them.
+
+A rank draws the whole parameter on the CPU and keeps its part: the same run on any number of ranks
+begins with the same weights.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +28,15 @@ def initialize(model: Model, seed: int) -> None:
 
 
 def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tensor:
-    """fp32 on the CPU: norms 1 (or 0 where 1 is added to them), biases 0, gates nearly full, matrices normal.
+    """fp32 on the CPU: norms 1 (or 0 where 1 is added to them), biases 0, gates nearly full,
+    matrices normal.
 
-    Matrices that add to the stream shrink with depth, so that it does not grow.
+    Matrices that add to the stream begin smaller, by sqrt(2 layers): so many terms are added to it,
+    and its variance stays that of one (GPT-2).
     """
-    if config.aligner is not None:
-        from headway.model.aligner import aligner_value
-
-        return aligner_value(spec, config, seed)
+    # Only a wrapped class itself knows how its weights are drawn.
     if config.hf_config is not None:
-        from headway.model.stock.first_values import stock_value
+        from headway.model.stock.values import stock_value
 
         return stock_value(spec.name, config, seed)
     if spec.start == "zero":
@@ -40,18 +44,24 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
     if spec.start == "norm":
         factor = 0.0 if config.norm == "rmsnorm1p" else 1.0
         return torch.full(spec.shape, factor, device="cpu")
+
     generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", spec.name))
     value = torch.empty(spec.shape, device="cpu")
     if spec.start == "gates":
         gates = config.head_gates
         assert gates is not None
         if gates.stripe:
+            # Every second layer full, the others streaming: [layers, KV].
             is_even = torch.arange(spec.shape[0], device="cpu") % 2 == 0
             return torch.where(is_even, DECIDED, -DECIDED)[:, None].repeat(1, spec.shape[1])
         return value.normal_(gates.init_mean, gates.init_std, generator=generator)
     if spec.start == "uniform":
-        bound = spec.shape[1] ** -0.5  # as torch initializes a linear: features have any scale
+        # As torch initializes a linear: its inputs are features of any scale, not a normed stream.
+        bound = spec.shape[1] ** -0.5
         return value.uniform_(-bound, bound, generator=generator)
+    if spec.std is not None:
+        return value.normal_(0.0, spec.std, generator=generator)
+
     assert spec.start in ("normal", "residual"), f"{spec.name} begins with what is given"
     std = config.init_std
     if spec.start == "residual":

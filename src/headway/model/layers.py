@@ -1,5 +1,7 @@
-"""The layers a block is made of: normalisation, the projections of attention, the feed-forward. The attention core is not here: a block
-calls it between `Attention.project` and `Attention.output` (see transformer.py), so that it can be replaced.
+"""The layers a block is made of: normalisation, the projections of attention, the feed-forward.
+
+The attention core is not here: a block calls it between `Attention.project` and `Attention.output`
+(see transformer.py), so that it can be replaced.
 
 Shapes: B rows, T tokens, D width, H query heads, KV key and value heads, hd head width.
 """
@@ -24,37 +26,55 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight) * gain."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) * gain, in fp32.
+
+    With offset 1 the weight is stored around 0, as in Gemma.
+    """
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0, gain: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
-        self.eps, self.offset, self.gain = eps, offset, gain
+        self.eps = eps
+        self.offset = offset
+        self.gain = gain
 
     def forward(self, x: Tensor, total: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """`total` turns the mean square of the channels of this rank into that of all."""
-        # Written out: as fast as the fused operator forward, and several times faster backward on CPU; compiled, both are one kernel.
+        """`total` turns the mean square of the channels of this rank into that of all ranks."""
+        # Written out: as fast as the fused operator forward, and several times faster backward on
+        # CPU; compiled, both are one kernel.
         x32 = x.float()
-        square = x32.square().mean(-1, keepdim=True)
-        scale = torch.rsqrt((square if total is None else total(square)) + self.eps)
-        scale = scale if self.gain == 1.0 else scale * self.gain
-        weight = self.weight if not self.offset else self.weight.float() + self.offset
+        mean_square = x32.square().mean(-1, keepdim=True)
+        if total is not None:
+            mean_square = total(mean_square)
+        scale = torch.rsqrt(mean_square + self.eps)
+        if self.gain != 1.0:
+            scale = scale * self.gain
+
+        weight = self.weight
+        if self.offset:
+            # In fp32: a bf16 sum would round most of a weight near 0 away.
+            weight = self.weight.float() + self.offset
         return (x32 * scale * weight).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
-    """((x - mean) / std * weight + bias) * gain."""
+    """((x - mean) / std * weight + bias) * gain, in fp32."""
 
     def __init__(self, size: int, eps: float, *, bias: bool = True, gain: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
-        self.eps, self.gain = eps, gain
+        self.eps = eps
+        self.gain = gain
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.float()
         normed = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), bias, self.eps)
-        return (normed if self.gain == 1.0 else normed * self.gain).to(x.dtype)
+        if self.gain != 1.0:
+            normed = normed * self.gain
+        return normed.to(x.dtype)
 
 
 def build_norm(config: ModelConfig, *, gain: float = 1.0) -> RMSNorm | LayerNorm:
@@ -67,13 +87,13 @@ def build_norm(config: ModelConfig, *, gain: float = 1.0) -> RMSNorm | LayerNorm
 
 
 def _rms_norm(config: ModelConfig, size: int, *, gain: float = 1.0) -> RMSNorm:
-    return RMSNorm(
-        size, config.norm_eps, offset=1.0 if config.norm == "rmsnorm1p" else 0.0, gain=gain
-    )
+    offset = 1.0 if config.norm == "rmsnorm1p" else 0.0
+    return RMSNorm(size, config.norm_eps, offset=offset, gain=gain)
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """Elements set to zero at random, the others scaled up."""
+    """What a block calls on one rank; ranks that share tokens drop the same elements as one rank
+    would (`LayerSplit.drop`)."""
     return F.dropout(x, rate)
 
 
@@ -82,35 +102,43 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        width, head = config.hidden_size, config.head_size
+        width = config.hidden_size
+        head = config.head_size
         self.q_proj = nn.Linear(width, config.num_heads * head, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, config.kv_heads * head, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.kv_heads * head, bias=config.qkv_bias)
-        widths = (
-            (head, head)
-            if config.qk_norm_over == "head"
-            else (config.num_heads * head, config.kv_heads * head)
-        )
-        self.q_norm, self.k_norm = (
-            _rms_norm(config, width) if config.qk_norm else None for width in widths
-        )
+
+        # A norm covers each head (Qwen 3, Gemma 3) or all heads of a token together (OLMo 2).
+        q_width = head
+        k_width = head
+        if config.qk_norm_over == "projection":
+            q_width = config.num_heads * head
+            k_width = config.kv_heads * head
+        self.q_norm = _rms_norm(config, q_width) if config.qk_norm else None
+        self.k_norm = _rms_norm(config, k_width) if config.qk_norm else None
         self.norms_projections = config.qk_norm_over == "projection"
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-        """Where ranks share the heads: the mean over them, for norms of all heads together."""
+        """Where ranks share the heads: the mean over ranks, for norms of all heads together."""
+
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         """[H]: a logit of each head beside the scores of its keys (`ScoreRule`)."""
         self.o_proj = nn.Linear(config.num_heads * head, width, bias=config.output_bias)
         self.head_size = head
+
+        # Decided when the layer is made, so that a compiled graph has no branch for it.
         self.rotates = config.positions == "rotary" and layer not in config.no_rope_layers
         self.interleaved = config.rope_interleaved
-        self.angles = (
-            None if config.rope_local_theta is None else int(config.window_of(layer) is not None)
-        )
-        """Which of several rotary frequencies are this layer's."""
-        # Kernels divide scores by sqrt(hd): with another scale the queries are longer.
-        self.query_scale = (
-            1.0 if config.attention_scale is None else config.attention_scale * head**0.5
-        )
+        self.angles: int | None = None
+        """Which of two rotary frequencies are this layer's: 0 global, 1 local; None: the model
+        has one."""
+        if config.rope_local_theta is not None:
+            self.angles = int(config.window_of(layer) is not None)
+
+        # Kernels divide scores by sqrt(hd). Another scale is reached by longer queries.
+        self.query_scale = 1.0
+        if config.attention_scale is not None:
+            self.query_scale = config.attention_scale * head**0.5
+
         self.joined: tuple[Tensor, Tensor | None] | None = None
         """Weight and bias of all three projections in one tensor each, after `fuse`."""
 
@@ -120,8 +148,12 @@ class Attention(nn.Module):
             self.joined = join_linears([self.q_proj, self.k_proj, self.v_proj])
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B,T,H,hd], k and v [B,T,KV,hd] of x [B,T,D]; head counts follow the weights, which may be a slice of the whole."""
+        """q [B,T,H,hd], k and v [B,T,KV,hd] of x [B,T,D].
+
+        Head counts follow the weights, which are a slice of the whole on a tensor-parallel rank.
+        """
         heads = (*x.shape[:-1], -1, self.head_size)
+
         if self.joined is not None:
             sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
             q, k, v = (
@@ -129,20 +161,26 @@ class Attention(nn.Module):
                 for part in F.linear(x, *self.joined).split(sizes, dim=-1)
             )
         else:
-            q, k, v = (
-                self.q_proj(x).view(heads),
-                self.k_proj(x).view(heads),
-                self.v_proj(x).view(heads),
-            )
+            q = self.q_proj(x).view(heads)
+            k = self.k_proj(x).view(heads)
+            v = self.v_proj(x).view(heads)
+
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+            q = self._normed(q, self.q_norm)
+            k = self._normed(k, self.k_norm)
+
         if self.rotates:
-            cos, sin = (cos, sin) if self.angles is None else (cos[self.angles], sin[self.angles])
+            if self.angles is not None:
+                cos = cos[self.angles]
+                sin = sin[self.angles]
             turn = partial(rotate, cos=cos, sin=sin, interleaved=self.interleaved)
             return turn(q, scale=self.query_scale), turn(k), v
-        return (q if self.query_scale == 1.0 else (q.float() * self.query_scale).to(q.dtype)), k, v
+        if self.query_scale != 1.0:
+            q = (q.float() * self.query_scale).to(q.dtype)
+        return q, k, v
 
     def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Queries or keys x [B,T,heads,hd], normed by head or over all heads of a token."""
         if not self.norms_projections:
             return norm(x)
         return norm(x.flatten(-2), self.mean_over_ranks).view(x.shape)
@@ -154,6 +192,7 @@ class Attention(nn.Module):
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
     """The projections of one layer's attention."""
+    # Imported here: that module uses the norms of this one.
     if config.latent_attention is not None:
         from headway.model.latent_attention import LatentAttention
 
@@ -166,10 +205,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         super().__init__()
-        size = config.ffn_size if size is None else size
-        self.gate_proj = (
-            nn.Linear(config.hidden_size, size, bias=config.ffn_bias) if config.ffn_gate else None
-        )
+        if size is None:
+            size = config.ffn_size
+        self.gate_proj = None
+        if config.ffn_gate:
+            self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.ffn_bias)
         self.up_proj = nn.Linear(config.hidden_size, size, bias=config.ffn_bias)
         self.down_proj = nn.Linear(size, config.hidden_size, bias=config.ffn_bias)
         self.activate = ACTIVATIONS[config.activation]
@@ -182,6 +222,7 @@ class FeedForward(nn.Module):
             self.joined = join_linears([self.gate_proj, self.up_proj])
 
     def forward(self, x: Tensor) -> Tensor:
+        # Gate and up have one width, so their rows are the two halves of the joined matrix.
         if self.joined is not None:
             gate, up = F.linear(x, *self.joined).chunk(2, dim=-1)
             return self.down_proj(self.activate(gate) * up)
@@ -199,6 +240,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def build_mlp(config: ModelConfig, layer: int) -> FeedForward | MixtureOfExperts:
     """The feed-forward of one layer."""
+    # Imported here: a mixture has a FeedForward as its shared expert.
     if config.is_mixture(layer):
         from headway.model.moe import MixtureOfExperts
 
@@ -207,15 +249,21 @@ def build_mlp(config: ModelConfig, layer: int) -> FeedForward | MixtureOfExperts
 
 
 def join_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:
-    """Weights and biases of several linears in one tensor each; the linears become views of them. None where one has an adapter."""
+    """Weights and biases of several linears, joined in one tensor each; None if one of the linears
+    has an adapter.
+
+    The linears become views of the joined tensors: memory is not doubled, and their names still
+    give the weights.
+    """
+    # Not isinstance: an adapted linear is a subclass, and its product is not that of its weight.
     if any(type(linear) is not nn.Linear for linear in linears):
         return None
+
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    bias = (
-        torch.cat([linear.bias.detach() for linear in linears])
-        if linears[0].bias is not None
-        else None
-    )
+    bias = None
+    if linears[0].bias is not None:
+        bias = torch.cat([linear.bias.detach() for linear in linears])
+
     begin = 0
     for linear in linears:
         end = begin + linear.out_features

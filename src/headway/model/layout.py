@@ -1,15 +1,21 @@
-"""Every parameter of a Transformer, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
+"""Every parameter of a Transformer, as data: a config comes in, one `ParamSpec` per parameter goes
+out, in forward order.
 
-A spec says all that others must know of a parameter. Nobody reads it off a name, so a model may call its parameters as it likes.
+A spec says all that others must know of a parameter: engines, optimizers, adapters and `plan`
+decide by its fields, never by its name. So a model may call its parameters as it likes.
 
     split        dim    parameters
-    column        0     q, k, v, q_b, kv_b, gate, up and their biases, norms over all heads, sinks: each rank computes some of the outputs
+    column        0     q, k, v, q_b, kv_b, gate, up and their biases, norms over all heads, sinks:
+                        each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
-    (of experts, [experts, out, in] and biases [experts, out], each dim is one higher: a rank has a part of every expert)
     vocab         0     embedding and head: each rank has some of the tokens
-    replicated    -     norms, routers, q_a, kv_a, the score head, biases added after a sum, everything of media inputs
+    replicated    -     norms, routers, q_a, kv_a, the score head, biases added after a sum,
+                        everything of media inputs
 
-Imports without torch; only the class of a wrapped model (family transformers) is asked for its own.
+Stacked experts, [experts, out, in] and biases [experts, out], have each dim one higher: a rank has
+a part of every expert.
+
+Imports without torch; only the specs of a wrapped model (family transformers) come from its class.
 """
 
 from collections.abc import Mapping
@@ -24,11 +30,12 @@ from headway.model.media_shape import ALIGNER, PROJECTOR, SHARED, MediaShape
 Split = Literal["column", "row", "vocab", "replicated"]
 Stage = int | Literal["first", "last"]
 Coverage = Literal["tokens", "part", "all"]
-"""What a rank's gradient of a parameter covers, where several ranks of the tensor axis hold the same elements:
+"""What a rank's gradient of a parameter covers, where several ranks of the tensor axis hold the
+same elements:
 
-    tokens    what the tokens of this rank say. With parallel.sequence these are some of the row's, and ranks add their gradients up;
-              without it every rank has all tokens and the same gradient.
-    part      what its heads, inputs or outputs say: ranks always add up.
+    tokens    the contribution of this rank's tokens. With parallel.sequence these are some of the row's, and ranks add their
+              gradients up; without it every rank has all tokens and the same gradient.
+    part      the contribution of its heads, inputs or outputs: ranks always add up.
     all       everything, on every rank: never added up.
 """
 Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates", "given"]
@@ -38,17 +45,33 @@ Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates
     norm        the factor that changes nothing          zero       0
     uniform     as torch initializes a linear            gates      as the config's head gates say
     table       of vectors that are looked up and added to a stream, in the towers of an aligner
-    given       said where it is added: by an adapter, by the task
+    given       by the code that adds the parameter: an adapter, or the task
 """
 Group = Literal[
-    "embedding", "norm", "bias", "linear", "expert", "adapter", "projector", "aligner", "gates", "score", "router_bias", "objective"
-]  # fmt: skip
-"""What a parameter belongs to; it may be in several. `linear`: the matrix of a linear that an adapter may change; `expert`: stacked
-over experts along dim 0; `router_bias`: by which a router balances experts without a loss; `aligner`: a head of phase 1."""
+    "embedding",
+    "norm",
+    "bias",
+    "linear",
+    "expert",
+    "adapter",
+    "projector",
+    "aligner",
+    "gates",
+    "score",
+    "router_bias",
+    "objective",
+]
+"""What a parameter belongs to; it may be in several.
+
+    linear        the matrix of a linear that an adapter may change
+    expert        stacked over experts along dim 0
+    router_bias   by which a router balances experts without a loss
+    aligner       a head that aligns media with text, trained by the contrastive task
+"""
 
 
 def in_groups(*groups: Group) -> frozenset[Group]:
-    """These groups."""
+    """A frozenset whose members the type checker knows to be groups."""
     return frozenset(groups)
 
 
@@ -66,11 +89,14 @@ STACKED = 3
 EXPERTS = ".mlp.experts."
 """Between the path of a layer and the names of its experts' parameters."""
 ROUTER_BIAS = "e_score_correction_bias"
-"""Last part of the name of the bias by which a router balances experts without a loss; fp32 and whole on every rank, never trained."""
+"""Last part of the name of the bias by which a router balances experts without a loss; fp32 and
+whole on every rank, never trained."""
 NORM = in_groups("norm")
 WIDE = in_groups("gates", "router_bias", "objective")
 """Groups whose parameters are always fp32."""
 SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
+"""The dim of a plain matrix or bias; of stacked experts it is one higher
+(`ParamSpec.split_dim`)."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +109,31 @@ class ParamSpec:
     split: Split = "replicated"
     """How tensor parallelism may split it."""
     stage: Stage = "first"
-    """Its layer, for pipeline stages; `first` goes with the embedding, `last` with the final norm and head."""
+    """Its layer, for pipeline stages; `first` goes with the embedding, `last` with the final
+    norm and head."""
     unit: int = 1
     """A shard along the split dim is a multiple of this: heads stay whole."""
     tied_to: str | None = None
     """The parameter this one also serves as: a tied embedding is the head too."""
     covers: Coverage = "tokens"
-    """What a tensor rank's gradient covers, where ranks hold the same elements; `part` for what is used where layers are split, between
-    `LayerSplit.enter` and `leave`."""
+    """What a tensor rank's gradient covers, where ranks hold the same elements; `part` for
+    parameters that are used between `LayerSplit.gather_input` and `reduce_output`, where a rank
+    computes a part of the layer for all tokens."""
     of_kv_heads: bool = False
-    """The split dim counts KV heads: where they are fewer than ranks, neighbouring ranks hold the same head."""
+    """The split dim counts KV heads: where they are fewer than ranks, neighbouring ranks hold
+    the same head."""
     start: Start = "normal"
     """Its initial value."""
+    std: float | None = None
+    """Standard deviation of an initial value that is drawn from a normal distribution; None: the
+    config's."""
     groups: frozenset[Group] = frozenset()
     """What it belongs to: patterns of a recipe choose by it."""
 
     @property
     def split_dim(self) -> int | None:
-        """The dim along which it may be split."""
+        """The dim along which tensor parallelism may split it; None: never."""
+        # Dim 0 of stacked experts counts experts.
         dim = SPLIT_DIM[self.split]
         if dim is None or "expert" not in self.groups:
             return dim
@@ -117,7 +150,7 @@ class ParamSpec:
         return len(self.shape) >= 2 and "bias" not in self.groups
 
     @property
-    def is_wide(self) -> bool:
+    def keeps_float32(self) -> bool:
         """Always fp32 and, with fsdp, whole on every rank."""
         return not self.groups.isdisjoint(WIDE)
 
@@ -127,17 +160,20 @@ Specs = Mapping[str, ParamSpec]
 
 
 def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> ParamSpec:
-    """What the name of a parameter says about it, for models that say no more: a user's, a class of transformers, an aligner."""
+    """The spec that follows from a parameter's name, for models without specs of their own: a
+    user's, a class of transformers, an aligner."""
     path, _, leaf = name.rpartition(".")
     module = path.rpartition(".")[2]
+
     groups: set[Group] = set()
+    # What is not recognised belongs to no group: patterns of a recipe then see a plain parameter.
     if leaf == "bias":
         groups.add("bias")
     if "norm" in module:
         groups.add("norm")
     if "embed_tokens" in name or name.startswith("lm_head"):
         groups.add("embedding")
-    # What another model may take over from headway's own keeps its name.
+    # Modules of headway that another model may reuse: their parameters have headway's names there.
     if EXPERTS in name:
         groups.add("expert")
     if leaf == ROUTER_BIAS:
@@ -150,6 +186,7 @@ def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> P
         groups.add("aligner")
     if name == GATES:
         return ParamSpec(name, shape, covers="part", start="gates", groups=in_groups("gates"))
+
     start: Start = "normal"
     if leaf.endswith("bias"):
         start = "zero"
@@ -165,25 +202,36 @@ def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> P
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in the order the forward meets them."""
     if config.hf_config is not None:
-        from headway.model.stock.facts import facts_of  # a class of transformers says it itself
+        # Both of these need torch, so they are imported only where they are needed.
+        from headway.model.stock.facts import facts_of
 
         return list(facts_of(config).specs)
+    if config.head == "vectors":
+        from headway.model.aligner import aligner_specs
+
+        return aligner_specs(config)
+
+    # In the order in which the forward uses them: engines reduce gradients in the reverse order, and
+    # gates and media, which are used first, are complete last.
     specs: list[ParamSpec] = []
     if config.head_gates:
-        gates = (config.num_layers, config.kv_heads)
+        shape = (config.num_layers, config.kv_heads)
         specs.append(
-            ParamSpec(GATES, gates, covers="part", start="gates", groups=in_groups("gates"))
+            ParamSpec(GATES, shape, covers="part", start="gates", groups=in_groups("gates"))
         )
     if config.media is not None:
         specs += media_specs(config.media, config.hidden_size)
-    embedding = (config.vocab, config.hidden_size)
+
+    table = (config.vocab, config.hidden_size)
     tied = HEAD if config.ties_head else None
     words = in_groups("embedding")
-    specs.append(ParamSpec(EMBEDDING, embedding, "vocab", "first", tied_to=tied, groups=words))
+    specs.append(ParamSpec(EMBEDDING, table, "vocab", "first", tied_to=tied, groups=words))
     if config.positions == "learned":
         specs.append(ParamSpec(POSITIONS, (config.max_seq_len, config.hidden_size)))
+
     for layer in range(config.num_layers):
         specs += _block(config, layer)
+
     specs += _norm(config, "model.norm", "last")
     if config.score_head:
         score = in_groups("score")
@@ -191,82 +239,103 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
             ParamSpec(SCORE, (1, config.hidden_size), stage="last", covers="part", groups=score)
         )
     elif not config.tie_embeddings:
-        specs.append(
-            ParamSpec(HEAD, embedding, "vocab", "last", groups=words | in_groups("linear"))
-        )
+        specs.append(ParamSpec(HEAD, table, "vocab", "last", groups=words | in_groups("linear")))
     return specs
 
 
 def media_specs(media: MediaShape, hidden_size: int) -> list[ParamSpec]:
-    """The parameters of media inputs, in the order of the forward; `hidden_size` is the language model's."""
+    """The parameters of media inputs, in the order of the forward; `hidden_size` is the language
+    model's."""
     specs: list[ParamSpec] = []
     if media.aligned is not None:
         head = partial(ParamSpec, groups=in_groups("aligner"))
         norm = in_groups("aligner", "norm")
-        for one in media.inputs:
-            at = f"{ALIGNER}{one.modality}."
+        for media_input in media.inputs:
+            prefix = f"{ALIGNER}{media_input.modality}."
+            width = media_input.width
             specs += [
-                ParamSpec(at + "norm.weight", (one.width,), start="norm", groups=norm),
+                ParamSpec(prefix + "norm.weight", (width,), start="norm", groups=norm),
                 ParamSpec(
-                    at + "norm.bias", (one.width,), start="zero", groups=norm | in_groups("bias")
+                    prefix + "norm.bias", (width,), start="zero", groups=norm | in_groups("bias")
                 ),
-                head(at + "fc.weight", (media.aligned, one.width)),
+                head(prefix + "fc.weight", (media.aligned, width)),
             ]
+
     projector = in_groups("projector")
     matrix = partial(ParamSpec, start="uniform", groups=projector)
     bias = partial(ParamSpec, start="zero", groups=projector | in_groups("bias"))
-    for one in media.inputs[:1] if media.shared else media.inputs:
-        at = f"{PROJECTOR}{SHARED if media.shared else one.modality}."
-        tokens = one.tokens if one.is_pooled else 1
+    # A shared projector has the shape that each of the inputs would give it.
+    projected = media.inputs[:1] if media.shared else media.inputs
+    for media_input in projected:
+        name = SHARED if media.shared else media_input.modality
+        prefix = f"{PROJECTOR}{name}."
+        # One vector per item becomes all its tokens at once; otherwise each vector becomes a token.
+        tokens = media_input.tokens if media_input.is_pooled else 1
         outputs = hidden_size * tokens
         specs += [
-            ParamSpec(at + "missing", (tokens, hidden_size), groups=projector),
-            matrix(at + "up.weight", (media.hidden, media.aligned or one.width)),
-            bias(at + "up.bias", (media.hidden,)),
-            matrix(at + "down.weight", (outputs, media.hidden)),
-            bias(at + "down.bias", (outputs,)),
+            ParamSpec(prefix + "missing", (tokens, hidden_size), groups=projector),
+            matrix(prefix + "up.weight", (media.hidden, media.aligned or media_input.width)),
+            bias(prefix + "up.bias", (media.hidden,)),
+            matrix(prefix + "down.weight", (outputs, media.hidden)),
+            bias(prefix + "down.bias", (outputs,)),
         ]
     return specs
 
 
 def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
-    at, ffn = f"model.layers.{layer}.", config.ffn_size
-    before, after = config.norm_placement != "after", config.norm_placement != "before"
-    specs = _norm(config, at + "input_layernorm", layer) if before else []
-    specs += attention_specs(config, at + "self_attn.", layer)
-    specs += _norm(config, at + "post_self_attn_layernorm", layer) if after else []
-    specs += (
-        _norm(config, at + "post_attention_layernorm", layer)
-        if before and not config.parallel_block
-        else []
-    )
-    specs += (_mixture if config.is_mixture(layer) else _feed_forward)(
-        config, at + "mlp.", layer, ffn
-    )
-    return specs + (_norm(config, at + "post_mlp_layernorm", layer) if after else [])
+    """Of one layer, as `transformer.Block` builds it."""
+    prefix = f"model.layers.{layer}."
+    before = config.norm_placement != "after"
+    after = config.norm_placement != "before"
+
+    specs: list[ParamSpec] = []
+    if before:
+        specs += _norm(config, prefix + "input_layernorm", layer)
+    specs += attention_specs(config, prefix + "self_attn.", layer)
+    if after:
+        specs += _norm(config, prefix + "post_self_attn_layernorm", layer)
+    if before and not config.parallel_block:
+        specs += _norm(config, prefix + "post_attention_layernorm", layer)
+    if config.is_mixture(layer):
+        specs += _mixture(config, prefix + "mlp.", layer)
+    else:
+        specs += _feed_forward(config, prefix + "mlp.", layer, config.ffn_size)
+    if after:
+        specs += _norm(config, prefix + "post_mlp_layernorm", layer)
+    return specs
 
 
-def attention_specs(config: ModelConfig, at: str = "", layer: int = 0) -> list[ParamSpec]:
-    """The parameters of a layer's attention, with names behind `at`."""
+def attention_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> list[ParamSpec]:
+    """The parameters of a layer's attention; their names begin with `prefix`."""
     if config.latent_attention is not None:
-        return _latent(config, at, layer)
-    width, head, specs = config.hidden_size, config.head_size, list[ParamSpec]()
-    queries, keys = config.num_heads * head, config.kv_heads * head
+        return _latent(config, prefix, layer)
+
+    width = config.hidden_size
+    head = config.head_size
+    queries = config.num_heads * head
+    keys = config.kv_heads * head
+
+    specs = list[ParamSpec]()
     inner = _Linear(layer, unit=head, bias=config.qkv_bias)
-    specs += inner.of(at + "q_proj", (queries, width), "column")
-    specs += inner.of(at + "k_proj", (keys, width), "column", of_kv_heads=True)
-    specs += inner.of(at + "v_proj", (keys, width), "column", of_kv_heads=True)
+    specs += inner.of(prefix + "q_proj", (queries, width), "column")
+    specs += inner.of(prefix + "k_proj", (keys, width), "column", of_kv_heads=True)
+    specs += inner.of(prefix + "v_proj", (keys, width), "column", of_kv_heads=True)
+
     if config.qk_norm and config.qk_norm_over == "head":
-        specs.append(_inner_norm(at + "q_norm", head, layer))
-        specs.append(_inner_norm(at + "k_norm", head, layer))
+        # One weight for all heads: every rank has it whole.
+        specs.append(_inner_norm(prefix + "q_norm", head, layer))
+        specs.append(_inner_norm(prefix + "k_norm", head, layer))
     elif config.qk_norm:
+        # A weight per channel of all heads, split with the heads.
         norm = partial(ParamSpec, split="column", stage=layer, unit=head, start="norm", groups=NORM)
-        specs.append(norm(at + "q_norm.weight", (queries,)))
-        specs.append(norm(at + "k_norm.weight", (keys,), of_kv_heads=True))
+        specs.append(norm(prefix + "q_norm.weight", (queries,)))
+        specs.append(norm(prefix + "k_norm.weight", (keys,), of_kv_heads=True))
+
     if config.attention_sinks:
-        specs.append(ParamSpec(at + "sinks", (config.num_heads,), "column", layer))
+        specs.append(ParamSpec(prefix + "sinks", (config.num_heads,), "column", layer))
+
     outer = _Linear(layer, unit=head, bias=config.output_bias)
-    return specs + outer.of(at + "o_proj", (width, queries), "row")
+    return specs + outer.of(prefix + "o_proj", (width, queries), "row")
 
 
 def attention_weights(config: ModelConfig) -> int:
@@ -274,55 +343,79 @@ def attention_weights(config: ModelConfig) -> int:
     return sum(spec.size for spec in attention_specs(config) if len(spec.shape) > 1)
 
 
-def _latent(config: ModelConfig, at: str, layer: int) -> list[ParamSpec]:
-    latent, width, heads = config.latent_attention, config.hidden_size, config.num_heads
+def _latent(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    """Of multi-head latent attention (latent_attention.py)."""
+    latent = config.latent_attention
     assert latent is not None
-    head, value, specs = latent.head_size, latent.value_head_dim, list[ParamSpec]()
-    shared = _Linear(layer, bias=config.qkv_bias)  # whole on every rank, each uses it for its heads
+    width = config.hidden_size
+    heads = config.num_heads
+    head = latent.head_size
+    value = latent.value_head_dim
+
+    specs = list[ParamSpec]()
+    # Latents have no heads to split: these are whole on every rank, and each uses them for its heads.
+    shared = _Linear(layer, bias=config.qkv_bias)
     by_head = _Linear(layer, unit=head)
     if latent.q_rank is None:
-        specs += by_head.of(at + "q_proj", (heads * head, width), "column")
+        specs += by_head.of(prefix + "q_proj", (heads * head, width), "column")
     else:
-        specs += shared.of(at + "q_a_proj", (latent.q_rank, width), "replicated")
-        specs.append(_inner_norm(at + "q_a_layernorm", latent.q_rank, layer))
-        specs += by_head.of(at + "q_b_proj", (heads * head, latent.q_rank), "column")
-    specs += shared.of(at + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated")
-    specs.append(_inner_norm(at + "kv_a_layernorm", latent.kv_rank, layer))
-    each = latent.nope_head_dim + value
-    expanded = _Linear(layer, unit=each)
-    specs += expanded.of(at + "kv_b_proj", (heads * each, latent.kv_rank), "column")
+        specs += shared.of(prefix + "q_a_proj", (latent.q_rank, width), "replicated")
+        specs.append(_inner_norm(prefix + "q_a_layernorm", latent.q_rank, layer))
+        specs += by_head.of(prefix + "q_b_proj", (heads * head, latent.q_rank), "column")
+
+    specs += shared.of(prefix + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated")
+    specs.append(_inner_norm(prefix + "kv_a_layernorm", latent.kv_rank, layer))
+    key_and_value = latent.nope_head_dim + value
+    expanded = _Linear(layer, unit=key_and_value)
+    specs += expanded.of(prefix + "kv_b_proj", (heads * key_and_value, latent.kv_rank), "column")
+
     outer = _Linear(layer, unit=value, bias=config.output_bias)
-    return specs + outer.of(at + "o_proj", (width, heads * value), "row")
+    return specs + outer.of(prefix + "o_proj", (width, heads * value), "row")
 
 
-def _feed_forward(config: ModelConfig, at: str, layer: int, ffn: int) -> list[ParamSpec]:
-    width, specs = config.hidden_size, list[ParamSpec]()
+def _feed_forward(config: ModelConfig, prefix: str, layer: int, ffn: int) -> list[ParamSpec]:
+    """`ffn`: its inner width."""
+    width = config.hidden_size
+    inputs = ("gate_proj", "up_proj") if config.ffn_gate else ("up_proj",)
+
+    specs = list[ParamSpec]()
     linear = _Linear(layer, bias=config.ffn_bias)
-    for name in ("gate_proj", "up_proj") if config.ffn_gate else ("up_proj",):
-        specs += linear.of(at + name, (ffn, width), "column")
-    return specs + linear.of(at + "down_proj", (width, ffn), "row")
+    for name in inputs:
+        specs += linear.of(prefix + name, (ffn, width), "column")
+    return specs + linear.of(prefix + "down_proj", (width, ffn), "row")
 
 
-def _mixture(config: ModelConfig, at: str, layer: int, _ffn: int) -> list[ParamSpec]:
+def _mixture(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    """Router, stacked experts and the shared expert of a mixture."""
     assert config.experts is not None
-    num, width, ffn = config.experts.num, config.hidden_size, config.expert_size
-    router = partial(ParamSpec, stage=layer, covers="part")  # of the experts' parts on this rank
-    specs = [router(at + "gate.weight", (num, width))]
+    num = config.experts.num
+    width = config.hidden_size
+    ffn = config.expert_size
+
+    # A rank has a part of every expert, so the gradient of its router is that of these parts.
+    router = partial(ParamSpec, stage=layer, covers="part")
+    specs = [router(prefix + "gate.weight", (num, width))]
     if config.experts.router_bias:
-        specs.append(router(at + "gate.bias", (num,), start="zero", groups=in_groups("bias")))
+        specs.append(router(prefix + "gate.bias", (num,), start="zero", groups=in_groups("bias")))
     if config.experts.bias_rate is not None:
         balancing = in_groups("router_bias")
-        specs.append(router(f"{at}gate.{ROUTER_BIAS}", (num,), start="zero", groups=balancing))
+        specs.append(router(f"{prefix}gate.{ROUTER_BIAS}", (num,), start="zero", groups=balancing))
+
     linear = _Linear(layer, bias=config.experts.bias, groups=in_groups("expert"))
     for name in ("gate_proj", "up_proj"):
-        specs += linear.of(f"{at}experts.{name}", (num, ffn, width), "column")
-    specs += linear.of(at + "experts.down_proj", (num, width, ffn), "row")
+        specs += linear.of(f"{prefix}experts.{name}", (num, ffn, width), "column")
+    specs += linear.of(prefix + "experts.down_proj", (num, width, ffn), "row")
+
     shared = config.experts.shared_ffn_size
-    return specs + (_feed_forward(config, at + "shared_experts.", layer, shared) if shared else [])
+    if shared:
+        specs += _feed_forward(config, prefix + "shared_experts.", layer, shared)
+    return specs
 
 
 def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
     """A norm of the stream."""
+    # The stream has all channels on every rank, so its norms are whole; with parallel.sequence a
+    # rank's gradient covers its tokens (the default of `covers`).
     shape = (config.hidden_size,)
     specs = [ParamSpec(name + ".weight", shape, stage=stage, start="norm", groups=NORM)]
     if config.norm == "layernorm":
@@ -332,7 +425,10 @@ def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
 
 
 def _inner_norm(name: str, size: int, layer: int) -> ParamSpec:
-    """A norm inside of attention that all ranks have whole: each uses it for its heads."""
+    """A norm inside of attention that all ranks have whole.
+
+    Each uses it for its heads, so its gradient covers a part.
+    """
     return ParamSpec(
         name + ".weight", (size,), stage=layer, covers="part", start="norm", groups=NORM
     )
@@ -340,7 +436,7 @@ def _inner_norm(name: str, size: int, layer: int) -> ParamSpec:
 
 @dataclass(frozen=True)
 class _Linear:
-    """What the linears of one place have in common."""
+    """What several linears of a layer have in common."""
 
     stage: Stage
     unit: int = 1
@@ -359,6 +455,7 @@ class _Linear:
             self.unit,
             covers="part",
             of_kv_heads=of_kv_heads,
+            # Row-split matrices are those whose output is added to the stream.
             start="residual" if split == "row" else "normal",
             groups=self.groups | in_groups("linear"),
         )
@@ -383,7 +480,8 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def active_share(config: ModelConfig, spec: ParamSpec) -> float:
-    """The part of a parameter that one token passes: a few of stacked experts, all of everything else."""
+    """The part of a parameter that one token passes: a few of stacked experts, all of everything
+    else."""
     if config.experts is None or "expert" not in spec.groups:
         return 1.0
     return config.experts.per_token / config.experts.num

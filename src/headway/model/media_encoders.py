@@ -1,10 +1,12 @@
-"""Which encoder a model with media inputs was trained on, as text, and that encoder again: `MediaInput.encoder`.
+"""Which encoder a model with media inputs was trained on, as text (`MediaInput.encoder`), and the
+encoder that a text describes.
 
     {"kind": "huggingface", "path": ..., "pool": ...}     the settings of a frozen encoder (model/encoders)
     {"aligner": "runs/align/final"}                       the encoder of a phase-1 run: frozen, or its trained tower
     ""                                                    features came from a table; generation needs an encoder by name
 
-A path that is not absolute is below the folder of the model, where an export puts the encoders it brings along.
+A path that is not absolute is below the folder of the model, where an export puts the encoders it
+brings along.
 """
 
 from __future__ import annotations
@@ -27,40 +29,49 @@ if TYPE_CHECKING:
 
 ALIGNER_KEY = "aligner"
 PURRSIGHT_ENCODERS = ("mobilenet_v4", "cnn14")
+"""Kinds that PurrSight's aligners were trained with, on inputs prepared in its own way."""
 PATCH_LAYER = -2
 """The layer whose patches LLaVA takes."""
 
 
 def aligner_folder(path: Path) -> Path | None:
-    """The folder of a phase-1 run that has encoders beside its heads; None for a file of heads alone."""
-    folders = (path, path / "final", path.parent)
-    return next((one for one in folders if one.is_dir() and is_aligner_folder(one)), None)
+    """The folder of a phase-1 run that has encoders beside its heads; None for a file of heads
+    alone."""
+    for folder in (path, path / "final", path.parent):
+        if folder.is_dir() and is_aligner_folder(folder):
+            return folder
+    return None
 
 
 def encoder_text(name: str, modality: str, *, patches: bool, is_purrsight: bool = False) -> str:
-    """The encoder that a recipe names: a kind, a kind with its file (`cnn14:FILE`), or a Hugging Face folder or hub id.
+    """The encoder that a recipe names: a kind, a kind with its file (`cnn14:FILE`), or a Hugging
+    Face folder or hub id.
 
-    `is_purrsight`: it feeds an aligner that PurrSight trained, so PurrSight's own encoders read media as PurrSight does.
+    `is_purrsight`: it feeds an aligner that PurrSight trained, so PurrSight's own encoders read
+    media as PurrSight does.
     """
+    # A kind comes before a folder of the same name.
     kind, _, file = name.partition(":")
     if name in KINDS:
-        given: dict[str, Any] = {"kind": name}
+        settings: dict[str, Any] = {"kind": name}
     elif kind in KINDS and file:
-        given = {"kind": kind, "path": str(Path(file).resolve())}
+        settings = {"kind": kind, "path": str(Path(file).resolve())}
         if is_purrsight and kind in PURRSIGHT_ENCODERS:
-            given["preprocessing"] = "purrsight"
+            settings["preprocessing"] = "purrsight"
     else:
-        given = {
-            "kind": "huggingface",
-            "path": str(Path(name).resolve()) if Path(name).is_dir() else name,
-        }
-        given |= {"pool": "none", "layer": PATCH_LAYER} if patches else {}
-    config = _config(given, modality)
+        # Absolute, since the text is read again from other folders; a hub id stays as it is.
+        path = str(Path(name).resolve()) if Path(name).is_dir() else name
+        settings = {"kind": "huggingface", "path": path}
+        if patches:
+            settings |= {"pool": "none", "layer": PATCH_LAYER}
+
+    # An encoder that trains from scratch has no features before phase 1.
+    config = _config(settings, modality)
     if config.TRAINS:
         raise ConfigError(
             f"multimodal.{modality}.encoder is {name}, which must be trained first (recipe multimodal/align). Give multimodal.aligner."
         )
-    return json.dumps(given)
+    return json.dumps(settings)
 
 
 def aligned_encoder_text(folder: Path, modality: str) -> str:
@@ -73,14 +84,14 @@ def aligned_encoder_text(folder: Path, modality: str) -> str:
     return json.dumps({ALIGNER_KEY: str(folder.resolve())})
 
 
-def _config(given: dict[str, Any], modality: str) -> EncoderConfig:
-    if given.get("kind") not in KINDS:
+def _config(settings: dict[str, Any], modality: str) -> EncoderConfig:
+    kind = settings.get("kind")
+    if kind not in KINDS:
         raise ConfigError(
-            f"the encoder of {modality} has kind {given.get('kind')!r}; kinds are {', '.join(KINDS)}."
+            f"the encoder of {modality} has kind {kind!r}; kinds are {', '.join(KINDS)}."
         )
-    config: EncoderConfig = validate(
-        import_module(f"headway.model.encoders.{given['kind']}").Config, given
-    )
+    module = import_module(f"headway.model.encoders.{kind}")
+    config: EncoderConfig = validate(module.Config, settings)
     if modality not in config.FOR:
         raise ConfigError(
             f"the encoder of {modality} has kind {config.kind}, which encodes {', '.join(config.FOR)}. Use another."
@@ -90,6 +101,7 @@ def _config(given: dict[str, Any], modality: str) -> EncoderConfig:
 
 def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> FrozenMediaEncoder:
     """The encoder of a text, loaded once."""
+    # A model that was trained on a table of features does not know what made them.
     if not text:
         raise ConfigError(
             f"the model was trained on a table of {modality} features, so its encoder is unknown. Use a model trained on an encoder."
@@ -99,19 +111,23 @@ def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> 
 
 @lru_cache(maxsize=8)
 def _opened(text: str, modality: str, model_folder: Path | None) -> FrozenMediaEncoder:
-    given = json.loads(text)
-    if ALIGNER_KEY not in given:
-        return _config(given, modality).build(modality)
-    folder = Path(given[ALIGNER_KEY])
+    description = json.loads(text)
+    if ALIGNER_KEY not in description:
+        return _config(description, modality).build(modality)
+
+    folder = Path(description[ALIGNER_KEY])
     if not folder.is_absolute() and model_folder is not None:
         folder = model_folder / folder
     if not is_aligner_folder(folder):
         raise ConfigError(
             f"the encoder of {modality} is that of {folder}, which is not there any more. Put the folder back."
         )
+    # A frozen encoder of phase 1 is opened by its settings, a trained one by its weights.
     stored = read_aligner_folder(folder)
     config = stored.config.encoders[modality]
-    return _tower(stored, modality) if config.TRAINS else config.build(modality)
+    if config.TRAINS:
+        return _tower(stored, modality)
+    return config.build(modality)
 
 
 def _tower(stored: StoredAligner, modality: str) -> FrozenMediaEncoder:
@@ -128,14 +144,11 @@ def _tower(stored: StoredAligner, modality: str) -> FrozenMediaEncoder:
         def forward(self, inputs: Tensor) -> Tensor:
             return self.tower(inputs)[:, None]
 
-    mine = {
-        name: value
-        for name, value in sorted(stored.weights.items())
-        if name.startswith(f"towers.{modality}.")
-    }
+    # The identity of the encoder is its weights: features in a cache belong to them.
     digest = hashlib.sha256()
-    for name, value in mine.items():
-        digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    for name, value in sorted(stored.weights.items()):
+        if name.startswith(f"towers.{modality}."):
+            digest.update(name.encode() + value.contiguous().numpy().tobytes())
     tower = stored.load().towers[modality]
     return FrozenModule(
         modality,

@@ -1,10 +1,12 @@
-"""The media inputs of a model, as data: which modalities enter, how wide their features are, how many positions an item takes.
+"""The media inputs of a model, as data: which modalities enter, how wide their features are, how
+many positions an item takes.
 
     item            one image or sound; an encoder turns it into `vectors` feature vectors of `width` numbers
     pooled          vectors = 1: the projector makes `tokens` embeddings of the one vector
     patches         vectors > 1: the projector makes one embedding of each vector, and tokens = vectors
 
-The shape is a field of `ModelConfig`, so a checkpoint says by itself how media enter the model. Imports without torch.
+The shape is a field of `ModelConfig`, so a checkpoint says by itself how media enter the model.
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ PROJECTOR = "projector."
 ALIGNER = "aligner."
 """Starts the names of the phase-1 projections; they never train here."""
 SHARED = "shared"
+"""Name of a projector that serves all modalities."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class MediaInput:
     vectors: int = 1
     """Feature vectors of one item; 1 = pooled."""
     encoder: str = field(default="", compare=False)
-    """What made the features: a kind or a folder. Inference reads it. A run that was moved has the same inputs at another place."""
+    """What made the features: a kind or a folder (media_encoders.py). Inference reads it. It is
+    not compared: a run whose files were moved has the same inputs."""
 
     @property
     def is_pooled(self) -> bool:
@@ -50,26 +54,30 @@ class MediaShape:
     shared: bool = False
     """One projector for all modalities."""
     aligned: int | None = None
-    """Width after the frozen phase-1 projections; null = features enter the projector as they are."""
+    """Width after the frozen phase-1 projections; null = features enter the projector as they
+    are."""
     missing: bool = True
-    """A conversation has positions for every modality; those without media hold a learned embedding."""
+    """A conversation has positions for every modality; those without media hold a learned
+    embedding."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> MediaShape:
         """A shape from plain values."""
-        inputs = tuple(
-            one if isinstance(one, MediaInput) else MediaInput(**one) for one in given["inputs"]
-        )
-        return cls(**{**given, "inputs": inputs})
+        inputs: list[MediaInput] = []
+        for media_input in given["inputs"]:
+            if not isinstance(media_input, MediaInput):
+                media_input = MediaInput(**media_input)
+            inputs.append(media_input)
+        return cls(**{**given, "inputs": tuple(inputs)})
 
     @property
     def modalities(self) -> tuple[str, ...]:
         """The names of the modalities, in the order of their soft tokens."""
-        return tuple(one.modality for one in self.inputs)
+        return tuple(media_input.modality for media_input in self.inputs)
 
     def of(self, modality: str) -> MediaInput:
-        """One modality."""
-        return next(one for one in self.inputs if one.modality == modality)
+        """The input of one modality."""
+        return self.inputs[self.modalities.index(modality)]
 
     def problem(self) -> str | None:
         """Why the shape cannot be built; None if it can."""
@@ -77,18 +85,21 @@ class MediaShape:
             return (
                 f"media inputs are {list(self.modalities)}; give at least one modality, each once"
             )
-        for one in self.inputs:
-            if min(one.width, one.tokens, one.vectors, self.hidden) < 1:
-                return f"{one.modality} has width {one.width}, tokens {one.tokens}, vectors {one.vectors}; all must be at least 1"
-            if not one.is_pooled and one.tokens != one.vectors:
-                return f"{one.modality} has {one.vectors} vectors and {one.tokens} tokens; without pooling every vector is a token"
-        widths = {self.aligned or one.width for one in self.inputs}
-        if self.shared and (
-            len(widths) > 1 or len({(one.tokens, one.is_pooled) for one in self.inputs}) > 1
-        ):
+        for entry in self.inputs:
+            name = entry.modality
+            if min(entry.width, entry.tokens, entry.vectors, self.hidden) < 1:
+                return f"{name} has width {entry.width}, tokens {entry.tokens}, vectors {entry.vectors}; all must be at least 1"
+            if not entry.is_pooled and entry.tokens != entry.vectors:
+                return f"{name} has {entry.vectors} vectors and {entry.tokens} tokens; without pooling every vector is a token"
+
+        # A shared projector has one shape, so all inputs must give the same.
+        forms = {
+            (self.aligned or entry.width, entry.tokens, entry.is_pooled) for entry in self.inputs
+        }
+        if self.shared and len(forms) > 1:
             listed = ", ".join(
-                f"{one.modality} {self.aligned or one.width} x {one.tokens} tokens"
-                for one in self.inputs
+                f"{entry.modality} {self.aligned or entry.width} x {entry.tokens} tokens"
+                for entry in self.inputs
             )
             return f"a shared projector needs the same width and tokens for every modality, and they are {listed}"
         return None

@@ -1,10 +1,14 @@
-"""A mixture of experts in place of a feed-forward: the normed stream comes in, the sum of a few experts' results per token goes out.
+"""A mixture of experts in place of a feed-forward: the normed stream comes in, the weighted sum of
+a few experts' results per token goes out.
 
-    x [B,T,D] -> router (fp32) -> scores [B,T,E] -> the k best experts and their weights [B,T,k]            (router.py)
-      -> dispatch: tokens sorted by expert, fixed shape [N*k]     -> expert_products                        (expert_products.py)
-      -> each token adds up its k results                         (+ the shared expert, which every token passes)
+    x [B,T,D] -> router (fp32) -> scores [B,T,E]
+      -> the k best experts and their weights [B,T,k]             (router.py)
+      -> dispatch: tokens sorted by expert, fixed shape [N*k]     (expert_products.py)
+      -> expert_products: each token adds up its k results        (expert_products.py)
+      -> plus the shared expert, which every token passes
 
-Shapes: B rows, T tokens, N = B*T, D width, E experts, k experts per token, F inner width of an expert.
+Shapes: B rows, T tokens, N = B*T, D width, E experts, k experts per token, F inner width of an
+expert.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
 
 
 ExpertCall = Callable[[Tensor, Tensor, Dispatch], Tensor]
-"""Tokens x [N,D], their weights fp32 [N,k] and the order in which experts see them -> the weighted sum of each token's experts, [N,D]."""
+"""Tokens x [N,D], their weights fp32 [N,k] and the order in which experts see them -> the
+weighted sum of each token's experts, [N,D]."""
 
 
 class ExpertLinear(nn.Module):
@@ -35,30 +40,31 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
         self.adds_bias = True
-        """False on ranks whose results are added to one that adds it."""
+        """False on ranks whose results are summed with those of a rank that adds the bias: it is
+        added once."""
 
     def matrix(self) -> ExpertMatrix:
-        """What products need of it."""
-        return ExpertMatrix(self.weight, self.bias if self.adds_bias else None)
+        """The tensors that products need; a linear with an adapter adds its own."""
+        bias = self.bias if self.adds_bias else None
+        return ExpertMatrix(self.weight, bias)
 
 
 class Experts(nn.Module):
-    """SwiGLU of every expert."""
+    """SwiGLU of every expert: down(silu(gate x) * up x), or its clamped form."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.experts is not None
-        num, width, inner, bias = (
-            config.experts.num,
-            config.hidden_size,
-            config.expert_size,
-            config.experts.bias,
-        )
+        num = config.experts.num
+        width = config.hidden_size
+        inner = config.expert_size
+        bias = config.experts.bias
         self.gate_proj = ExpertLinear(num, width, inner, bias=bias)
         self.up_proj = ExpertLinear(num, width, inner, bias=bias)
         self.down_proj = ExpertLinear(num, inner, width, bias=bias)
-        limit, alpha = config.experts.swiglu_limit, config.experts.swiglu_alpha
-        self.clamp = None if limit is None else Clamp(limit, alpha)
+        self.clamp = None
+        if config.experts.swiglu_limit is not None:
+            self.clamp = Clamp(config.experts.swiglu_limit, config.experts.swiglu_alpha)
 
     def forward(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D]: the weighted sum of the experts of each token x [N,D], with weights fp32 [N,k]."""
@@ -80,15 +86,15 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.config = config.experts
+        # `gate` is Hugging Face's name of the router; the gates of SwiGLU are `experts.gate_proj`.
         self.gate = Router(config)
         self.experts = Experts(config)
         self.exchange: ExpertCall | None = None
-        """Called instead of the experts where other ranks hold some of them: tokens travel there and back."""
-        self.shared_experts = (
-            FeedForward(config, config.experts.shared_ffn_size)
-            if config.experts.shared_ffn_size
-            else None
-        )
+        """Called instead of the experts if other ranks hold some of them: tokens travel there
+        and back."""
+        self.shared_experts = None
+        if config.experts.shared_ffn_size:
+            self.shared_experts = FeedForward(config, config.experts.shared_ffn_size)
 
     def fuse(self) -> None:
         """Compute gate and up of the shared expert in one product; for inference."""
@@ -96,22 +102,30 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts.fuse()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B,T,D]."""
+        """[B,T,D] of x [B,T,D]."""
         return self.route(x, None)[0]
 
     def route(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, Routing | None]:
-        """The result [B,T,D], and what the router did with the tokens that count: `counted` is 1 for them, fp32 [B,T]."""
+        """The result [B,T,D], and what the router did with the tokens that count: `counted` is 1
+        for them, fp32 [B,T]."""
+        # Only the weights of chosen experts carry a gradient to the router; the choice itself has none.
         logits = self.gate(x)
         scores = self.gate.scores(logits)
         chosen, weights = self.gate.choose(scores)
+
+        # [B,T,E]: 1 where a token chose an expert. Its sums are the sizes of the groups, on the device.
         taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0).detach()
         plan = dispatch(chosen.flatten(0, -2), taken.flatten(0, -2).sum(0))
+        # With expert parallelism tokens travel to the ranks that hold their experts, and back.
         run = self.experts if self.exchange is None else self.exchange
         out = run(x.flatten(0, -2), weights.flatten(0, -2), plan).view(x.shape)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
-        return out, None if counted is None else summarize(logits, scores, taken, counted)
+
+        if counted is None:
+            return out, None
+        return out, summarize(logits, scores, taken, counted)
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
-        """Move the router's biases against the load [E] of the whole step; `keep` is 0 for a step that changes nothing."""
+        """See `Router.balance`."""
         self.gate.balance(load, keep)

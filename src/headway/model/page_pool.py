@@ -1,12 +1,14 @@
-"""Who uses which page: counts of users, and the pages of earlier sequences that a new one may share. Numbers only; no tensors.
+"""Which pages are in use: reference counts, and the prefix cache, i.e. pages of earlier sequences
+that a new one may share. Numbers only; no tensors.
 
     free        no content
     used        one or more sequences hold it
-    kept        no sequence holds it, but its content has a name: the hash of all tokens up to its end; given back when room is needed,
-                least recently used first
+    kept        no sequence holds it, but its content has a name: the hash of all tokens up to its
+                end. Reused when room is needed, the least recently used first
 
-A sequence that begins with the tokens of kept or used pages takes them as they are (`match`). Pages do not hold the state of heads that
-forget, so there a prefix can be continued only where a snapshot was kept (`StateBlocks` in cache_blocks.py).
+A sequence that begins with the tokens of kept or used pages takes them as they are (`match`). Pages
+do not hold the state of windowed and streaming heads, so there a prefix can be continued only where
+a snapshot was kept (`StateBlocks` in cache_blocks.py).
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ import numpy as np
 def extend_names(
     names: list[bytes], tokens: Sequence[int], page_tokens: int, pages: int, root: bytes
 ) -> None:
-    """Add names until there are `pages`: the name of a page is a hash over its tokens and all before it."""
+    """Add names to the list until there are `pages`.
+
+    The name of a page is a hash over its tokens and the name of the page before it, so it stands
+    for all tokens up to its end. `root` comes before the first page: whatever else decides the
+    content, e.g. an adapter.
+    """
     for page in range(len(names), pages):
+        previous = names[-1] if names else root
         content = np.array(tokens[page * page_tokens : (page + 1) * page_tokens], dtype=np.int64)
-        names.append(
-            hashlib.blake2b(
-                (names[-1] if names else root) + content.tobytes(), digest_size=16
-            ).digest()
-        )
+        names.append(hashlib.blake2b(previous + content.tobytes(), digest_size=16).digest())
 
 
 class PagePool:
@@ -36,6 +40,7 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         self.num_pages = pages
+        # Taken from the end: pages are used in ascending order at first.
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages
         self._name: list[bytes | None] = [None] * pages
@@ -54,7 +59,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def allocate(self) -> int:
-        """A page without content."""
+        """A page for new content, with one user. The caller has made sure that one is available."""
         if self._free:
             page = self._free.pop()
         else:
@@ -65,12 +70,15 @@ class PagePool:
 
     def take(self, page: int) -> None:
         """One more user of a page with content."""
+        # A page without users is in the list of those that may be reused; it leaves it.
         if self._users[page] == 0:
             del self._kept[page]
         self._users[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less, of the pages of a sequence in order: the last one is forgotten first."""
+        """One user less of each page of a sequence, which come in the order of positions."""
+        # The last page becomes the least recently used: a prefix is useful without what follows it,
+        # but no page is without the pages before it.
         for page in reversed(pages):
             self._users[page] -= 1
             assert self._users[page] >= 0, page
@@ -82,14 +90,20 @@ class PagePool:
                 self._kept[page] = None
 
     def name(self, page: int, name: bytes) -> None:
-        """The content of a page is complete. Where another page has the same content, that one stays the one to share."""
+        """Name a page whose content is complete.
+
+        If another page has the same content, that one stays the one to share.
+        """
+        # Two sequences may have computed the same page at the same time.
         if self._name[page] is None and name not in self._page:
-            self._name[page], self._page[name] = name, page
+            self._name[page] = name
+            self._page[name] = page
 
     def match(self, names: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known beginning.
+        """The pages of the longest known beginning of a sequence whose pages have these names.
 
-        The caller takes those it shares before it allocates others."""
+        The caller takes them before it allocates others, which could reuse them.
+        """
         pages: list[int] = []
         for name in names:
             page = self._page.get(name)
@@ -106,6 +120,7 @@ class PagePool:
             self._free.append(page)
 
     def _forget(self, page: int) -> None:
+        """Drop the name of a page: its content is no longer found."""
         name = self._name[page]
         if name is not None:
             del self._page[name]

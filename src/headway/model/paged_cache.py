@@ -1,12 +1,15 @@
-"""Keys and values of many sequences within a fixed number of bytes: pages for heads that keep everything, rings for those that forget.
+"""Keys and values of many sequences within a fixed number of bytes: pages for heads that keep every
+position, rings for heads that forget.
 
 A sequence that runs has a slot. Position p of a slot is stored, in each layer,
 
-    full heads                 in a page of the slot's row in the block table; the same page number in every layer
-    streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so that a few can be taken back
+    full heads                 in a page of the slot's row in the block table; the same page number in
+                               every layer
+    streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so
+                               that a few can be taken back
 
-Pages may be shared by sequences with the same beginning (`PagePool`); rings are state, of which snapshots are kept (`StateBlocks`). All
-memory is allocated at the start.
+Pages may be shared by sequences with the same beginning (`PagePool`); rings are state, of which
+snapshots are kept (`StateBlocks`). All memory is allocated at the start.
 
     PagedCache    memory, block table, state, lengths; decode and prefill batches are made from it
     PagedDecode   one token in each row of a batch of slots
@@ -49,58 +52,65 @@ class CacheShape:
         full: list[int] = []
         rings: dict[tuple[int, int, int | None], list[int]] = {}
         for head in range(self.config.cached_heads):
-            kept = self._kept(layer, head)
-            if kept is None:
+            view = self._limited_view(layer, head)
+            if view is None:
                 full.append(head)
             else:
-                rings.setdefault(kept, []).append(head)
+                rings.setdefault(view, []).append(head)
+
         spare = max(self.spare, self.page_tokens)
         return tuple(full), [
             RingHeads(tuple(heads), sinks, window + spare, window, reach)
             for (sinks, window, reach), heads in rings.items()
         ]
 
-    def _kept(self, layer: int, head: int) -> tuple[int, int, int | None] | None:
-        """(sinks, window, reach of the sinks) of a head.
-
-        None where it sees every position of the longest sequence."""
-        own = self.config.window_of(layer)
-        if own is not None and own >= self.context:
-            own = None
-        whole = None if own is None else (0, own, None)
+    def _limited_view(self, layer: int, head: int) -> tuple[int, int, int | None] | None:
+        """(sinks, window, reach of the sinks) of a head; None if it sees every position of the
+        longest sequence."""
+        layer_window = self.config.window_of(layer)
+        if layer_window is not None and layer_window >= self.context:
+            layer_window = None
+        layer_view = None
+        if layer_window is not None:
+            layer_view = (0, layer_window, None)
         if self.masks is None or self.masks.full[layer][head]:
-            return whole
+            return layer_view
+
         window = DEFAULT_WINDOW if self.masks.window is None else self.masks.window
         sinks = DEFAULT_SINKS if self.masks.sinks is None else self.masks.sinks
-        if own is not None and own <= window:
-            return whole
+        # Streaming that would not see less than the layer allows anyway.
+        if layer_window is not None and layer_window <= window:
+            return layer_view
         if sinks + window >= self.context:
-            return whole
-        # A sink is seen no farther than the layer's own window.
-        return sinks, window, own
+            return layer_view
+        # A sink is seen no farther than the window of the layer.
+        return sinks, window, layer_window
 
     @property
     def page_bytes(self) -> int:
-        """Of one page in all layers."""
+        """Bytes of one page in all layers."""
         heads = sum(len(self.groups(layer)[0]) for layer in range(self.config.num_layers))
         return heads * self.page_tokens * self._entry_bytes
 
     @property
     def ring_bytes(self) -> int:
-        """Of the rings of one slot in all layers."""
-        rings = [ring for layer in range(self.config.num_layers) for ring in self.groups(layer)[1]]
-        return sum(len(ring.heads) * ring.indices for ring in rings) * self._entry_bytes
+        """Bytes of the rings of one slot in all layers."""
+        entries = 0
+        for layer in range(self.config.num_layers):
+            _, rings = self.groups(layer)
+            entries += sum(len(ring.heads) * ring.indices for ring in rings)
+        return entries * self._entry_bytes
 
     @property
     def _entry_bytes(self) -> int:
-        together = (
-            1 if self.config.latent_attention is not None else 2
-        )  # keys and values are one vector
-        return together * self.config.cached_size * self.dtype.itemsize
+        """Bytes of a position of one head."""
+        # With latent attention the stored vector is key and value in one.
+        vectors = 1 if self.config.latent_attention is not None else 2
+        return vectors * self.config.cached_size * self.dtype.itemsize
 
     @property
     def pages_per_slot(self) -> int:
-        """Of the longest sequence."""
+        """Pages of the longest sequence."""
         return -(-self.context // self.page_tokens)
 
 
@@ -117,23 +127,33 @@ class PagedCache:
         device: torch.device,
         needs_state: bool | None = None,
     ) -> None:
-        """`needs_state`: a prefix is kept with one of the `snapshots`; None: as the shape says.
+        """`needs_state`: a prefix can be continued only from one of the `snapshots`; None: if the
+        shape has rings.
 
-        A rank whose own heads have no rings needs it where other ranks' heads have some."""
+        A rank whose own heads have no rings needs it if other ranks' heads have some: all ranks
+        must agree on which prefixes can be continued.
+        """
         if shape.masks is not None:
             shape.masks.check(shape.config)
-        self.shape, self.slots, self.device = shape, slots, device
-        self.needs_state = shape.ring_bytes > 0 if needs_state is None else needs_state
+        self.shape = shape
+        self.slots = slots
+        self.device = device
+        if needs_state is None:
+            needs_state = shape.ring_bytes > 0
+        self.needs_state = needs_state
+
         self.pool = PagePool(pages)
         self.table = BlockTable(slots, shape.pages_per_slot, shape.page_tokens, device)
-        blocks = slots + snapshots if self.needs_state else 0
+        blocks = slots + snapshots if needs_state else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
         self.layers = [
             LayerPages(shape.config, full, rings, self.table, (pages, blocks), device, shape.dtype)
             for full, rings in groups
         ]
         self.states = StateBlocks(slots, snapshots, self.layers)
-        # One more slot than there are sequences, for rows of a batch that take no part: its length stays -1.
+
+        # One more slot than there are sequences, for rows of a batch that take no part: its length
+        # stays -1.
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.lengths[slots] = -1
         self.workspace = PagedWorkspace(device)
@@ -150,7 +170,10 @@ class PagedCache:
 
     @torch.inference_mode()
     def clear_page(self, page: int) -> None:
-        """Zero a page, where attention reads more of it than a sequence has written: not even a NaN of one reaches the next."""
+        """Zero a page before another sequence uses it: not even a NaN of one sequence reaches
+        the next."""
+        # CUDA kernels read only positions that are written. The plain path reads whole pages, and
+        # gives the rest a weight of 0, which a NaN would survive.
         if self.device.type != "cuda":
             for layer in self.layers:
                 for pool in layer.pages():
@@ -158,16 +181,17 @@ class PagedCache:
 
     @torch.inference_mode()
     def set_length(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Tokens that these slots hold."""
-        at = to_device(torch.tensor([list(slots), list(lengths)]), self.device)
-        self.lengths[at[0]] = at[1]
+        """Say how many tokens these slots hold."""
+        # One copy to the device for both.
+        rows, values = to_device(torch.tensor([list(slots), list(lengths)]), self.device)
+        self.lengths[rows] = values
 
     def decode_batch(self, rows: int) -> PagedDecode:
-        """A batch of `rows` slots, entered by its caller."""
+        """A decoding batch of `rows` slots; its caller fills in which."""
         return PagedDecode(self, rows)
 
     def prefill_batch(self, pieces: Sequence[PrefillPiece]) -> PagedPrefill:
-        """Pieces of several prompts, whose slots have their pages."""
+        """Pieces of several prompts, whose slots already have their pages."""
         return PagedPrefill(self, PrefillPlan.of(pieces, self.device))
 
 
@@ -175,11 +199,14 @@ class PagedDecode:
     """One token in each row."""
 
     def __init__(self, cache: PagedCache, rows: int) -> None:
-        self.cache, self.rows = cache, rows
+        self.cache = cache
+        self.rows = rows
         self.slots = torch.full((rows,), cache.slots, dtype=torch.int64, device=cache.device)
-        """[B]: the slot of each row; the last slot takes no part."""
+        """int64 [B]: the slot of each row; rows that take no part have the last slot, which no
+        sequence uses."""
         self.capacity = cache.shape.context
         self.host_slots: list[int] = []
+        """`slots` as the host knows them."""
         self.most = 0
         """No row has more tokens than this, the new one included; for the plain path."""
 
@@ -194,7 +221,7 @@ class PagedDecode:
         expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [B,1,H,hd] of q [B,1,H,hd] at positions [B,1]; k and v [B,1,KV,hd] are stored."""
-        assert expand is None, "single steps meet what is stored"
+        assert expand is None, "single steps attend to what is stored"
         return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
 
@@ -202,7 +229,9 @@ class PagedPrefill:
     """Pieces of prompts, packed in one row."""
 
     def __init__(self, cache: PagedCache, plan: PrefillPlan) -> None:
-        self.cache, self.plan, self.capacity = cache, plan, cache.shape.context
+        self.cache = cache
+        self.plan = plan
+        self.capacity = cache.shape.context
 
     def attend(
         self,
@@ -214,5 +243,6 @@ class PagedPrefill:
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:
-        """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
+        """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v
+        [1,N,KV,hd] are stored."""
         return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]

@@ -1,6 +1,15 @@
-"""The pages and rings of one layer, and attention over them. `paged_cache.py` counts slots, pages and lengths.
+"""The pages and rings of one layer, and attention over them. `paged_cache.py` keeps track of slots,
+pages and lengths.
 
-Shapes: B rows of a batch, N packed prompt tokens, H query heads, KV key and value heads, F full heads, P positions of a page, hd width.
+    buffer of keys (and one of values) of a layer:
+
+    | pages [pages, F, P, hd] | ring group 0 [heads, rows, indices, hd] | ring group 1 ... |
+
+On CUDA kernels read these buffers in place. Elsewhere the plain path gathers what a batch sees and
+attends under dense masks.
+
+Shapes: B rows of a batch, N packed prompt tokens, H query heads, KV key and value heads, F full
+heads, P positions of a page, hd width.
 """
 
 from __future__ import annotations
@@ -42,7 +51,8 @@ if TYPE_CHECKING:
 
 
 REGULAR = 1024
-"""cuDNN makes a plan for each length it meets, so it gets multiples of this alone."""
+"""cuDNN makes a plan for each length it is called with, so it gets only lengths that are
+multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -62,35 +72,39 @@ class PrefillPiece:
 
 @dataclass(frozen=True)
 class PagePlaces:
-    """Where one group of heads stores packed tokens, and what it sees."""
+    """Where one group of heads stores packed tokens, and what they see."""
 
     page: torch.Tensor
     """int64 [N]: the page of each token"""
     offset: torch.Tensor
-    """int64 [N]: its place there"""
+    """int64 [N]: where in that page"""
     seen: tuple[torch.Tensor, torch.Tensor] | None
-    """int64 [M] each: page and offset of every position the pieces see; None where all pieces begin their prompts."""
+    """int64 [M] each: page and offset of every position that the pieces see, piece by piece;
+    None if all pieces begin their prompts, which then see themselves alone."""
 
     @staticmethod
     def of(pieces: Sequence[PrefillPiece], table: BlockTable, device: torch.device) -> PagePlaces:
         """Made on the host; the device does not wait."""
         size = table.page_tokens
-        new: list[torch.Tensor] = []
-        whole: list[torch.Tensor] = []
+        stored: list[torch.Tensor] = []
+        seen: list[torch.Tensor] = []
         for piece in pieces:
             pages = torch.tensor(table.pages(piece.slot)[: table.num_pages(piece.end)])
             places = (pages[:, None] * size + torch.arange(size)).flatten()
-            new.append(places[piece.start : piece.end])
-            whole.append(places[: piece.end])
-        fresh = all(piece.start == 0 for piece in pieces)
-        joined = to_device(torch.cat(new if fresh else new + whole), device)
+            stored.append(places[piece.start : piece.end])
+            seen.append(places[: piece.end])
+
+        has_past = any(piece.start for piece in pieces)
+        if not has_past:
+            seen = []
+        # One copy to the device for all numbers.
+        joined = to_device(torch.cat(stored + seen), device)
         page = joined // size
         offset = joined % size
         count = sum(piece.count for piece in pieces)
-        seen = None
-        if not fresh:
-            seen = (page[count:], offset[count:])
-        return PagePlaces(page[:count], offset[:count], seen)
+        if not has_past:
+            return PagePlaces(page, offset, None)
+        return PagePlaces(page[:count], offset[:count], (page[count:], offset[count:]))
 
 
 @dataclass
@@ -99,10 +113,13 @@ class PrefillPlan:
 
     pieces: tuple[PrefillPiece, ...]
     spans: tuple[slice, ...]
-    """Of each piece among the packed tokens."""
+    """Where each piece is among the packed tokens."""
     device: torch.device
     starts_q: torch.Tensor
+    """int32 [pieces + 1]: the first packed token of each piece, and the end"""
     starts_k: torch.Tensor
+    """int32 [pieces + 1]: the same among the positions that pieces see, theirs and all before
+    them"""
     longest_q: int
     longest_k: int
     _places: dict[BlockTable, PagePlaces] = field(default_factory=dict)
@@ -111,6 +128,7 @@ class PrefillPlan:
     @staticmethod
     def of(pieces: Sequence[PrefillPiece], device: torch.device) -> PrefillPlan:
         """Made on the host; the device does not wait."""
+        # The layout of variable-length kernels: cumulative starts of queries and of keys.
         counts = [0, *(piece.count for piece in pieces)]
         ends = [0, *(piece.end for piece in pieces)]
         starts = to_device(torch.tensor([counts, ends]).cumsum(1).int(), device)
@@ -122,7 +140,7 @@ class PrefillPlan:
 
     @property
     def is_regular(self) -> bool:
-        """Few long pieces, whose lengths are ones that come again: kernels that are made for a length pay there."""
+        """All lengths are ones that come again: kernels that are planned for a length pay off."""
         return all(
             piece.count % REGULAR == 0 and piece.start % REGULAR == 0 for piece in self.pieces
         )
@@ -130,14 +148,15 @@ class PrefillPlan:
     @cached_property
     def chunk(self) -> ChunkPlan:
         """The same for the kernels of rings."""
-        pieces = zip(self.pieces, self.spans, strict=True)
-        return ChunkPlan.of(
-            [(span.start, one.count, one.start, one.end, one.slot) for one, span in pieces],
-            self.device,
-        )
+        pieces = [
+            (span.start, piece.count, piece.start, piece.end, piece.slot)
+            for piece, span in zip(self.pieces, self.spans, strict=True)
+        ]
+        return ChunkPlan.of(pieces, self.device)
 
     def places(self, table: BlockTable) -> PagePlaces:
         """Where the heads of a table's group store the tokens."""
+        # Computed for the first layer that asks; all layers of a group share it.
         if table not in self._places:
             self._places[table] = PagePlaces.of(self.pieces, table, self.device)
         return self._places[table]
@@ -145,9 +164,8 @@ class PrefillPlan:
     def ring(self, heads: RingHeads) -> RingPlan:
         """Where these heads store the tokens."""
         if heads not in self._rings:
-            self._rings[heads] = RingPlan.of(
-                heads, [(one.slot, one.start, one.count) for one in self.pieces], self.device
-            )
+            pieces = [(piece.slot, piece.start, piece.count) for piece in self.pieces]
+            self._rings[heads] = RingPlan(heads, pieces, self.device)
         return self._rings[heads]
 
 
@@ -173,25 +191,29 @@ class LayerPages:
         self.head_size = config.cached_size
         self.page_tokens = table.page_tokens
         self.rule = ScoreRule(config.attention_softcap)
+
+        # Entries (vectors of hd channels) of the pages and of each ring group.
         extents = [
             self.num_pages * len(full) * self.page_tokens,
             *(self.rows * len(ring.heads) * ring.indices for ring in rings),
         ]
-        # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
-        self.keys = torch.zeros(sum(extents) * self.head_size, device=device, dtype=dtype)
-        self.values = (
-            self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
-        )
         self._begin = [sum(extents[:index]) for index in range(len(extents))]
+        # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and
+        # 0 times NaN is NaN.
+        self.keys = torch.zeros(sum(extents) * self.head_size, device=device, dtype=dtype)
+        self.values = self.keys
+        if config.latent_attention is None:
+            self.values = torch.zeros_like(self.keys)
+
         self._plans: dict[int, PagedPlan] = {}
         self._ring_table: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its buffers; with latent attention keys and values are one."""
-        return (
-            self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
-        )
+        """Bytes of its buffers; with latent attention keys and values are one buffer."""
+        if self.values is self.keys:
+            return self.keys.nbytes
+        return self.keys.nbytes + self.values.nbytes
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the full heads, [pages, F, P, hd]."""
@@ -200,16 +222,14 @@ class LayerPages:
         return self.keys[:size].view(shape), self.values[:size].view(shape)
 
     def ring(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one ring group, [rows, heads, indices, hd]; in memory one head's rows are consecutive."""
+        """Keys and values of one ring group, [rows, heads, indices, hd]; in memory one head's
+        rows are consecutive."""
         heads = self.rings[number]
         shape = (len(heads.heads), self.rows, heads.indices, self.head_size)
-        begin, size = (
-            self._begin[number + 1] * self.head_size,
-            self.rows * len(heads.heads) * heads.indices * self.head_size,
-        )
-        keys, values = (
-            x[begin : begin + size].view(shape).transpose(0, 1) for x in (self.keys, self.values)
-        )
+        begin = self._begin[number + 1] * self.head_size
+        end = begin + self.rows * len(heads.heads) * heads.indices * self.head_size
+        keys = self.keys[begin:end].view(shape).transpose(0, 1)
+        values = self.values[begin:end].view(shape).transpose(0, 1)
         return keys, values
 
     def copy_state(self, source: int, target: int) -> None:
@@ -219,14 +239,17 @@ class LayerPages:
                 view[target] = view[source]
 
     def _heads(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
-        """The heads [B,T,heads,hd] of x that belong to some KV heads, with their query heads.
-
-        Neighbours are copied as one piece: an index would have to go to the device."""
+        """The part [B,T,heads,hd] of x [B,T,KV or H,hd] that belongs to some KV heads:
+        themselves, or their query heads."""
         if len(heads) == self.kv_heads:
             return x
+        # Slices of neighbours, not an index: that would have to be copied to the device.
+        # 1 for keys and values, H / KV for queries.
         per_head = x.shape[2] // self.kv_heads
         pieces = [x[:, :, first * per_head : stop * per_head] for first, stop in _runs(heads)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, dim=2)
 
     def _put(self, o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...]) -> None:
         """Write the result [B,T,heads,hd] of some KV heads to its place in o [B,T,H,hd]."""
@@ -252,48 +275,41 @@ class LayerPages:
         batch: PagedDecode,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One new token in each row of a batch. `sinks` [H]: a logit of each head beside its keys (`ScoreRule`)."""
+        """One new token in each row of a batch.
+
+        `sinks` [H]: a logit of each head beside its keys (`ScoreRule`).
+        """
         if q.is_cuda:
             return self._step_cuda(q, k, v, position, batch, sinks)
-        o, table = torch.zeros_like(q), self.table.tensor
+
+        o = torch.zeros_like(q)
+        table = self.table.tensor
         if self.full:
-            page, offset = (
-                table[batch.slots, position // self.page_tokens].long(),
-                position % self.page_tokens,
-            )
+            page = table[batch.slots, position // self.page_tokens].long()
+            offset = position % self.page_tokens
             for pool, x in zip(self.pages(), (k, v), strict=True):
                 pool[page, :, offset] = self._heads(x, self.full)[:, 0]
+
+            # [B, pages, F, P, hd] -> [B, pages * P, F, hd], in the order of positions.
             pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
             keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
-            seen = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
-            self._put(
-                o,
-                dense(
-                    self._heads(q, self.full),
-                    keys,
-                    values,
-                    seen[:, None],
-                    self._rule(sinks, self.full),
-                ),
-                self.full,
-            )
-        for number, heads in enumerate(self.rings):
-            index = heads.index(position)
-            for view, x in zip(self.ring(number), (k, v), strict=True):
-                view[batch.slots, :, index] = self._heads(x, heads.heads)[:, 0]
-            stop = min(batch.most, heads.indices)
-            keys, values = (
-                view[batch.slots, :, :stop].transpose(1, 2) for view in self.ring(number)
-            )
-            seen = heads.seen(heads.positions(position + 1, stop), position[:, None])
-            result = dense(
-                self._heads(q, heads.heads),
-                keys,
-                values,
-                seen[:, None],
-                self._rule(sinks, heads.heads),
-            )
-            self._put(o, result, heads.heads)
+            visible = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
+            queries = self._heads(q, self.full)
+            rule = self._rule(sinks, self.full)
+            self._put(o, dense(queries, keys, values, visible[:, None], rule), self.full)
+
+        for number, ring in enumerate(self.rings):
+            views = self.ring(number)
+            index = ring.index(position)
+            for view, x in zip(views, (k, v), strict=True):
+                view[batch.slots, :, index] = self._heads(x, ring.heads)[:, 0]
+
+            stop = min(batch.most, ring.indices)
+            keys, values = (view[batch.slots, :, :stop].transpose(1, 2) for view in views)
+            visible = ring.seen(ring.positions(position + 1, stop), position[:, None])
+            queries = self._heads(q, ring.heads)
+            rule = self._rule(sinks, ring.heads)
+            self._put(o, dense(queries, keys, values, visible[:, None], rule), ring.heads)
         return o
 
     def _step_cuda(
@@ -305,48 +321,54 @@ class LayerPages:
         batch: PagedDecode,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        times = copies_of_head(q.shape[2], self.kv_heads, self.head_size)
+        """`step` with kernels that store and attend at once.
+
+        A plan is made once for each number of rows.
+        """
+        copies = copies_of_head(q.shape[2], self.kv_heads, self.head_size)
+        # Plans hold tensors whose addresses recorded CUDA graphs keep, so each is made once.
         plan = self._plans.get(batch.rows)
         if plan is None:
-            shape = (q.shape[2] // (self.kv_heads * times), self.head_size)
-            regions = [
-                region for region in self._regions(batch.cache.shape.context) for _ in range(times)
-            ]
+            shape = (q.shape[2] // (self.kv_heads * copies), self.head_size)
+            regions: list[PagedRegion] = []
+            for region in self._regions(batch.cache.shape.context):
+                regions += [region] * copies
             plan = PagedPlan.of(
                 regions, batch.rows, shape, self.page_tokens, batch.cache.workspace, self.rule
             )
             self._plans[batch.rows] = plan
+
         if sinks is not None:
             plan = replace(plan, rule=replace(plan.rule, sinks=sinks))
-        if times > 1:
-            k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
+        # A kernel program takes some query heads of one stored head; each copy writes the same.
+        if copies > 1:
+            k = k.repeat_interleave(copies, dim=2)
+            v = v.repeat_interleave(copies, dim=2)
         step = PagedStep(batch.slots, position.contiguous(), self.table.tensor)
-        return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[
-            :, None
-        ]
+        o = paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)
+        return o[:, None]
 
     def _regions(self, context: int) -> list[PagedRegion]:
-        """Of every KV head."""
-        found: dict[int, PagedRegion] = {}
+        """Where each KV head's entries are in the buffers, and what of them is seen."""
+        regions: dict[int, PagedRegion] = {}
         for index, head in enumerate(self.full):
             stride = len(self.full) * self.page_tokens
-            found[head] = PagedRegion(
+            regions[head] = PagedRegion(
                 index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT
             )
-        for heads, begin in zip(self.rings, self._begin[1:], strict=True):
-            for index, head in enumerate(heads.heads):
-                first = begin + index * self.rows * heads.indices
-                region = (
+        for ring, begin in zip(self.rings, self._begin[1:], strict=True):
+            for index, head in enumerate(ring.heads):
+                first = begin + index * self.rows * ring.indices
+                regions[head] = PagedRegion(
                     first,
-                    heads.indices,
+                    ring.indices,
                     False,
-                    heads.sinks,
-                    heads.ring,
-                    heads.window,
-                    heads.reach or NO_LIMIT,
+                    ring.sinks,
+                    ring.ring,
+                    ring.window,
+                    ring.reach or NO_LIMIT,
                 )
-                found[head] = PagedRegion(*region)
-        return [found[head] for head in range(self.kv_heads)]
+        return [regions[head] for head in range(self.kv_heads)]
 
     def prefill(
         self,
@@ -357,10 +379,12 @@ class LayerPages:
         sinks: torch.Tensor | None = None,
         expand: Expander | None = None,
     ) -> torch.Tensor:
-        """o [N,H,hd] of packed pieces q [N,H,hd], k and v [N,KV,hd]. What is stored is read before it is overwritten."""
+        """o [N,H,hd] of packed pieces q [N,H,hd], k and v [N,KV,hd], which are stored."""
         o = torch.empty_like(q)
         if self.full:
             some_q, some_k, some_v = (self._heads(x[None], self.full)[0] for x in (q, k, v))
+            # Stored before attention: pages keep every position, so nothing is overwritten that a
+            # query sees.
             places = plan.places(self.table)
             for pool, x in zip(self.pages(), (some_k, some_v), strict=True):
                 pool[places.page, :, places.offset] = x
@@ -369,25 +393,24 @@ class LayerPages:
                 some_k, some_v = (pool[page, :, offset] for pool in self.pages())
             if expand is not None:
                 some_k, some_v = expand(some_k)
-            self._put(
-                o[None],
-                self._full_prefill(some_q, some_k, some_v, plan, self._rule(sinks, self.full))[
-                    None
-                ],
-                self.full,
-            )
+            rule = self._rule(sinks, self.full)
+            attended = self._full_prefill(some_q, some_k, some_v, plan, rule)
+            self._put(o[None], attended[None], self.full)
+
         if self.rings and uses_kernels(q):
             self._rings_prefill(q, k, v, o, plan, replace(self.rule, sinks=sinks))
             return o
-        for number, heads in enumerate(self.rings):
-            some_q, some_k, some_v = (self._heads(x[None], heads.heads)[0] for x in (q, k, v))
-            at, views = plan.ring(heads), self.ring(number)
-            result = attend_windows(
-                some_q, some_k, some_v, views, at, plan, self._rule(sinks, heads.heads)
-            )
+
+        for number, ring in enumerate(self.rings):
+            some_q, some_k, some_v = (self._heads(x[None], ring.heads)[0] for x in (q, k, v))
+            views = self.ring(number)
+            rule = self._rule(sinks, ring.heads)
+            attended = attend_windows(some_q, some_k, some_v, views, ring, plan, rule)
+            # Stored after attention: new positions overwrite old ones that the first queries see.
+            stored = plan.ring(ring)
             for view, x in zip(views, (some_k, some_v), strict=True):
-                view[at.row, :, at.index] = x[at.token]
-            self._put(o[None], result[None], heads.heads)
+                view[stored.row, :, stored.index] = x[stored.token]
+            self._put(o[None], attended[None], ring.heads)
         return o
 
     def _rings_prefill(
@@ -406,49 +429,58 @@ class LayerPages:
         store(k, v, self.keys, self.values, self._ring_table, plan.chunk)
 
     def _ring_regions(self) -> list[HeadRegion]:
-        found: list[HeadRegion] = []
-        for heads, begin in zip(self.rings, self._begin[1:], strict=True):
-            for index, head in enumerate(heads.heads):
-                first = (begin + index * self.rows * heads.indices) * self.head_size
-                found.append(
-                    HeadRegion(
-                        first, head, heads.sinks, heads.window, heads.ring, heads.reach or FAR
-                    )
-                )
-        return found
+        """Where each head with a ring has its elements, and what of them is seen."""
+        regions: list[HeadRegion] = []
+        for ring, begin in zip(self.rings, self._begin[1:], strict=True):
+            for index, head in enumerate(ring.heads):
+                first = (begin + index * self.rows * ring.indices) * self.head_size
+                reach = ring.reach or FAR
+                regions.append(HeadRegion(first, head, ring.sinks, ring.window, ring.ring, reach))
+        return regions
 
     def _full_prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, rule: ScoreRule
     ) -> torch.Tensor:
-        """Of keys and values of all positions that the pieces see."""
+        """o [N,H,hd] of the full heads; k and v are of all positions that the pieces see, one
+        piece behind the other."""
+        # Flash attention takes pieces of any length at once. Where lengths come again, cuDNN is
+        # faster for a piece that begins its prompt.
         has_flash = not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule)
         if has_flash and not plan.is_regular:
-            found = flash(
+            attended = flash(
                 q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0
             )
-            return found[0] if rule.sinks is None else add_sinks(*found, rule.sinks)[0]
+            if rule.sinks is not None:
+                attended = add_sinks(*attended, rule.sinks)
+            return attended[0]
+
         o = torch.empty_like(q)
         begin = 0
         for piece, span in zip(plan.pieces, plan.spans, strict=True):
-            keys, values = (x[None, begin : begin + piece.end] for x in (k, v))
+            keys = k[None, begin : begin + piece.end]
+            values = v[None, begin : begin + piece.end]
             begin += piece.end
             if has_flash and piece.start == 0 and has_cudnn(q.dtype, q.shape[-1]):
-                found = cudnn_part(q[None, span], keys, values, causal=True)
-                o[span] = (found if rule.sinks is None else add_sinks(*found, rule.sinks))[0][0]
-                continue
-            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, rule=rule)[0]
+                attended = cudnn_part(q[None, span], keys, values, causal=True)
+                if rule.sinks is not None:
+                    attended = add_sinks(*attended, rule.sinks)
+                o[span] = attended[0][0]
+            else:
+                o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, rule=rule)[0]
         return o
 
 
 MOST_QUERIES = 16
-"""Query heads of one KV head that a program of the decoding kernels takes, where these are wide."""
+"""Query heads of one KV head that a program of the decoding kernels takes, if heads are wide."""
 WIDE = 256
+"""Channels of the widest head of which a program takes all query heads."""
 
 
 def copies_of_head(queries: int, kv_heads: int, width: int) -> int:
-    """How often the kernels of single steps see a stored head, each time with some query heads.
+    """How often the decoding kernels see a stored head, each time with some of its query heads.
 
-    All query heads of a wide head do not fit one program."""
+    All query heads of a wide head (latent attention) do not fit one program.
+    """
     if width <= WIDE:
         return 1
     per_head = queries // kv_heads
@@ -457,14 +489,17 @@ def copies_of_head(queries: int, kv_heads: int, width: int) -> int:
 
 @cache
 def _runs(heads: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Neighbouring heads as (first, behind the last)."""
-    starts = [n for n, head in enumerate(heads) if n == 0 or head != heads[n - 1] + 1]
-    return tuple(
-        (heads[n], heads[n] + stop - n)
-        for n, stop in zip(starts, [*starts[1:], len(heads)], strict=True)
-    )
+    """Ranges of neighbouring heads, as (first, one behind the last): (0, 1, 4) -> (0, 2), (4,
+    5)."""
+    ranges: list[tuple[int, int]] = []
+    for head in heads:
+        if ranges and head == ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], head + 1)
+        else:
+            ranges.append((head, head + 1))
+    return tuple(ranges)
 
 
 def uses_kernels(q: torch.Tensor) -> bool:
-    """Triton's kernels run here."""
+    """Whether Triton's kernels run on this tensor's device."""
     return q.is_cuda

@@ -1,4 +1,5 @@
-"""Rows of one length through a paged cache without an engine: to score texts, to try a checkpoint.
+"""Rows of equal length through a paged cache without an inference engine: to score texts under head
+masks, and to check a checkpoint.
 
     rows = PagedRows(model, 2, 20)
     rows.read(tokens[:, :9])       -> hidden states [2,9,D]
@@ -19,6 +20,8 @@ from headway.model.paged_layer import PrefillPiece
 from headway.model.projector import MediaTensors
 
 PAGE_TOKENS = 64
+"""Positions of a page. Every row has all its pages from the start, so the size hardly matters
+here."""
 
 
 class PagedRows:
@@ -27,18 +30,21 @@ class PagedRows:
     def __init__(
         self, model: Model, rows: int, capacity: int, *, masks: HeadMasks | None = None
     ) -> None:
+        """`capacity`: tokens that a row will have at most."""
         weight = model.head_weight
         shape = CacheShape(model.config, masks, capacity, PAGE_TOKENS, weight.dtype)
-        per_row = shape.pages_per_slot
+        pages_per_row = shape.pages_per_slot
         self.cache = PagedCache(
-            shape, slots=rows, pages=rows * per_row, snapshots=0, device=weight.device
+            shape, slots=rows, pages=rows * pages_per_row, snapshots=0, device=weight.device
         )
         self.length = 0
         """Tokens that each row holds."""
         self._forward = model.cached_forward()
+
         for row in range(rows):
-            self.cache.table.append(row, range(row * per_row, (row + 1) * per_row))
+            self.cache.table.append(row, range(row * pages_per_row, (row + 1) * pages_per_row))
         self.cache.table.flush()
+
         self._steps = self.cache.decode_batch(rows)
         self._steps.slots.copy_(torch.arange(rows))
 
@@ -46,9 +52,12 @@ class PagedRows:
     def read(self, tokens: torch.Tensor, media: MediaTensors | None = None) -> torch.Tensor:
         """Hidden states [B,T,D] of tokens [B,T] behind those that the rows hold.
 
-        `media` of one row alone."""
+        `media`: of a single row alone.
+        """
         rows, count = tokens.shape
         assert media is None or rows == 1, "media of several rows would have to be packed"
+
+        # All rows are packed into one, [1, B * T], as pieces of prompts are in an engine.
         pieces = [PrefillPiece(row, self.length, count) for row in range(rows)]
         position = torch.arange(self.length, self.length + count, device=tokens.device)
         hidden = self._forward(
@@ -63,6 +72,7 @@ class PagedRows:
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [B,D] after one more token [B] in each row."""
+        # All rows have one length, so they are at one position.
         position = torch.full_like(tokens, self.length)
         self.length += 1
         self._steps.most = self.length

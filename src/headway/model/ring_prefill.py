@@ -1,6 +1,11 @@
-"""Packed prompt pieces and heads that forget: what a ring stores of them, and attention under dense masks, piece by piece.
+"""Packed prompt pieces and the rings of windowed and streaming heads: what a ring stores of them,
+and attention under dense masks, piece by piece.
 
-On CUDA one kernel does both for all pieces and rings of a layer (kernels/cached_chunk.py).
+    a row of a ring:   | first S positions (sinks) | the last `ring` positions, at position modulo ring |
+
+A ring is larger than the window that is seen, so that a few positions can be taken back.
+This is the plain path. On CUDA one kernel attends for all pieces and rings of a layer, and another
+stores (kernels/cached_chunk.py).
 
 Shapes: N packed tokens, R rows of rings, hd head width.
 """
@@ -26,7 +31,8 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RingHeads:
-    """KV heads of one layer that store the same positions: `sinks` first ones and the last `ring`, of which `window` are seen."""
+    """KV heads of one layer that store the same positions: the first `sinks` and the last
+    `ring`, of which `window` are seen."""
 
     heads: tuple[int, ...]
     sinks: int
@@ -41,66 +47,71 @@ class RingHeads:
         return self.sinks + self.ring
 
     def index(self, position: torch.Tensor) -> torch.Tensor:
-        """Where a position is stored."""
+        """Where in a row a position is stored."""
         return torch.where(
             position < self.sinks, position, self.sinks + (position - self.sinks) % self.ring
         )
 
     def positions(self, lengths: torch.Tensor, stop: int) -> torch.Tensor:
-        """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B] tokens; -1 for an unused index."""
+        """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B]
+        tokens; -1 for an unused index."""
+        # Nothing about a ring is stored but its entries: which positions they have follows from the
+        # length of the row.
         index = torch.arange(stop, device=lengths.device)
+        is_sink = index < self.sinks
         newest = lengths[:, None] - 1
-        position = torch.where(index < self.sinks, index, newest - (newest - index) % self.ring)
-        is_stored = (position >= torch.where(index < self.sinks, 0, self.sinks)) & (
-            position <= newest
-        )
+        # Behind the sinks: the newest position that falls on the index.
+        position = torch.where(is_sink, index, newest - (newest - index) % self.ring)
+        first_position = torch.where(is_sink, 0, self.sinks)
+        is_stored = (position >= first_position) & (position <= newest)
         return torch.where(is_stored, position, -1)
 
     def seen(self, key: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """Whether positions of keys, -1 for none, are visible from those of queries."""
         distance = query - key
-        near = distance < self.window
+        is_visible = distance < self.window
         if self.sinks:
             is_sink = key < self.sinks
-            near |= is_sink if self.reach is None else is_sink & (distance < self.reach)
-        return (distance >= 0) & (key >= 0) & near
+            if self.reach is not None:
+                is_sink = is_sink & (distance < self.reach)
+            is_visible |= is_sink
+        return (distance >= 0) & (key >= 0) & is_visible
 
 
 class RingPlan:
-    """Where one ring group stores the tokens of packed pieces, and what they see of the past."""
+    """Where one ring group stores the tokens of packed pieces: token `token[i]` goes to
+    `index[i]` of row `row[i]`."""
 
     def __init__(
         self, heads: RingHeads, pieces: Sequence[tuple[int, int, int]], device: torch.device
     ) -> None:
-        self.heads, self.pieces, self.device = heads, pieces, device
+        """`pieces`: (slot, position of the first token, number of tokens) of each."""
+        self.heads = heads
         rows: list[np.ndarray] = []
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
+        # On the host, with numpy: a few numbers per piece, copied at once at the end.
         begin = 0
         for slot, start, count in pieces:
-            # Of two positions for one index only the newest is written: the order of writes to one address is not defined.
+            # Of two positions for one index only the newest is written: the order of writes to one
+            # address is not defined.
             sinks = np.arange(start, min(start + count, heads.sinks))
             last = np.arange(max(start, heads.sinks, start + count - heads.ring), start + count)
-            wanted = np.concatenate([sinks, last])
-            positions.append(wanted)
-            tokens.append(begin + wanted - start)
-            rows.append(np.full(len(wanted), slot))
+            stored = np.concatenate([sinks, last])
+            positions.append(stored)
+            tokens.append(begin + stored - start)
+            rows.append(np.full(len(stored), slot))
             begin += count
+
         self.row, self.token, position = (
-            to_device(torch.from_numpy(np.concatenate(one)), device)
-            for one in (rows, tokens, positions)
+            to_device(torch.from_numpy(np.concatenate(column)), device)
+            for column in (rows, tokens, positions)
         )
         self.index = heads.index(position)
 
-    @staticmethod
-    def of(
-        heads: RingHeads, pieces: Sequence[tuple[int, int, int]], device: torch.device
-    ) -> RingPlan:
-        """Pieces: (slot, start, count)."""
-        return RingPlan(heads, pieces, device)
-
 
 QUERY_BLOCK = 256
+"""Least number of queries whose dense mask exists at one time."""
 
 
 def attend_windows(
@@ -108,26 +119,32 @@ def attend_windows(
     k: torch.Tensor,
     v: torch.Tensor,
     views: Views,
-    at: RingPlan,
+    heads: RingHeads,
     plan: PrefillPlan,
     rule: ScoreRule,
 ) -> torch.Tensor:
-    """o [N,H,hd] of packed pieces, under dense masks."""
-    heads, o = at.heads, torch.empty_like(q)
+    """o [N,H,hd] of packed pieces, under dense masks.
+
+    A block of queries meets what the ring holds of the past, the sinks of its own piece, and the
+    keys of its piece that its window reaches.
+    """
+    o = torch.empty_like(q)
+    block = max(heads.window, QUERY_BLOCK)
     for piece, span in zip(plan.pieces, plan.spans, strict=True):
         stop = min(piece.start, heads.indices)
         old_k, old_v = (view[piece.slot, :, :stop].transpose(0, 1) for view in views)
-        old = heads.positions(torch.tensor([piece.start], device=q.device), stop)[0]
+        old_position = heads.positions(torch.tensor([piece.start], device=q.device), stop)[0]
+
         position = torch.arange(piece.start, piece.end, device=q.device)
-        for begin in range(0, piece.count, max(heads.window, QUERY_BLOCK)):
-            end = min(begin + max(heads.window, QUERY_BLOCK), piece.count)
+        for begin in range(0, piece.count, block):
+            end = min(begin + block, piece.count)
             first = max(0, begin - heads.window + 1)
-            lead = slice(0, min(max(0, heads.sinks - piece.start), first))
+            sinks = slice(0, min(max(0, heads.sinks - piece.start), first))
             near = slice(first, end)
-            keys = torch.cat([old_k, k[span][lead], k[span][near]])
-            values = torch.cat([old_v, v[span][lead], v[span][near]])
-            key = torch.cat([old, position[lead], position[near]])
-            seen = heads.seen(key[None], position[begin:end, None])
-            result = dense(q[span][None, begin:end], keys[None], values[None], seen[None], rule)[0]
-            o[span][begin:end] = result
+            keys = torch.cat([old_k, k[span][sinks], k[span][near]])
+            values = torch.cat([old_v, v[span][sinks], v[span][near]])
+            key_position = torch.cat([old_position, position[sinks], position[near]])
+            visible = heads.seen(key_position[None], position[begin:end, None])
+            queries = q[span][None, begin:end]
+            o[span][begin:end] = dense(queries, keys[None], values[None], visible[None], rule)[0]
     return o

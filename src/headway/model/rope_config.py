@@ -1,4 +1,5 @@
-"""The `model.rope_scaling` section: how rotary positions reach beyond the length a model was trained at. Imports without torch."""
+"""The `model.rope_scaling` section: how rotary positions reach beyond the length a model was
+trained at. Imports without torch."""
 
 import math
 from typing import Any, Literal
@@ -62,24 +63,27 @@ class RopeScaling(Section):
 
     @field_validator("short_factor", "long_factor", mode="before")
     @classmethod
-    def _list_as_tuple(cls, given: Any) -> Any:
-        return tuple(given) if isinstance(given, list) else given
+    def _list_as_tuple(cls, factors: Any) -> Any:
+        # Values of a preset are validated as Python values, where a strict tuple accepts no list.
+        if isinstance(factors, list):
+            return tuple(factors)
+        return factors
 
     @model_validator(mode="after")
-    def _ramp(self) -> "RopeScaling":
-        lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
-        if self.kind == "longrope" and (
-            len(self.short_factor) != len(self.long_factor) or not self.short_factor
-        ):
+    def _fits_kind(self) -> "RopeScaling":
+        short = len(self.short_factor)
+        long = len(self.long_factor)
+        if self.kind == "longrope" and (short != long or not short):
             raise ValueError(
-                f"longrope needs short_factor and long_factor of one length; they have {', '.join(str(len(x)) for x in lists.values())}"
+                f"longrope needs short_factor and long_factor of one length; they have {short}, {long}"
             )
-        if self.kind != "longrope" and any(lists.values()):
-            raise ValueError(
-                f"has {next(key for key, one in lists.items() if one)}, which is for kind longrope; kind is {self.kind}"
-            )
-        if any(factor <= 0 for one in lists.values() for factor in one):
+        if self.kind != "longrope" and (short or long):
+            key = "short_factor" if short else "long_factor"
+            raise ValueError(f"has {key}, which is for kind longrope; kind is {self.kind}")
+        if any(factor <= 0 for factor in self.short_factor + self.long_factor):
             raise ValueError("has a factor that is not above 0 in short_factor or long_factor")
+
+        # A setting of another kind would be ignored, so it is refused.
         if self.kind != "yarn" and (self.mscale or self.mscale_all_dim):
             raise ValueError(
                 f"has mscale or mscale_all_dim, which are for kind yarn; kind is {self.kind}"
@@ -92,5 +96,8 @@ class RopeScaling(Section):
 
 
 def yarn_growth(factor: float, scale: float = 1.0) -> float:
-    """What yarn multiplies queries and keys by for a context `factor` times as long."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    """What yarn multiplies queries and keys by for a context `factor` times as long: 0.1 scale
+    ln(factor) + 1 (Peng 2023)."""
+    if factor > 1:
+        return 0.1 * scale * math.log(factor) + 1.0
+    return 1.0

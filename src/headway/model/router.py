@@ -1,8 +1,12 @@
-"""The router of a mixture of experts: tokens come in; logits, scores, the chosen experts and their weights go out, all in fp32.
+"""The router of a mixture of experts: tokens come in; logits, scores, the chosen experts and their
+weights go out, all in fp32.
 
     x [B,T,D] -> logits [B,T,E] -> scores [B,T,E] -> the k best experts and their weights [B,T,k]
 
-`Routing` sums up what a router did, for the losses of balance (`tasks/balance.py`) and for metrics.
+fp32 whatever the dtype of the model: in bf16 many scores would tie, and another rounding on another
+machine would choose other experts.
+
+`Routing` sums up what a router did, for the balancing losses (`tasks/balance.py`) and for metrics.
 Shapes: B rows, T tokens, D width, E experts, k experts per token.
 """
 
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.model.config import ModelConfig
 
+SMALLEST_SUM = 1e-20
+"""Sums of scores are divided by at least this: all sigmoids of a token may underflow to 0."""
+
 
 class Routing(NamedTuple):
     """What one layer's router did with the counted tokens of each row, as sums over them; fp32."""
@@ -25,7 +32,7 @@ class Routing(NamedTuple):
     load: Tensor
     """[B,E]: tokens that chose each expert; no gradient"""
     probability: Tensor
-    """[B,E]: scores of each expert, those of a token adding up to 1"""
+    """[B,E]: scores of each expert, normalized so that those of a token add up to 1"""
     z: Tensor
     """[B]: squared log-partition of the logits"""
     entropy: Tensor
@@ -39,69 +46,76 @@ class Router(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.config = config.experts
-        self.weight = nn.Parameter(torch.empty(config.experts.num, config.hidden_size))
-        self.bias = (
-            nn.Parameter(torch.zeros(config.experts.num)) if config.experts.router_bias else None
-        )
-        biased = config.experts.bias_rate is not None
-        self.e_score_correction_bias = (
-            nn.Parameter(torch.zeros(config.experts.num), requires_grad=False) if biased else None
-        )
+        num = config.experts.num
+        self.weight = nn.Parameter(torch.empty(num, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num)) if config.experts.router_bias else None
+        self.e_score_correction_bias: nn.Parameter | None = None
         """Added to the scores by which experts are chosen; it has no gradient (see `balance`)."""
+        if config.experts.bias_rate is not None:
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(num), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[...,E] of x [...,D]."""
-        return F.linear(
-            x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
-        )
+        """Logits [...,E] of x [...,D]."""
+        bias = None
+        if self.bias is not None:
+            bias = self.bias.float()
+        return F.linear(x.float(), self.weight.float(), bias)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores of logits [...,E], fp32."""
-        return (
-            torch.softmax(logits, dim=-1)
-            if self.config.router == "softmax"
-            else torch.sigmoid(logits)
-        )
+        if self.config.router == "softmax":
+            return torch.softmax(logits, dim=-1)
+        return torch.sigmoid(logits)
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(experts [...,k], weights [...,k]) of scores [...,E]; the first of equal experts comes first."""
-        bias = self.e_score_correction_bias
-        choice = scores.detach() if bias is None else scores.detach() + bias
+        """(experts [...,k], weights [...,k]) of scores [...,E]; the first of equal experts comes
+        first."""
+        # The balancing bias decides which experts are chosen, not how much they weigh.
+        choice = scores.detach()
+        if self.e_score_correction_bias is not None:
+            choice = choice + self.e_score_correction_bias
         if self.config.num_groups > 1:
             choice = self._in_best_groups(choice)
         chosen = torch.topk(choice, self.config.per_token, dim=-1).indices
+
         weights = scores.gather(-1, chosen)
         if self.config.normalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-        return (
-            chosen,
-            weights if self.config.routed_scale == 1.0 else weights * self.config.routed_scale,
-        )
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+        if self.config.routed_scale != 1.0:
+            weights = weights * self.config.routed_scale
+        return chosen, weights
 
     def _in_best_groups(self, choice: Tensor) -> Tensor:
         """The scores [...,E] of experts in the best groups of each token; -inf for the others."""
         groups = choice.unflatten(-1, (self.config.num_groups, -1))
-        of_group = (
-            groups.topk(2, dim=-1).values.sum(-1)
-            if self.config.group_score == "top2"
-            else groups.amax(-1)
-        )
-        best = of_group.topk(self.config.groups_per_token, dim=-1).indices
-        out = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
-        return groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
+        if self.config.group_score == "top2":
+            group_scores = groups.topk(2, dim=-1).values.sum(-1)
+        else:
+            group_scores = groups.amax(-1)
+        best = group_scores.topk(self.config.groups_per_token, dim=-1).indices
+        is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best, False)
+        return groups.masked_fill(is_excluded[..., None], -torch.inf).flatten(-2)
 
     @torch.no_grad()
     def balance(self, load: Tensor, keep: Tensor) -> None:
-        """Move the bias of each expert against its load [E] of the whole step; `keep` is 0 for a step that changes nothing."""
-        bias, rate = self.e_score_correction_bias, self.config.bias_rate
+        """bias += rate * sign(mean load - load), for the load [E] of the whole step (Wang 2024,
+        DeepSeek-V3).
+
+        `keep` is 0 for a step that was skipped, else 1: a product, so that the host need not know.
+        """
+        bias = self.e_score_correction_bias
+        rate = self.config.bias_rate
+        # A rate of 0 keeps the biases of a published model as they are.
         if bias is not None and rate:
             bias += keep * rate * torch.sign(load.mean() - load)
 
 
 def summarize(logits: Tensor, scores: Tensor, taken: Tensor, counted: Tensor) -> Routing:
-    """What a router did with the counted tokens [B,T]; `taken` [B,T,E] is 1 where a token chose an expert."""
+    """What a router did with the counted tokens [B,T]; `taken` [B,T,E] is 1 where a token chose
+    an expert."""
+    # Sums over the tokens of a row, not means: the step's mean is known only after all ranks.
     weight = counted[..., None]
-    shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+    shares = scores / scores.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
     z = torch.logsumexp(logits, dim=-1).square()
     with torch.no_grad():
         entropy = torch.special.entr(shares).sum(-1)
@@ -114,12 +128,13 @@ def summarize(logits: Tensor, scores: Tensor, taken: Tensor, counted: Tensor) ->
 
 
 def stack_routings(routings: list[Routing]) -> Routing:
-    """What the routers of several layers did, in one tensor of each kind."""
+    """What the routers of several layers did, in one tensor of each kind, [layers,B,...]."""
     return Routing(*(torch.stack(values) for values in zip(*routings, strict=True)))
 
 
 def counted_tokens(batch: Batch) -> Tensor:
-    """fp32 [B,T]: 1 for tokens of documents, 0 for padding, which is the last document of a row where it has only zeros and no targets."""
-    last = batch.document == batch.document[:, -1:]
-    is_text = ((batch.tokens != 0) | (batch.loss_weight != 0)) & last
-    return (~last | is_text.any(1, keepdim=True)).float()
+    """fp32 [B,T]: 1 for tokens of documents, 0 for padding."""
+    # Padding is the last document of a row, and is recognised by having only zeros and no targets.
+    in_last = batch.document == batch.document[:, -1:]
+    is_text = ((batch.tokens != 0) | (batch.loss_weight != 0)) & in_last
+    return (~in_last | is_text.any(1, keepdim=True)).float()

@@ -1,15 +1,22 @@
-"""The one Transformer: tokens and positions come in, the hidden stream after the final norm goes out. Single-device code.
+"""The one Transformer, as single-device code: tokens and positions come in, the hidden stream after
+the final norm goes out.
 
-Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head width.
+Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head
+width.
 
-    tokens [B,T] -> embed -> x [B,T,D] -> block 0 .. block N-1 -> norm -> hidden [B,T,D]     (the LM head is applied by the caller)
+    tokens [B,T] -> embed -> x [B,T,D] -> block 0 .. block N-1 -> norm -> hidden [B,T,D]
 
-    a block:  x -> before -> q, k, v -> core -> o -> after(x, o) -> x
+    a block:  x -> pre_attention -> q, k, v -> core -> o -> post_attention(x, o) -> x
 
-`before` and `after` hold all the arithmetic and trace as one graph each; `core` is an attribute, called in plain Python between them, so
-that another attention can be put there without compiling anything again. `enter` and `leave` are attributes too: what ranks that share
-the layers exchange before and after the matrix products of each half, and nothing on one rank.
-Names and shapes of parameters are Hugging Face Llama's.
+The caller applies the LM head, in chunks of tokens, so that logits of a whole row never exist.
+
+`pre_attention` and `post_attention` hold all the arithmetic and trace as one graph each. `core` is
+an attribute that is called in plain Python between them, so another attention can be put there
+without compiling anything again. `gather_input` and `reduce_output` are attributes too: what ranks
+that share the layers (tensor parallelism) exchange before and after the matrix products of each
+half. On one rank they are the identity.
+
+Names and shapes of parameters are those of Hugging Face's Llama: they are keys of checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
-from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear, compute_once
 from headway.model.base import (
     AttentionCache,
@@ -34,8 +40,6 @@ from headway.model.base import (
     Model,
     ModelOut,
 )
-from headway.model.cached_halves import CachedHalves
-from headway.model.head_gates import HeadGates
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
@@ -54,7 +58,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GatedCore:
-    """Attention of a layer whose heads have gates; a mask that carries no mix means full attention for all of them."""
+    """Attention of a layer whose heads have gates.
+
+    The gates of a pass come with the mask. A mask without them means full attention in every head.
+    """
 
     layer: int
     backend: str = "auto"
@@ -66,6 +73,8 @@ class GatedCore:
         full = partial(attend, mask=mask, window=window, backend=self.backend)
         if mask.mix is None:
             return full(q, k, v)
+        from headway.kernels.head_mix import mix_heads
+
         return mix_heads(
             q, k, v, mask, mask.mix, self.layer, full=full, backend=STREAMING[self.backend]
         )
@@ -82,99 +91,137 @@ STREAMING = {
 """The backend of streaming attention that goes with one of full attention."""
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """x."""
+def identity(x: Tensor) -> Tensor:
+    """x: the exchange of a rank that has whole layers."""
     return x
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    return x if norm is None else norm(x)
+    if norm is None:
+        return x
+    return norm(x)
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each on the normed stream and added to it."""
+    """One layer: attention and feed-forward, each on the normed stream and added to it.
+
+        norm_placement    before (Llama)      after (OLMo 2)       both (Gemma)
+        attention adds    attn(norm(x))       norm(attn(x))        norm(attn(norm(x)))
+        mlp adds          mlp(norm(x))        norm(mlp(x))         norm(mlp(norm(x)))
+
+    A parallel block has one norm: x + attn(norm(x)) + mlp(norm(x)).
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
-        self.input_layernorm = build_norm(config) if before else None
+
+        def norm_if(is_placed: bool) -> nn.Module | None:
+            return build_norm(config) if is_placed else None
+
+        before = config.norm_placement != "after"
+        after = config.norm_placement != "before"
+
+        # In the order of the forward. `post_attention_layernorm` is Llama's name for the norm
+        # that the feed-forward reads; the norm of attention's output is `post_self_attn_layernorm`.
+        self.input_layernorm = norm_if(before)
         self.self_attn = build_attention(config, layer)
-        self.post_self_attn_layernorm = build_norm(config) if after else None
-        self.post_attention_layernorm = (
-            build_norm(config) if before and not config.parallel_block else None
-        )
+        self.post_self_attn_layernorm = norm_if(after)
+        self.post_attention_layernorm = norm_if(before and not config.parallel_block)
         self.mlp = build_mlp(config, layer)
-        self.post_mlp_layernorm = build_norm(config) if after else None
-        self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
+        self.post_mlp_layernorm = norm_if(after)
+
+        self.is_parallel = config.parallel_block
+        self.residual_scale = config.residual_scale
         self.dropout = config.dropout
         self.window = config.window_of(layer)
         self.softcap = config.attention_softcap
-        self.core: AttentionCore = (
-            GatedCore(layer) if config.head_gates is not None else self._core("auto")
-        )
-        self.enter: Callable[[Tensor], Tensor] = unchanged
-        self.leave: Callable[[Tensor], Tensor] = unchanged
+
+        # Replaced from outside: by another backend, or by what ranks that share tokens or layers do.
+        if config.head_gates is not None:
+            self.core: AttentionCore = GatedCore(layer)
+        else:
+            self.core = self._core("auto")
+        self.gather_input: Callable[[Tensor], Tensor] = identity
+        self.reduce_output: Callable[[Tensor], Tensor] = identity
         self.drop: Callable[[Tensor, float], Tensor] = dropout
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
-        self.core = (
-            replace(self.core, backend=backend)
-            if isinstance(self.core, GatedCore)
-            else self._core(backend)
-        )
+        # Gates stay: only the kernels of the two branches change.
+        if isinstance(self.core, GatedCore):
+            self.core = replace(self.core, backend=backend)
+        else:
+            self.core = self._core(backend)
 
     def _core(self, backend: str) -> AttentionCore:
-        return partial(
-            attend,
-            backend=backend,
-            **({} if self.softcap is None else {"rule": ScoreRule(self.softcap)}),
-        )
+        if self.softcap is None:
+            return partial(attend, backend=backend)
+        return partial(attend, backend=backend, rule=ScoreRule(self.softcap))
 
     @property
     def rule(self) -> ScoreRule:
-        """What happens to the layer's scores, now: its sinks train."""
+        """Soft-capping and sinks of the layer's scores.
+
+        Made for each pass: sinks are parameters, which an engine may replace.
+        """
         return ScoreRule(self.softcap, self.self_attn.sinks)
 
     def core_settings(self, mask: AttentionMask) -> dict[str, Any]:
-        """What the core needs besides q, k and v."""
-        rule = {} if self.self_attn.sinks is None else {"rule": self.rule}
-        return {"mask": mask, "window": self.window, **rule}
+        """The keyword arguments of the core besides q, k and v."""
+        settings: dict[str, Any] = {"mask": mask, "window": self.window}
+        # Only a core of a layer with trained sinks takes a rule; a soft cap is bound in `_core`.
+        if self.self_attn.sinks is not None:
+            settings["rule"] = self.rule
+        return settings
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pre_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
-        return self.self_attn.project(self.entered(x), cos, sin)
+        return self.self_attn.project(self.attention_input(x), cos, sin)
 
-    def entered(self, x: Tensor) -> Tensor:
-        """What attention's projections read."""
-        return self.enter(_normed(x, self.input_layernorm))
+    def attention_input(self, x: Tensor) -> Tensor:
+        """The normed stream of all tokens, which attention's projections read."""
+        return self.gather_input(_normed(x, self.input_layernorm))
 
-    def after(
+    def post_attention(
         self, x: Tensor, o: Tensor, counted: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
-        """Everything after the attention core, from the block's input and o [B,T,H,hd]. A mixture that is given the tokens that count,
-        [B,T], also says what its router did with them."""
+        """Everything after the attention core, from the block's input x [B,T,D] and o [B,T,H,hd].
+
+        A mixture of experts with `counted` tokens [B,T] also returns what its router did with them.
+        """
         if self.is_parallel:
-            both = self.self_attn.output(o) + self.mlp(self.entered(x))
-            return self._added(x, self.leave(both))
-        x = self._added(
-            x, _normed(self.leave(self.self_attn.output(o)), self.post_self_attn_layernorm)
-        )
-        normed = self.enter(_normed(x, self.post_attention_layernorm))
+            # One sum over ranks for attention and feed-forward together.
+            both = self.self_attn.output(o) + self.mlp(self.attention_input(x))
+            return self._added(x, self.reduce_output(both))
+
+        attended = self.reduce_output(self.self_attn.output(o))
+        x = self._added(x, _normed(attended, self.post_self_attn_layernorm))
+
+        normed = self.gather_input(_normed(x, self.post_attention_layernorm))
         if counted is None or isinstance(self.mlp, FeedForward):
-            return self._added(x, _normed(self.leave(self.mlp(normed)), self.post_mlp_layernorm))
+            out = self.reduce_output(self.mlp(normed))
+            return self._added(x, _normed(out, self.post_mlp_layernorm))
+
         out, routing = self.mlp.route(normed, counted)
         assert routing is not None
-        return self._added(x, _normed(self.leave(out), self.post_mlp_layernorm)), routing
+        out = self.reduce_output(out)
+        return self._added(x, _normed(out, self.post_mlp_layernorm)), routing
 
     def before_recompute(self) -> None:
-        """Backward will run forward again. Nothing reads the sum at the end of the block then, so no product is needed for it."""
+        """Called once by an engine whose backward runs the block's forward again.
+
+        Nothing reads the sum at the end of the block in that second run, so the product that is
+        added there can be left out, unless a norm needs it.
+        """
         if isinstance(self.mlp, FeedForward) and self.post_mlp_layernorm is None:
             compute_once(self.mlp.down_proj)
 
-    def _added(self, x: Tensor, more: Tensor) -> Tensor:
-        more = self._dropped(more)
-        return x + (more if self.residual_scale == 1.0 else more * self.residual_scale)
+    def _added(self, x: Tensor, branch: Tensor) -> Tensor:
+        """The stream with the output of attention or feed-forward."""
+        branch = self._dropped(branch)
+        if self.residual_scale != 1.0:
+            branch = branch * self.residual_scale
+        return x + branch
 
     def forward(
         self,
@@ -184,16 +231,17 @@ class Block(nn.Module):
         mask: AttentionMask,
         counted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
-        q, k, v = self.before(x, cos, sin)
+        q, k, v = self.pre_attention(x, cos, sin)
         o = self.core(q, k, v, **self.core_settings(mask))
-        return (
-            self.after(x, o)
-            if counted is None or isinstance(self.mlp, FeedForward)
-            else self.after(x, o, counted)
-        )
+        # A plain feed-forward gets the same arguments with and without `counted`: one graph serves both.
+        if counted is None or isinstance(self.mlp, FeedForward):
+            return self.post_attention(x, o)
+        return self.post_attention(x, o, counted)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return self.drop(x, self.dropout) if self.dropout and self.training else x
+        if self.dropout and self.training:
+            return self.drop(x, self.dropout)
+        return x
 
 
 class Trunk(nn.Module):
@@ -203,80 +251,113 @@ class Trunk(nn.Module):
         super().__init__()
         weight = torch.empty(config.vocab, config.hidden_size)
         if not weight.is_meta:
-            nn.init.normal_(
-                weight
-            )  # on the meta device it would draw nothing and load the compiler, which takes seconds
+            # On the meta device this would draw nothing and load the compiler, which takes seconds.
+            nn.init.normal_(weight)
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden_size, _weight=weight)
-        learned = config.positions == "learned"
-        self.embed_positions = (
-            nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
-        )
-        # Keyed by number, so that a part of the layers keeps its names.
+
+        self.embed_positions = None
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size)
+
+        # Keyed by number, so that the layers of a pipeline stage keep their names.
         self.layers = nn.ModuleDict(
             {str(layer): Block(config, layer) for layer in range(config.num_layers)}
         )
-        # Logits are linear in what it returns; scores are not scaled.
-        self.norm = build_norm(config, gain=1.0 if config.score_head else config.logit_scale)
+
+        # Logits are linear in what the norm returns, so `logit_scale` costs nothing here.
+        # Scores of a reward model are not scaled.
+        gain = 1.0 if config.score_head else config.logit_scale
+        self.norm = build_norm(config, gain=gain)
 
 
 class Transformer(Model):
     """A decoder of the shape a config describes."""
 
-    BLOCK_METHODS = ("before", "after")
+    BLOCK_METHODS = ("pre_attention", "post_attention")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # First: forward needs them before anything else, and their gradients are complete only when all others are.
-        self.head_gates = HeadGates(config) if config.head_gates is not None else None
-        self.aligner = None if config.media is None else build_aligner(config.media)
-        self.projector = (
-            None if config.media is None else MediaEmbedder(config.media, config.hidden_size)
-        )
+        # Modules are registered in the order of the forward: engines lay out and reduce gradients in
+        # the reverse. Gates come first: every layer uses them, so their gradients are complete last.
+        self.head_gates = None
+        if config.head_gates is not None:
+            from headway.model.head_gates import HeadGates
+
+            self.head_gates = HeadGates(config)
+
+        self.aligner = nn.ModuleDict()
+        self.projector = None
+        if config.media is not None:
+            self.aligner = build_aligner(config.media)
+            self.projector = MediaEmbedder(config.media, config.hidden_size)
+
         self.model = Trunk(config)
-        separate = not config.tie_embeddings and not config.score_head
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab, bias=False) if separate else None
-        self.score = nn.Linear(config.hidden_size, 1, bias=False) if config.score_head else None
+
+        self.lm_head = None
+        self.score = None
+        if config.score_head:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        elif not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab, bias=False)
+
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
+
+        # Set by `split_layers`, on a rank that has a part of every layer.
         self._vocab: VocabShard | None = None
+        """The rows of embedding and head that this rank has; None: all."""
         self._counts = True
-        """Whether gradients of what routers did and of scores count on this rank; ranks that share the layers compute the same."""
+        """Whether gradients of routing and scores count on this rank: ranks that share the
+        layers compute the same ones."""
         self._own_tokens: Callable[[Tensor], Tensor] | None = None
+        """[B,T] of all tokens -> this rank's; None: it has all."""
+
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
-        """Head gates are sampled with the noise of a seed; without one they are settled."""
+        """Head gates are sampled with the noise of a seed.
+
+        Without one each is 0 or 1 (`HeadGates.draw`).
+        """
         mask, draw = self._mask(batch, seed)
         media = MediaTensors.of(batch, self.config.media)
-        counted = None if self.config.experts is None else counted_tokens(batch)
-        found = self(batch.tokens, batch.position, mask, media=media, counted=counted)
-        return (
-            self._output(found, draw)
-            if isinstance(found, Tensor)
-            else self._output(found[0], draw, found[1])
-        )
+        counted = None
+        if self.config.experts is not None:
+            counted = counted_tokens(batch)
+
+        # Through `__call__`, not `forward`: engines have hooks on the model.
+        result = self(batch.tokens, batch.position, mask, media=media, counted=counted)
+        if isinstance(result, Tensor):
+            return self._output(result, draw)
+        hidden, routing = result
+        return self._output(hidden, draw, routing)
 
     def forward_stage(
         self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None
     ) -> Tensor | ModelOut:
         """Every stage draws the gates of all layers, from the same seed."""
         mask, draw = self._mask(batch, seed)
-        x = (
-            self.embed(
-                batch.tokens, MediaTensors.of(batch, self.config.media), position=batch.position
-            )
-            if stream is None
-            else stream
-        )
+
+        x = stream
+        if x is None:
+            media = MediaTensors.of(batch, self.config.media)
+            x = self.embed(batch.tokens, media, position=batch.position)
+
         cos, sin = self.rotation(batch.position)
         for layer in layers:
             x = self.model.layers[str(layer)](x, cos, sin, mask)
-        return x if layers.stop < self.config.num_layers else self._output(self.model.norm(x), draw)
+
+        if layers.stop < self.config.num_layers:
+            return x
+        return self._output(self.model.norm(x), draw)
 
     def _mask(self, batch: Batch, seed: int | None) -> tuple[AttentionMask, GateDraw | None]:
+        """The mask of a pass, which carries the gates of its heads, and these gates for the
+        loss."""
         mask = mask_of(batch)
+        # Without `begin_step` the host knows no gates: every head is full.
         if self.head_gates is None or self._log_alpha is None:
             return mask, None
         draw = self.head_gates.draw(self._log_alpha, seed)
@@ -286,9 +367,12 @@ class Transformer(Model):
         self, hidden: Tensor, draw: GateDraw | None, routing: Routing | None = None
     ) -> ModelOut:
         if routing is not None and not self._counts:
+            # Another rank computes the same balancing losses. Gradients are summed over ranks, so
+            # only one of them may contribute.
             routing = routing._replace(
                 probability=routing.probability.detach(), z=routing.z.detach()
             )
+
         head = LMHead(
             hidden,
             self.head_weight,
@@ -297,11 +381,10 @@ class Transformer(Model):
             self._vocab,
             self.config.logit_softcap,
         )
-        score = (
-            None
-            if self.score is None
-            else ScoreHead(hidden, self.score.weight, self._vocab, self._counts)
-        )
+        score = None
+        if self.score is not None:
+            score = ScoreHead(hidden, self.score.weight, self._vocab, self._counts)
+
         return ModelOut(head, draw, routing=routing, score=score)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
@@ -309,34 +392,45 @@ class Transformer(Model):
         for layer in range(self.config.num_layers):
             if layer not in layers:
                 del self.model.layers[str(layer)]
+
+        # The last stage keeps a tied embedding: it is its head.
         if not first and not (last and self.config.ties_head):
             del self.model.embed_tokens
         if not first:
             self.model.embed_positions = None
-            self.aligner = self.projector = None
+            self.aligner = nn.ModuleDict()
+            self.projector = None
+
         if not last:
             del self.model.norm
-            self.lm_head = self.score = None
+            self.lm_head = None
+            self.score = None
 
     def begin_step(self) -> None:
-        """Copy the head gates to the host. That waits for the last update, so it is done once per step."""
-        self._log_alpha = None if self.head_gates is None else self.head_gates()
+        """Copy the head gates to the host.
+
+        That waits for the last update, so it is done once per step.
+        """
+        if self.head_gates is None:
+            self._log_alpha = None
+        else:
+            self._log_alpha = self.head_gates()
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """Move the routers' biases against the load of each mixture."""
         mixtures = [
             block.mlp for block in self.blocks().values() if not isinstance(block.mlp, FeedForward)
         ]
-        for mlp, of_layer in zip(mixtures, load, strict=True):
-            mlp.balance(of_layer, keep)
+        for mixture, layer_load in zip(mixtures, load, strict=True):
+            mixture.balance(layer_load, keep)
 
     def blocks(self) -> Mapping[str, Block]:
         """The layers, by their parameters' prefix."""
-        found: dict[str, Block] = {}
+        blocks: dict[str, Block] = {}
         for layer, block in self.model.layers.items():
             assert isinstance(block, Block)
-            found[f"model.layers.{layer}"] = block
-        return found
+            blocks[f"model.layers.{layer}"] = block
+        return blocks
 
     def param_specs(self) -> list[ParamSpec]:
         """The layout of the config."""
@@ -344,10 +438,13 @@ class Transformer(Model):
 
     @property
     def head_parameter(self) -> str | None:
-        """None with an adapter on the head, and for a reward model, whose head predicts no tokens."""
+        """None with an adapter on the head, and for a reward model, whose head predicts no
+        tokens."""
         if self.config.ties_head:
             return EMBEDDING
-        return None if self.score is not None or isinstance(self.lm_head, AdaptedLinear) else HEAD
+        if self.score is not None or isinstance(self.lm_head, AdaptedLinear):
+            return None
+        return HEAD
 
     @property
     def head_weight(self) -> Tensor:
@@ -356,17 +453,21 @@ class Transformer(Model):
             return self.score.weight
         if self.lm_head is None:
             return self.model.embed_tokens.weight
-        return (
-            self.lm_head.effective
-            if isinstance(self.lm_head, AdaptedLinear)
-            else self.lm_head.weight
-        )
+        if isinstance(self.lm_head, AdaptedLinear):
+            return self.lm_head.effective
+        return self.lm_head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Soft-capped where the config says so; of the whole vocabulary, also where ranks share it."""
-        found, cap = super().logits(hidden), self.config.logit_softcap
-        found = found if self._vocab is None else self._vocab.whole(found)
-        return found if cap is None else torch.tanh(found / cap) * cap
+        """Soft-capped where the config says so; of the whole vocabulary, also where ranks share
+        it."""
+        logits = super().logits(hidden)
+        if self._vocab is not None:
+            logits = self._vocab.whole(logits)
+
+        cap = self.config.logit_softcap
+        if cap is None:
+            return logits
+        return torch.tanh(logits / cap) * cap
 
     def embed(
         self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None
@@ -374,17 +475,23 @@ class Transformer(Model):
         """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
         x = self.model.embed_tokens(tokens)
         if self.config.embed_scale != 1.0:
-            x = (
-                x * torch.tensor(self.config.embed_scale, dtype=x.dtype).item()
-            )  # rounded to the dtype, as published models were trained
-        share = self.config.embed_grad_scale
-        x = x if share == 1.0 else x * share + x.detach() * (1 - share)
+            # Rounded to the dtype of the stream, as published models (Gemma) were trained.
+            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype).item()
+
+        grad_scale = self.config.embed_grad_scale
+        if grad_scale != 1.0:
+            # The value of x with `grad_scale` of its gradient.
+            x = x * grad_scale + x.detach() * (1 - grad_scale)
+
         if self.model.embed_positions is not None:
             assert position is not None, "learned positions need them"
-            own = position if self._own_tokens is None else self._own_tokens(position)
-            x = x + self.model.embed_positions(
-                own.clamp(min=0).long()
-            )  # a row that takes no part stands at -1
+            # x is of this rank's tokens alone, the batch's positions are of all.
+            positions = position
+            if self._own_tokens is not None:
+                positions = self._own_tokens(position)
+            # Rows of a decoding batch that take no part stand at -1.
+            x = x + self.model.embed_positions(positions.clamp(min=0).long())
+
         if media is None or self.projector is None:
             return x
         return self.projector(x, media, self.aligner)
@@ -399,9 +506,11 @@ class Transformer(Model):
     ) -> Tensor | tuple[Tensor, Routing]:
         """Hidden [B,T,D] after the final norm.
 
-        With `counted` tokens [B,T], also what the routers of all mixtures did with them: [layers,B,...]."""
+        With `counted` tokens [B,T], also what the routers of all mixtures did with them:
+        [layers,B,...]."""
         x = self.embed(tokens, media, position=position)
         cos, sin = self.rotation(position)
+
         routings: list[Routing] = []
         for block in self.blocks().values():
             if counted is None:
@@ -411,8 +520,11 @@ class Transformer(Model):
             if not isinstance(x, Tensor):
                 x, routing = x
                 routings.append(routing)
+
         hidden = self.model.norm(x)
-        return (hidden, stack_routings(routings)) if routings else hidden
+        if not routings:
+            return hidden
+        return hidden, stack_routings(routings)
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in every layer."""
@@ -420,22 +532,27 @@ class Transformer(Model):
             block.use_attention(backend)
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
-        """Head gates are then drawn for these heads only."""
+        """Head gates are then drawn for these KV heads only."""
         if self.head_gates is not None:
             self.head_gates.heads = heads
         for block in self.blocks().values():
             block.core = wrap(block.core)
 
     def split_layers(self, split: LayerSplit) -> None:
-        """The embedding's exchange is in its module."""
-        self._vocab, self._own_tokens = split.vocab, split.own_tokens
+        """The embedding is not here: its module was replaced by one that does its own exchange."""
+        self._vocab = split.vocab
+        self._own_tokens = split.own_tokens
+        self._counts = split.is_first
         if self.projector is not None:
             self.projector.own_tokens = split.own_tokens
-        self._counts = split.is_first
         if self.head_gates is not None:
-            self.head_gates.heads, self.head_gates.counts = split.heads, split.is_first
+            self.head_gates.heads = split.heads
+            self.head_gates.counts = split.is_first
+
         for block in self.blocks().values():
-            block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
+            block.gather_input = split.gather_input
+            block.reduce_output = split.reduce_output
+            block.drop = split.drop
             block.self_attn.mean_over_ranks = split.mean
 
     def hidden_states(
@@ -446,7 +563,10 @@ class Transformer(Model):
         return self(tokens, position, causal_mask(rows, length, tokens.device), media)
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
-        """The blocks' halves are compiled, attention between them is the cache's."""
+        """The blocks' halves are compiled; attention between them is the cache's and stays
+        outside of graphs."""
+        from headway.model.cached_halves import CachedHalves
+
         halves = [CachedHalves(block, compiler) for block in self.blocks().values()]
 
         def forward(
@@ -457,10 +577,11 @@ class Transformer(Model):
         ) -> Tensor:
             x = self.embed(tokens, media, position=position)
             cos, sin = self.rotation(position, cache.capacity)
-            for layer, both in enumerate(halves):
-                before, after, expand = both.of(tokens)
-                q, k, v = before(x, cos, sin)
-                x = after(x, cache.attend(layer, q, k, v, position, both.sinks, expand))
+            for layer, block_halves in enumerate(halves):
+                pre_attention, post_attention, expand = block_halves.of(tokens)
+                q, k, v = pre_attention(x, cos, sin)
+                o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
+                x = post_attention(x, o)
             return self.model.norm(x)
 
         return forward

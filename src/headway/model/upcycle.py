@@ -1,8 +1,10 @@
-"""A dense model becomes a mixture of experts: its config and weights come in, those of the mixture go out, one tensor at a time.
+"""A dense model becomes a mixture of experts: its config and weights come in, those of the mixture
+go out, one tensor at a time.
 
     model.layers.0.mlp.gate_proj.weight  [out, in]  ->  model.layers.0.mlp.experts.gate_proj.weight  [experts, out, in], copies
 
-Routers are drawn from (seed, name). The experts of a token are equal at first and its weights add up to 1, so logits stay the same.
+Routers are drawn from (seed, name). The experts of a token are equal at first and its weights add
+up to 1, so logits stay the same.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.experts_config import ExpertsConfig, UpcycleConfig
 
-INNER, DENSE = ".mlp.experts.", ".mlp."
+INNER = ".mlp.experts."
+DENSE = ".mlp."
 
 
 def upcycled_config(
-    config: ModelConfig, upcycle: UpcycleConfig, given: ExpertsConfig | None
+    config: ModelConfig, upcycle: UpcycleConfig, settings: ExpertsConfig | None
 ) -> ModelConfig:
-    """The mixture of a dense model; `given` are the recipe's other settings of experts."""
+    """The mixture of a dense model; `settings`: the recipe's other settings of experts."""
     if config.experts is not None:
         raise ConfigError(
             "init.upcycle is given, but the model in init.from already has experts. Remove init.upcycle."
@@ -35,15 +38,20 @@ def upcycled_config(
         raise ConfigError(
             "init.upcycle is given, but the feed-forward layers in init.from have biases, which experts do not have."
         )
-    fields = {} if given is None else {key: getattr(given, key) for key in given.model_fields_set}
+
+    fields = {}
+    if settings is not None:
+        fields = {key: getattr(settings, key) for key in settings.model_fields_set}
+    # With these the mixture of equal experts computes what the dense layer did.
     fixed = {
         "num": upcycle.experts,
         "per_token": upcycle.per_token,
         "normalize": True,
         "ffn_size": None,
         "shared_ffn_size": 0,
+        "bias": False,
+        "swiglu_limit": None,
     }
-    fixed |= {"bias": False, "swiglu_limit": None}
     for key, value in fixed.items():
         if fields.get(key, value) != value:
             raise ConfigError(
@@ -60,6 +68,7 @@ def upcycled_weights(
 ) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     """The weights of the mixture `config`, from those of the dense model."""
     specs = {spec.name: spec for spec in param_specs(config)}
+    # Name in the dense model -> spec in the mixture.
     stacked = {
         name.replace(INNER, DENSE): spec
         for name, spec in specs.items()
@@ -71,9 +80,8 @@ def upcycled_weights(
             if name not in stacked:
                 yield name, value
                 continue
-            if name.endswith(
-                "gate_proj.weight"
-            ):  # routers have no dense form: each comes before its experts
+            # Routers have no dense form: each is yielded before the first matrix of its experts.
+            if name.endswith("gate_proj.weight"):
                 yield from _router(stacked[name], specs, upcycle, seed)
             yield stacked[name].name, _copies(stacked[name], value, upcycle, seed)
 
@@ -83,27 +91,27 @@ def upcycled_weights(
 def _router(
     spec: ParamSpec, specs: dict[str, ParamSpec], upcycle: UpcycleConfig, seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of the router in the layer of an expert's matrix; biases are 0."""
     import torch
 
-    before = spec.name.split(INNER)[0] + ".mlp.gate."
-    for name in (one for one in specs if one.startswith(before)):
+    prefix = spec.name.split(INNER)[0] + ".mlp.gate."
+    for name in specs:
+        if not name.startswith(prefix):
+            continue
+        value = torch.zeros(*specs[name].shape, device="cpu")
         if name.endswith(".weight"):
             generator = torch.Generator(device="cpu").manual_seed(derive(seed, "upcycle", name))
-            yield (
-                name,
-                torch.empty(*specs[name].shape, device="cpu").normal_(
-                    0.0, upcycle.router_std, generator=generator
-                ),
-            )
-        else:
-            yield name, torch.zeros(*specs[name].shape, device="cpu")
+            value.normal_(0.0, upcycle.router_std, generator=generator)
+        yield name, value
 
 
 def _copies(
     spec: ParamSpec, value: torch.Tensor, upcycle: UpcycleConfig, seed: int
 ) -> torch.Tensor:
+    """[experts, ...] of a dense matrix, each with noise of its own if the recipe asks for it."""
     import torch
 
+    # A view: nothing is copied until an engine takes its part.
     copies = value.expand(upcycle.experts, *value.shape)
     if not upcycle.noise:
         return copies

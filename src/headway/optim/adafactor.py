@@ -1,10 +1,19 @@
-"""Adafactor: the second moment of a matrix is kept as one number per row and per column; steps are scaled by the size of the parameter.
+"""Adafactor: the second moment of a matrix is kept as one number per row and per column.
 
-    w = t^beta2_decay       row += w (mean over columns of g^2 - row)       col += w (mean over rows of g^2 - col)
-    u = g / sqrt(row col / mean(row))       u = u / max(1, rms(u) / clip_update)       p = p (1 - lr decay) - rho u
-    rho = min(lr, 1 / sqrt(t)) max(eps_scale, rms(p))                        t counts updates; a vector keeps a number per element
+Steps are scaled by the size of the parameter. t counts updates; a vector keeps a number per
+element.
 
-State takes about nothing: 4 (rows + columns) bytes instead of AdamW's 8 per element. Every parameter is updated as a whole.
+    w = t^beta2_decay
+    row += w (mean over columns of g^2 - row)
+    col += w (mean over rows of g^2 - col)
+    u = g / sqrt(row col / mean(row))
+    u = u / max(1, rms(u) / clip_update)
+    rho = min(lr, 1 / sqrt(t)) max(eps_scale, rms(p))
+    p = p (1 - lr decay) - rho u
+
+Shazeer and Stern 2018, arXiv:1804.04235, in the form of torch.optim.Adafactor. State takes about
+nothing: 4 (rows + columns) bytes instead of AdamW's 8 per element. Every parameter is updated as a
+whole.
 """
 
 from __future__ import annotations
@@ -19,7 +28,9 @@ if TYPE_CHECKING:
 
     from headway.optim.base import Guard
 
-ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
+ROW = "exp_avg_sq_row"
+COLUMN = "exp_avg_sq_col"
+SQUARE = "exp_avg_sq"
 
 
 class Config(OptimConfig):
@@ -72,32 +83,33 @@ class Adafactor:
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """A number per row and per column; of a vector one per element."""
-        return (
-            {SQUARE: shape}
-            if len(shape) < 2
-            else {ROW: shape[:-1], COLUMN: (*shape[:-2], shape[-1])}
-        )
+        if len(shape) < 2:
+            return {SQUARE: shape}
+        return {ROW: shape[:-1], COLUMN: (*shape[:-2], shape[-1])}
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Change params and state in place, one parameter after another; a skipped step changes nothing."""
+    ) -> None:
+        """Change params and state in place, one parameter after another.
+
+        A skipped step changes nothing.
+        """
         import torch
 
         from headway.optim.adafactor_update import adafactor_step
 
+        # Shapes differ, and norms over whole parameters are part of the rule: no fused call.
         keep = 1 - guard.found_inf
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
             step += keep
-            adafactor_step(
-                param,
-                grad,
-                {slot: held[index] for slot, held in state.items()},
-                step,
-                self.config,
-                hyper,
-                guard,
-            )
+            slots = {slot: tensors[index] for slot, tensors in state.items()}
+            adafactor_step(param, grad, slots, step, self.config, hyper, guard)
         if copies:
             torch._foreach_copy_(copies, params)

@@ -1,4 +1,7 @@
-"""Adafactor's step on one whole parameter: it and its state change in place. Nothing waits for the device."""
+"""Adafactor's step on one whole parameter: it and its state change in place.
+
+Nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +29,37 @@ def adafactor_step(
     from headway.optim.adafactor import COLUMN, ROW, SQUARE
 
     keep = 1 - guard.found_inf
-    eps = torch.finfo(torch.float32).eps if config.eps is None else config.eps
+    eps = config.eps
+    if eps is None:
+        eps = torch.finfo(torch.float32).eps
+    # At least 1: a skipped first step has counted nothing, and 0 has no power.
     count = step.clamp(min=1)
     weight = count**config.beta2_decay * keep
+    # The rate falls as 1 / sqrt(t) once that is below the schedule's.
     rho = count.rsqrt().clamp(max=hyper.lr)
     if config.scale_by_rms:
         rho = rho * rms(param).clamp(min=config.eps_scale)
-    g = (grad / (-guard.scale if hyper.maximize else guard.scale)).masked_fill_(keep == 0, 0.0)
+
+    divisor = guard.scale
+    if hyper.maximize:
+        divisor = -guard.scale
+    # A skipped step may have gradients that are not finite, which no weight of 0 would cancel.
+    g = (grad / divisor).masked_fill_(keep == 0, 0.0)
+
     if SQUARE in state:
-        held = state[SQUARE].lerp_(g.square(), weight)
-        update = held.clamp(min=eps * eps).rsqrt_().mul_(g)
+        square = state[SQUARE].lerp_(g.square(), weight)
+        update = square.clamp(min=eps * eps).rsqrt_().mul_(g)
     else:
-        row = state[ROW].lerp_(
-            torch.linalg.vector_norm(g, dim=-1).square_().div_(g.shape[-1]), weight
-        )
-        column = state[COLUMN].lerp_(
-            torch.linalg.vector_norm(g, dim=-2).square_().div_(g.shape[-2]), weight
-        )
+        # Means of squares by norms, which need no tensor of squares.
+        row_mean = torch.linalg.vector_norm(g, dim=-1).square_().div_(g.shape[-1])
+        row = state[ROW].lerp_(row_mean, weight)
+        column_mean = torch.linalg.vector_norm(g, dim=-2).square_().div_(g.shape[-2])
+        column = state[COLUMN].lerp_(column_mean, weight)
         share = row / row.mean(-1, keepdim=True).clamp(min=eps)
         update = (share.unsqueeze(-1) * column.unsqueeze(-2)).clamp_(min=eps * eps).rsqrt_().mul_(g)
+
     size = rho * keep / (rms(update) / config.clip_update).clamp(min=1.0)
+    # `update` is a temporary: multiplied in place, it needs no further memory.
     param.mul_(1 - hyper.lr * hyper.weight_decay * keep).sub_(update.mul_(size))
 
 

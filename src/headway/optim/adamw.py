@@ -1,4 +1,12 @@
-"""AdamW: one fused call per (buffer, group), clip and skip inside the kernel (kernels/adamw.py)."""
+"""AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101).
+
+    g = grad / scale
+    m = b1 m + (1 - b1) g
+    v = b2 v + (1 - b2) g^2
+    p = p (1 - lr decay) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+One fused call per (buffer, group), clip and skip inside the kernel (kernels/adamw.py).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +33,8 @@ class Config(OptimConfig):
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
         "fp32",
-        "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The arithmetic is always fp32.",
+        "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The "
+        "arithmetic is always fp32.",
     )
 
     _check_betas = field_validator("betas")(check_betas)
@@ -48,24 +57,27 @@ class Config(OptimConfig):
 
 
 class AdamW:
-    """Decoupled weight decay, bias-corrected moments."""
+    """Elementwise: takes tensors cut anywhere."""
 
     NARROW_ON_CUDA = True
+    """The kernel reads gradients in bf16 as they are (`takes_narrow_gradients`)."""
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """One call over all tensors of a group; a skipped step leaves the counters where they were."""
+    ) -> None:
+        """One call over all tensors of a group; a skipped step leaves the counters unchanged."""
         from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step
 
         tensors = AdamWTensors(
             params, grads, state["exp_avg"], state["exp_avg_sq"], steps, copies or ()
         )
-        adamw_step(
-            tensors,
-            AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize),
-            guard.scale,
-            guard.found_inf,
-        )
+        numbers = AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize)
+        adamw_step(tensors, numbers, guard.scale, guard.found_inf)

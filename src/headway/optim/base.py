@@ -1,7 +1,15 @@
-"""The contract of an optimizer: it updates lists of local tensors in place; whether to clip or skip is decided on the device.
+"""The contract of an optimizer: it updates lists of local tensors in place.
 
-Tensors come flat, cut anywhere, unless the optimizer is a `MatrixOptimizer`: then each is a whole parameter in its shape, on one rank.
-A config may give parameters to several rules: `parts` names the part of each, `part` gives the config of a part (Muon beside AdamW).
+    Optimizer             tensors are flat and cut anywhere, so that state shards evenly (AdamW)
+    MatrixOptimizer       each tensor is a whole parameter in its shape, on one rank (Muon)
+    AveragingOptimizer    masters are averages, the model trains with others (schedule-free)
+
+Whether to clip or skip is decided on the device (`Guard`), so no update waits for the host.
+A config may give parameters to several rules: `parts` names the part of each, `part` gives the
+config of a part (Muon beside AdamW).
+
+The modules of kinds import without torch, so that a recipe is read quickly; the arithmetic of a
+kind is in `<kind>_update.py`.
 """
 
 from __future__ import annotations
@@ -40,36 +48,54 @@ class Optimizer(Protocol):
     """An update rule."""
 
     slots: tuple[str, ...]
-    """Names of its state tensors, each as large as the parameter; fp32 unless it says otherwise (optim/state_storage.py)."""
+    """Names of its state tensors, each as large as the parameter; fp32 unless it says otherwise
+    (optim/state_storage.py)."""
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Change params and state in place, then set `copies`, their lower-precision twins; `steps` are 0-dim counters of updates done.
+    ) -> None:
+        """Change params and state in place, then set `copies`, their lower-precision twins.
 
-        `state` has a list for each tensor the state is stored in, as long as params; element i of each belongs to params[i].
+        `steps` are 0-dim counters of updates done, which the rule advances unless it skips.
+        `state` has a list for each tensor the state is stored in, as long as params; element i of
+        each belongs to params[i].
         """
         ...
 
 
 def takes_narrow_gradients(optimizer: object, device: torch.device) -> bool:
-    """Whether `update` reads gradients in bf16 as well as in fp32, without a copy: kernels on CUDA do."""
+    """Whether `update` reads bf16 gradients without a copy in fp32: kernels on CUDA do."""
+    # Not in the protocol, so that rules outside headway need not know it.
     return device.type == "cuda" and getattr(optimizer, "NARROW_ON_CUDA", False)
 
 
 @runtime_checkable
 class MatrixOptimizer(Optimizer, Protocol):
-    """An update rule that needs whole parameters in their shapes. Each is updated by one rank of the shard group, which holds its state."""
+    """An update rule that needs whole parameters in their shapes.
+
+    Each is updated by one rank of the shard group, which holds its state.
+    """
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The state of a parameter of this shape: name of each tensor -> its shape. All names are in `slots`."""
+        """The state of a parameter of this shape: name of each tensor -> its shape.
+
+        All names are in `slots`.
+        """
         ...
 
 
 @runtime_checkable
 class AveragingOptimizer(Optimizer, Protocol):
-    """An update rule whose params are averages: they are validated, saved and exported, while the model trains with `copies`.
+    """An update rule whose params are averages of what trains.
+
+    Averages are validated, saved and exported, while the model trains with `copies`.
 
     Engines keep both apart, also where they could be one tensor, and always pass `copies`.
     """
@@ -81,13 +107,19 @@ class AveragingOptimizer(Optimizer, Protocol):
         steps: list[Tensor],
         copies: list[Tensor],
     ) -> None:
-        """Set `copies` to the weights that train, bit for bit as the last update did; before the first update they are the params."""
+        """Set `copies` to the weights that train, bit for bit as the last update did.
+
+        Before the first update they are the params.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Clip and skip, decided on the device: gradients are divided by `scale`; where `found_inf` is not 0 nothing changes."""
+    """Clip and skip, decided on the device: gradients are divided by `scale`.
+
+    Where `found_inf` is not 0 nothing changes.
+    """
 
     scale: Tensor
     found_inf: Tensor
@@ -123,9 +155,11 @@ class OptimConfig(KindConfig):
     """What every optimizer's settings hold."""
 
     NEEDS_MATRICES: ClassVar[bool] = False
-    """Some of its parameters are updated by a `MatrixOptimizer`: settings that cut or move state freely are refused early."""
+    """Some of its parameters are updated by a `MatrixOptimizer`: settings that cut or move state
+    freely are refused early."""
     COUPLES_EXPERTS: ClassVar[bool] = False
-    """The update of one expert depends on the others of its layer, so that ranks cannot share them."""
+    """The update of one expert depends on the others of its layer, so that ranks cannot share
+    them."""
     HAS_NO: ClassVar[tuple[str, ...]] = ()
     """Settings of a group that mean nothing to this optimizer and are refused."""
 
@@ -146,14 +180,16 @@ class OptimConfig(KindConfig):
         for index, rule in enumerate(self.groups):
             if rule.lr is not None and rule.lr_factor is not None:
                 raise ValueError(
-                    f"groups.{index} has lr={rule.lr:g} and lr_factor={rule.lr_factor:g}, which mean the same. Remove one"
+                    f"groups.{index} has lr={rule.lr:g} and lr_factor={rule.lr_factor:g}, which "
+                    "mean the same. Remove one"
                 )
-            if ignored := next(
-                (name for name in self.HAS_NO if getattr(rule, name) is not None), None
-            ):
-                raise ValueError(
-                    f"groups.{index}.{ignored} is {getattr(rule, ignored)}, which {self.kind} does not have. Remove it"
-                )
+            # A setting that would do nothing is refused, not ignored.
+            for name in self.HAS_NO:
+                if getattr(rule, name) is not None:
+                    raise ValueError(
+                        f"groups.{index}.{name} is {getattr(rule, name)}, which {self.kind} does "
+                        "not have. Remove it"
+                    )
         return self
 
     def build(self) -> Optimizer:

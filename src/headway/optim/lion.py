@@ -1,8 +1,13 @@
 """Lion: steps by the sign of a mix of momentum and gradient; one moment instead of AdamW's two.
 
-    g = grad / scale      p = p (1 - lr decay) - lr sign(b1 m + (1 - b1) g)      m = b2 m + (1 - b2) g
+    g = grad / scale
+    p = p (1 - lr decay) - lr sign(b1 m + (1 - b1) g)
+    m = b2 m + (1 - b2) g
 
-Every element moves by lr, so the learning rate is about a tenth of AdamW's and the decay about ten times as large.
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2.
+
+Every element moves by lr, so the learning rate is about a tenth of AdamW's and the decay about ten
+times as large.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class Config(OptimConfig):
         return Lion(StateStorage(DTYPES[self.state_dtype]))
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
-        """The numbers at one step; there is no epsilon."""
+        """The numbers at one step; a sign needs no epsilon."""
         return Hyper(
             self.lr * self.schedule.factor(step, total_steps), self.betas, 0.0, self.weight_decay
         )
@@ -62,10 +67,19 @@ class Lion:
         self.storage = storage
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Change params and momentum in place; a skipped step leaves both and the counters as they were."""
+    ) -> None:
+        """Change params and momentum in place.
+
+        A skipped step leaves both and the counters as they were.
+        """
         from headway.optim.lion_update import lion_step
 
         lion_step(params, grads, state["exp_avg"], steps, hyper, guard, copies)

@@ -1,4 +1,7 @@
-"""Lion's step on flat tensors: parameters, momentum and lower-precision copies change in place; where found_inf is not 0 nothing does."""
+"""Lion's step on flat tensors: parameters, momentum and lower-precision copies change in place.
+
+Where found_inf is not 0 nothing does.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +25,57 @@ class LionNumbers(NamedTuple):
     beta1: Tensor
     beta2: Tensor
     shrink: Tensor
+    """1 - lr decay."""
     lr: Tensor
     update: Tensor
-    """Number of this update, for rounding."""
+    """Updates done so far, which seed the noise of rounding."""
 
 
 def lion_step(
-    params: Sequence[Tensor], grads: Sequence[Tensor], momentum: Sequence[Tensor], steps: Sequence[Tensor], hyper: Hyper, guard: Guard,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    hyper: Hyper,
+    guard: Guard,
     copies: Sequence[Tensor] | None,
-) -> None:  # fmt: skip
+) -> None:
     """One step over all tensors of a group."""
     lr, decay, beta1, beta2 = on_device(
         params[0].device, hyper.lr, hyper.lr * hyper.weight_decay, *hyper.betas
     )
     keep = 1 - guard.found_inf
-    divisor = -guard.scale if hyper.maximize else guard.scale
-    for index, (param, grad, held, step) in enumerate(
-        zip(params, grads, momentum, steps, strict=True)
-    ):
-        copy = () if copies is None else (copies[index],)
-        run_elementwise(
-            move,
-            (param, grad, held, *copy),
-            LionNumbers(keep, divisor, beta1, beta2, 1 - decay, lr, step),
-        )
+    divisor = guard.scale
+    if hyper.maximize:
+        divisor = -guard.scale
+    for index, flat in enumerate(zip(params, grads, momentum, strict=True)):
+        tensors = list(flat)
+        if copies is not None:
+            tensors.append(copies[index])
+        numbers = LionNumbers(keep, divisor, beta1, beta2, 1 - decay, lr, steps[index])
+        run_elementwise(move, tensors, numbers)
     torch._foreach_add_(list(steps), [keep] * len(steps))
 
 
 def move(tensors: tuple[Tensor, ...], n: LionNumbers) -> None:
-    """(param, grad, momentum) or (param, grad, momentum, copy): one step of each element."""
+    """(param, grad, momentum) or (param, grad, momentum, copy): one step of each element.
+
+    The equations are in optim/lion.py.
+    """
     param, grad, momentum = tensors[:3]
-    does = n.keep > 0
-    g, m = grad / n.divisor, momentum.float()
+    applies = n.keep > 0
+    g = grad / n.divisor
+    m = momentum.float()
+    # `where`, not a product with `keep`: a skipped step may have gradients that are not finite.
     new = torch.where(
-        does, param * n.shrink - n.lr * torch.sign(n.beta1 * m + (1 - n.beta1) * g), param
+        applies, param * n.shrink - n.lr * torch.sign(n.beta1 * m + (1 - n.beta1) * g), param
     )
-    m = torch.where(does, n.beta2 * m + (1 - n.beta2) * g, m)
+    m = torch.where(applies, n.beta2 * m + (1 - n.beta2) * g, m)
     param.copy_(new)
-    momentum.copy_(to_bf16(m, n.update, 0) if momentum.dtype == torch.bfloat16 else m)
+    if momentum.dtype == torch.bfloat16:
+        # After a skipped step, too: rounding leaves a value that bf16 can hold as it is.
+        momentum.copy_(to_bf16(m, n.update, 0))
+    else:
+        momentum.copy_(m)
     if len(tensors) > 3:
         tensors[3].copy_(new)

@@ -1,7 +1,10 @@
-"""AdamW with moments in bf16 or 8 bits: the arithmetic is fp32, only the stored moments are rounded, stochastically (see state_storage.py).
+"""AdamW with moments in bf16 or 8 bits.
 
-One piece at a time on the CPU, so that temporaries stay small. On CUDA one kernel per tensor: for bf16 that of kernels/adamw.py, which
-also writes the copies; for 8 bits the rule is compiled.
+The arithmetic is that of adamw.py in fp32; only the stored moments are rounded, stochastically (see
+state_storage.py).
+
+One piece at a time on the CPU, so that temporaries stay small. On CUDA one kernel per tensor: for
+bf16 that of kernels/adamw.py, which also writes the copies; for 8 bits the rule is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from headway.optim.base import Guard, Hyper
 from headway.optim.state_storage import BLOCK, SCALE, StateStorage, chance_of, pack, to_bf16, unpack
 
 PIECE = 1 << 20
-AVERAGE, SQUARE = "exp_avg", "exp_avg_sq"
+"""Elements at a time on the CPU; a multiple of BLOCK."""
+AVERAGE = "exp_avg"
+SQUARE = "exp_avg_sq"
 
 
 class StepNumbers(NamedTuple):
@@ -29,29 +34,47 @@ class StepNumbers(NamedTuple):
     eps: Tensor
     decay: Tensor
     sign: Tensor
+    """-1 to ascend."""
     step: Tensor
-    near: Tensor
-    far: Tensor
-    """1 - beta1^step and sqrt(1 - beta2^step): computed once, not for every element"""
+    """Number of this update, from 1."""
+    average_correction: Tensor
+    """1 - beta1^step: computed once, not for every element."""
+    root_correction: Tensor
+    """sqrt(1 - beta2^step)."""
     divisor: Tensor
+    """Of gradients: the loss scale and the clip factor."""
     skip: Tensor
+    """Not 0: nothing changes."""
 
 
 class LowPrecisionAdamW:
     """As AdamW, with moments stored in the form of `storage`."""
 
     NARROW_ON_CUDA = True
+    """bf16 gradients are read as they are (`takes_narrow_gradients`): the kernel and `moved` widen
+    them.
+    """
     slots: tuple[str, ...] = (AVERAGE, SQUARE)
 
     def __init__(self, storage: StateStorage) -> None:
         self.storage = storage
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Change params and state in place; a skipped step leaves both and the counters as they were."""
+    ) -> None:
+        """Change params and state in place.
+
+        A skipped step leaves both and the counters as they were.
+        """
         device = params[0].device
+        # The kernel rounds bf16 moments itself and writes the copies.
         if device.type == "cuda" and not self.storage.is_blocked:
             tensors = AdamWTensors(
                 params, grads, state[AVERAGE], state[SQUARE], steps, copies or ()
@@ -61,67 +84,87 @@ class LowPrecisionAdamW:
             )
             adamw_step(tensors, numbers, guard.scale, guard.found_inf)
             return
-        values = (
-            hyper.lr,
-            *hyper.betas,
-            hyper.eps,
-            hyper.weight_decay,
-            -1.0 if hyper.maximize else 1.0,
-        )
+
+        direction = 1.0
+        if hyper.maximize:
+            direction = -1.0
+        values = (hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, direction)
         lr, beta1, beta2, eps, decay, sign = (
             torch.full((), value, dtype=torch.float32, device=device) for value in values
         )
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
+            # The corrections count this update; a skipped one is taken back below.
             step += 1
-            near, far = 1 - beta1**step, (1 - beta2**step).sqrt()
             numbers = StepNumbers(
-                lr, beta1, beta2, eps, decay, sign, step, near, far, guard.scale, guard.found_inf
+                lr,
+                beta1,
+                beta2,
+                eps,
+                decay,
+                sign,
+                step,
+                average_correction=1 - beta1**step,
+                root_correction=(1 - beta2**step).sqrt(),
+                divisor=guard.scale,
+                skip=guard.found_inf,
             )
             moments = {role: parts[index] for role, parts in state.items()}
-            (self._update_blocks if self.storage.is_blocked else self._update_bf16)(
-                param.view(-1), grad.reshape(-1), moments, numbers
-            )
+            if self.storage.is_blocked:
+                self._update_blocks(param.view(-1), grad.reshape(-1), moments, numbers)
+            else:
+                self._update_bf16(param.view(-1), grad.reshape(-1), moments, numbers)
             step -= guard.found_inf
+        # Also after a skipped step, in which they are set to what they hold already.
         if copies:
             torch._foreach_copy_(copies, params)
 
     def _update_bf16(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers
     ) -> None:
-        size = param.numel()
-        for start in range(0, size, PIECE):
+        for start in range(0, param.numel(), PIECE):
             part = slice(start, start + PIECE)
-            step_bf16(param[part], grad[part], (state[AVERAGE][part], state[SQUARE][part]), numbers)
+            moments = (state[AVERAGE][part], state[SQUARE][part])
+            step_bf16(param[part], grad[part], moments, numbers)
 
     def _update_blocks(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers
     ) -> None:
-        size, whole = param.numel(), param.numel() // BLOCK * BLOCK
-        piece = max(whole, 1) if param.is_cuda else PIECE
-        names = (AVERAGE, SQUARE, AVERAGE + SCALE, SQUARE + SCALE)
-        for start in range(0, whole, piece):
-            stop = min(start + piece, whole)
-            codes = [state[name][start:stop].view(-1, BLOCK) for name in names[:2]]
-            scales = [state[name][start // BLOCK : stop // BLOCK].view(-1, 1) for name in names[2:]]
+        """Update codes and scales: whole blocks first, then the last elements, padded to one."""
+        size = param.numel()
+        in_blocks = size // BLOCK * BLOCK
+        piece = PIECE
+        if param.is_cuda:
+            piece = max(in_blocks, 1)  # one kernel for all
+        code_names = (AVERAGE, SQUARE)
+        scale_names = (AVERAGE + SCALE, SQUARE + SCALE)
+        for start in range(0, in_blocks, piece):
+            stop = min(start + piece, in_blocks)
+            blocks = slice(start // BLOCK, stop // BLOCK)
+            codes = [state[name][start:stop].view(-1, BLOCK) for name in code_names]
+            scales = [state[name][blocks].view(-1, 1) for name in scale_names]
             _block_rule(param.is_cuda)(
                 param[start:stop].view(-1, BLOCK),
                 grad[start:stop].view(-1, BLOCK),
                 (*codes, *scales),
                 numbers,
             )
-        if whole < size:  # the last block of a tensor that is not a multiple of 64 long
-            rest = [
-                torch.nn.functional.pad(x[whole:], (0, BLOCK - size + whole)).view(1, BLOCK)
-                for x in (param, grad)
-            ]
-            codes = [state[name][whole:].view(1, BLOCK) for name in names[:2]]
-            scales = [state[name][whole // BLOCK :].view(1, 1) for name in names[2:]]
-            step_blocks(rest[0], rest[1], (*codes, *scales), numbers)
-            param[whole:] = rest[0].view(-1)[: size - whole]
+        if in_blocks == size:
+            return
+
+        # Storage is rounded up to whole blocks, parameters and gradients are not. The scale of a
+        # block is its largest absolute value, which zeros do not change.
+        padding = (0, BLOCK - size + in_blocks)
+        last_param = torch.nn.functional.pad(param[in_blocks:], padding).view(1, BLOCK)
+        last_grad = torch.nn.functional.pad(grad[in_blocks:], padding).view(1, BLOCK)
+        codes = [state[name][in_blocks:].view(1, BLOCK) for name in code_names]
+        scales = [state[name][in_blocks // BLOCK :].view(1, 1) for name in scale_names]
+        step_blocks(last_param, last_grad, (*codes, *scales), numbers)
+        param[in_blocks:] = last_param.view(-1)[: size - in_blocks]
 
 
 @cache
 def _block_rule(compiled: bool) -> Any:
+    """`step_blocks`, or a compiled form of it."""
     if not compiled:
         return step_blocks
     fused = torch.compile(step_blocks, fullgraph=True)
@@ -141,8 +184,9 @@ def moved(
     grad = grad.float() * n.sign / n.divisor
     average = average + (1 - n.beta1) * (grad - average)
     square = n.beta2 * square + (1 - n.beta2) * grad * grad
-    root = square.sqrt() / n.far + n.eps
-    return param * (1 - n.lr * n.decay) - n.lr / n.near * average / root, average, square
+    root = square.sqrt() / n.root_correction + n.eps
+    new = param * (1 - n.lr * n.decay) - n.lr / n.average_correction * average / root
+    return new, average, square
 
 
 def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
@@ -155,20 +199,24 @@ def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNum
 
 
 def step_blocks(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
-    """One update of [blocks, 64] tensors in place, the state as codes and scales."""
-    codes, squares, scale, square_scale = state
+    """One update of [blocks, BLOCK] tensors in place.
+
+    The state: codes of the average and of the square, then the scales of both.
+    """
+    average_codes, square_codes, average_scale, square_scale = state
     new, average, square = moved(
         param,
         grad,
-        unpack(codes, scale, square=False),
-        unpack(squares, square_scale, square=True),
+        unpack(average_codes, average_scale, square=False),
+        unpack(square_codes, square_scale, square=True),
         n,
     )
     skips = n.skip > 0
     param.copy_(torch.where(skips, param, new))
-    packed = pack(average, square=False, chance=chance_of(average, n.step, 0))
+    # Different salts: both moments of an element must not be rounded by the same noise.
+    packed_average = pack(average, square=False, chance=chance_of(average, n.step, 0))
     packed_square = pack(square, square=True, chance=chance_of(square, n.step, 1))
-    for old, value in zip(
-        (codes, scale, squares, square_scale), (*packed, *packed_square), strict=True
-    ):
+    # In the order of `pack`, which returns codes and scale of one moment.
+    stored = (average_codes, average_scale, square_codes, square_scale)
+    for old, value in zip(stored, (*packed_average, *packed_square), strict=True):
         old.copy_(torch.where(skips, old, value))

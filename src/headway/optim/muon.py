@@ -1,6 +1,13 @@
-"""Muon: the momentum of every hidden matrix is orthogonalized before the step; everything else is updated by AdamW.
+"""Muon: the momentum of every hidden matrix is orthogonalized before the step.
 
-Hidden matrices are parameters of two or more dimensions, other than embeddings, the output head, head gates and what `adamw.match` names.
+Everything else is updated by AdamW.
+
+Hidden matrices are parameters of two or more dimensions, other than embeddings, the output head,
+head gates and what `adamw.match` names.
+
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale `match_rms_adamw` is that
+of Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982. The equations are in
+muon_update.py.
 """
 
 from __future__ import annotations
@@ -30,7 +37,8 @@ class AdamWPart(Section):
 
     match: tuple[str, ...] = setting(
         ("embeddings",),
-        "Matrices that AdamW updates, as patterns of `freeze`; parameters of one dimension always belong to AdamW.",
+        "Matrices that AdamW updates, as patterns of `freeze`; parameters of one dimension always "
+        "belong to AdamW.",
     )
     lr: float | None = setting(None, "Peak learning rate; null = optim.lr.", ge=0, le=1e30)
     weight_decay: float | None = setting(
@@ -59,8 +67,9 @@ class Config(OptimConfig):
     )
     scale: Scale = setting(
         "match_rms_adamw",
-        "Factor of a matrix's step: match_rms_adamw = 0.2 sqrt(max(rows, columns)), which suits AdamW's lr; "
-        "original = sqrt(max(1, rows / columns)), which wants an lr near 0.02; none = 1.",
+        "Factor of a matrix's step: match_rms_adamw = 0.2 sqrt(max(rows, columns)), which suits "
+        "AdamW's lr; original = sqrt(max(1, rows / columns)), which wants an lr near 0.02; none = "
+        "1.",
     )
     state_dtype: Literal["fp32", "bf16"] = setting(
         "fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter."
@@ -71,28 +80,39 @@ class Config(OptimConfig):
         """AdamW's part; every other parameter is a hidden matrix."""
         from headway.optim.groups import select
 
+        # Patterns of the default and of things that a model may lack need not match anything.
         other = select(
             self.adamw.match,
             specs,
             "optim.adamw.match",
             may_be_empty=("embeddings", "gates", "objective", "adapter"),
         )
+        # What keeps fp32 (gates, the objective's parameters) is AdamW's whatever its dimensions.
         return {
             name: REST
             for name, spec in specs.items()
-            if not spec.is_matrix or spec.is_wide or name in other
+            if not spec.is_matrix or spec.keeps_float32 or name in other
         }
 
     def part(self, name: str) -> OptimConfig:
         """AdamW's settings for its part."""
         if name != REST:
             return self
-        own = self.adamw
+        adamw = self.adamw
+        lr = adamw.lr
+        if lr is None:
+            lr = self.lr
+        weight_decay = adamw.weight_decay
+        if weight_decay is None:
+            weight_decay = self.weight_decay
         return AdamWConfig(
-            lr=self.lr if own.lr is None else own.lr,
-            weight_decay=self.weight_decay if own.weight_decay is None else own.weight_decay,
-            schedule=self.schedule, betas=own.betas, eps=own.eps, state_dtype=own.state_dtype,
-        )  # fmt: skip
+            lr=lr,
+            weight_decay=weight_decay,
+            schedule=self.schedule,
+            betas=adamw.betas,
+            eps=adamw.eps,
+            state_dtype=adamw.state_dtype,
+        )
 
     def build(self) -> Optimizer:
         """Make the rule of hidden matrices."""
@@ -116,17 +136,27 @@ class Muon:
     slots: tuple[str, ...] = ("momentum",)
 
     def __init__(self, config: Config, storage: StateStorage) -> None:
-        self.config, self.storage = config, storage
+        self.config = config
+        self.storage = storage
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """One momentum of each element."""
         return {"momentum": shape}
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Change params and momentum in place, matrices of one shape together; a skipped step changes nothing."""
+    ) -> None:
+        """Change params and momentum in place, matrices of one shape together.
+
+        A skipped step changes nothing.
+        """
         from headway.optim.muon_update import MuonTensors, muon_step
 
         muon_step(

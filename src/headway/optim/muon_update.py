@@ -1,9 +1,14 @@
-"""Muon's step on whole matrices: gradients and momentum come in; parameters, momentum and lower-precision copies change in place.
+"""Muon's step on whole matrices: gradients and momentum come in.
 
-    g = grad / scale      m += (1 - mu) (g - m)      u = g + mu (m - g)  (Nesterov)  or  m
-    p = p (1 - lr decay) - lr ratio NewtonSchulz(u)                where found_inf is not 0 nothing changes
+Parameters, momentum and lower-precision copies change in place.
 
-Matrices of one shape are orthogonalized in batches, so that the working memory stays small.
+    g = grad / scale
+    m += (1 - mu) (g - m)
+    u = g + mu (m - g)  with Nesterov, else m
+    p = p (1 - lr decay) - lr ratio NewtonSchulz(u)
+
+As torch.optim.Muon computes them. Where found_inf is not 0 nothing changes. Matrices of one shape
+are orthogonalized in batches, so that the working memory stays small.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
 
 BATCH_ELEMENTS = 1 << 26
 """Elements that are orthogonalized at a time."""
+ADAMW_RMS = 0.2
+"""The usual root mean square of AdamW's updates, which `match_rms_adamw` matches."""
 
 
 class MuonTensors(NamedTuple):
@@ -56,43 +63,53 @@ class MuonNumbers(NamedTuple):
 def muon_step(tensors: MuonTensors, config: Config, hyper: Hyper, guard: Guard) -> None:
     """One step; a skipped one leaves the counters where they were."""
     device = tensors.params[0].device
-    lr, decay, mu, one = on_device(
+    lr, decay, mu, momentum_alone = on_device(
         device, hyper.lr, hyper.lr * hyper.weight_decay, hyper.betas[0], 1.0
     )
     keep = 1 - guard.found_inf
-    divisor = -guard.scale if hyper.maximize else guard.scale
+    divisor = guard.scale
+    if hyper.maximize:
+        divisor = -guard.scale
+    lookahead = momentum_alone
+    if config.nesterov:
+        lookahead = mu
+    # With `keep` 0 every factor leaves its tensor as it is.
     numbers = MuonNumbers(
         keep,
         divisor,
-        (1 - mu) * keep,
-        mu if config.nesterov else one,
-        1 - decay * keep,
-        lr * keep,
-        tensors.steps[0],
+        weight=(1 - mu) * keep,
+        lookahead=lookahead,
+        shrink=1 - decay * keep,
+        step_size=lr * keep,
+        update=tensors.steps[0],
     )
-    dtype = (
-        DTYPES[config.ns_dtype]
-        if config.ns_dtype != "auto"
-        else torch.bfloat16
-        if device.type == "cuda"
-        else torch.float32
-    )
+
+    if config.ns_dtype != "auto":
+        dtype = DTYPES[config.ns_dtype]
+    elif device.type == "cuda":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
+
     for batch in batches([tuple(param.shape) for param in tensors.params]):
         shape = tensors.params[batch[0]].shape
+        # [batch, ..., rows, columns]
         directions = torch.empty(len(batch), *shape, dtype=dtype, device=device)
-        for at, index in enumerate(batch):
-            local = numbers._replace(update=tensors.steps[index])
-            run_elementwise(
-                add_momentum, (tensors.grads[index], tensors.momentum[index], directions[at]), local
-            )
+        for position, index in enumerate(batch):
+            elements = (tensors.grads[index], tensors.momentum[index], directions[position])
+            run_elementwise(add_momentum, elements, numbers._replace(update=tensors.steps[index]))
+
+        # Stacked experts are matrices too: all dims but the last two are a batch.
         matrices = orthogonalize(directions.view(-1, *shape[-2:]), config.ns_steps)
-        found = matrices.contiguous().view(directions.shape)
-        local = numbers._replace(
-            step_size=numbers.step_size * step_ratio(config.scale, *shape[-2:])
-        )
-        for at, index in enumerate(batch):
-            copy = () if tensors.copies is None else (tensors.copies[index],)
-            run_elementwise(apply_direction, (tensors.params[index], found[at], *copy), local)
+        orthogonal = matrices.contiguous().view(directions.shape)
+
+        ratio = step_ratio(config.scale, *shape[-2:])
+        scaled = numbers._replace(step_size=numbers.step_size * ratio)
+        for position, index in enumerate(batch):
+            elements = [tensors.params[index], orthogonal[position]]
+            if tensors.copies is not None:
+                elements.append(tensors.copies[index])
+            run_elementwise(apply_direction, elements, scaled)
     torch._foreach_add_(list(tensors.steps), [keep] * len(tensors.steps))
 
 
@@ -101,28 +118,37 @@ def batches(shapes: Sequence[tuple[int, ...]]) -> list[list[int]]:
     same: dict[tuple[int, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
         same.setdefault(shape, []).append(index)
-    made: list[list[int]] = []
-    for shape, found in same.items():
-        each = max(1, BATCH_ELEMENTS // max(1, prod(shape)))
-        made += [found[start : start + each] for start in range(0, len(found), each)]
-    return made
+    result: list[list[int]] = []
+    for shape, indices in same.items():
+        count = max(1, BATCH_ELEMENTS // max(1, prod(shape)))
+        result += [indices[start : start + count] for start in range(0, len(indices), count)]
+    return result
 
 
 def step_ratio(scale: Scale, rows: int, columns: int) -> float:
-    """What a matrix's step is multiplied by."""
+    """What a matrix's step is multiplied by.
+
+    An orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns)).
+    """
     if scale == "match_rms_adamw":
-        return 0.2 * max(rows, columns) ** 0.5
-    return max(1.0, rows / columns) ** 0.5 if scale == "original" else 1.0
+        return ADAMW_RMS * max(rows, columns) ** 0.5
+    if scale == "original":
+        return max(1.0, rows / columns) ** 0.5
+    return 1.0
 
 
 def add_momentum(tensors: tuple[Tensor, ...], n: MuonNumbers) -> None:
     """(grad, momentum, direction): add the gradient to the momentum and set the direction."""
     grad, momentum, direction = tensors
+    # A skipped step may have gradients that are not finite, which no weight of 0 would cancel.
     g = torch.where(n.keep > 0, grad / n.divisor, 0.0)
     m = momentum.float()
     m = m + n.weight * (g - m)
     direction.copy_(g + n.lookahead * (m - g))
-    momentum.copy_(to_bf16(m, n.update, 0) if momentum.dtype == torch.bfloat16 else m)
+    if momentum.dtype == torch.bfloat16:
+        momentum.copy_(to_bf16(m, n.update, 0))
+    else:
+        momentum.copy_(m)
 
 
 def apply_direction(tensors: tuple[Tensor, ...], n: MuonNumbers) -> None:

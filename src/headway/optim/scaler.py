@@ -1,7 +1,12 @@
-"""Dynamic loss scaling for fp16: the loss is multiplied by a scale so that small gradients do not become zero.
+"""Dynamic loss scaling for fp16.
 
-A step whose gradients overflow on any rank is skipped; `hysteresis` overflows (counted until the next growth) lower the scale, and
-`growth_interval` good steps in a row raise it. Everything stays on the device.
+The loss is multiplied by a scale so that small gradients do not become zero.
+
+A step whose gradients overflow on any rank is skipped; `hysteresis` overflows (counted until the
+next growth) lower the scale, and `growth_interval` good steps in a row raise it. Everything stays
+on the device.
+
+Micikevicius et al. 2017, arXiv:1710.03740; hysteresis as in Megatron-LM's DynamicGradScaler.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ class ScalerConfig(Section):
     )
     hysteresis: int = setting(
         2,
-        "Overflows before the scale is lowered; further overflows lower it each time until it has grown again.",
+        "Overflows before the scale is lowered; further overflows lower it each time until it has "
+        "grown again.",
         gt=0,
     )
 
@@ -60,9 +66,13 @@ class Scaler:
         """Follow one step; `found_inf` is 1 where it overflowed, the same on every rank."""
         import torch
 
-        config, bad = self.config, found_inf > 0
+        # An overflow ends a row of good steps; growth forgets earlier overflows.
+        config = self.config
+        bad = found_inf > 0
         self.overflows += found_inf
         self.good.copy_(torch.where(bad, torch.zeros_like(self.good), self.good + 1))
+
+        # Both outcomes are computed and one is chosen: a branch would wait for the device.
         lowered = torch.where(
             self.overflows >= config.hysteresis,
             (self.scale * config.backoff_factor).clamp(min=config.min),

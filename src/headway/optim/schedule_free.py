@@ -1,9 +1,12 @@
-"""Schedule-free AdamW: the weights that are kept are a running average of the iterates, so the learning rate needs no decay.
+"""Schedule-free AdamW: a running average of the iterates takes the place of a decaying rate.
 
-    y = b1 x + (1 - b1) z        gradients are taken here: what trains
-    z = z - lr (g / (sqrt(v) + eps) + decay y)        x = (1 - c) x + c z        c = lr^2 / sum of lr^2 so far
+    y = b1 x + (1 - b1) z                         gradients are taken here: what trains
+    v = b2 v + (1 - b2) g^2
+    z = z - lr (g / (sqrt(v) + eps) + decay y)    v with Adam's bias correction
+    x = (1 - c) x + c z                           c = lr^2 / sum of lr^2 so far
 
-x is what is validated, saved and exported: the engines keep it as the master weights and give the model y while it trains.
+Defazio et al. 2024, "The Road Less Scheduled", arXiv:2405.15682. x is what is validated, saved and
+exported: the engines keep it as the master weights and give the model y while it trains.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 
     from headway.optim.base import Guard
 
-ITERATE, SQUARE = "iterate", "exp_avg_sq"
+ITERATE = "iterate"
+SQUARE = "exp_avg_sq"
 
 
 class WarmupSchedule(Schedule):
@@ -33,28 +37,36 @@ class WarmupSchedule(Schedule):
 
     @model_validator(mode="after")
     def _does_not_decay(self) -> Self:
+        # Fields of the general schedule that mean nothing here.
         for name in ("decay", "decay_shape", "floor"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, but schedule_free does not decay its rate. Remove it"
+                    f"{name} is {getattr(self, name)}, but schedule_free does not decay its rate. "
+                    "Remove it"
                 )
         return self
 
     def average_share(self, step: int, total_steps: int) -> float:
-        """c at an update: its squared rate over the sum of all so far."""
-        warmup, count = self.warmup_steps(total_steps), step - self.zero_steps + 1
+        """c at an update: its squared rate over the sum of all so far, rates relative to the peak.
+
+        In closed form, so that a resumed run needs no sum: the warm-up has the rates i / warmup,
+        whose squares add up to n (n + 1) (2 n + 1) / (6 warmup^2); later rates are 1.
+        """
+        warmup = self.warmup_steps(total_steps)
+        count = step - self.zero_steps + 1
         if count <= 0:
             return 0.0
         ramp = min(count, warmup)
-        total = (count - ramp) + (
-            ramp * (ramp + 1) * (2 * ramp + 1) / (6 * warmup**2) if warmup else 0.0
-        )
+        total = float(count - ramp)
+        if warmup:
+            total += ramp * (ramp + 1) * (2 * ramp + 1) / (6 * warmup**2)
         return self.factor(step, total_steps) ** 2 / total
 
 
 class Config(OptimConfig):
     """Settings of schedule-free AdamW."""
 
+    # The share of the average is one number of the run: `set_training_weights` knows no groups.
     HAS_NO: ClassVar[tuple[str, ...]] = ("betas",)
 
     kind: str = setting("schedule_free", "schedule_free.", on_resume="fixed")
@@ -69,7 +81,9 @@ class Config(OptimConfig):
         "Share of the average in the weights that train; decay rate of the second moment.",
     )
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
-    schedule: WarmupSchedule = setting(WarmupSchedule, "Warm-up; the rate is constant afterwards.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    schedule: WarmupSchedule = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
+        WarmupSchedule, "Warm-up; the rate is constant afterwards."
+    )
 
     @field_validator("betas")
     @classmethod
@@ -84,10 +98,8 @@ class Config(OptimConfig):
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step."""
-        rate, share = (
-            self.lr * self.schedule.factor(step, total_steps),
-            self.schedule.average_share(step, total_steps),
-        )
+        rate = self.lr * self.schedule.factor(step, total_steps)
+        share = self.schedule.average_share(step, total_steps)
         return Hyper(rate, self.betas, self.eps, self.weight_decay, average=share)
 
 
@@ -101,19 +113,21 @@ class ScheduleFree:
         """Of the average in what trains."""
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: dict[str, list[Tensor]],
+        steps: list[Tensor],
+        hyper: Hyper,
+        guard: Guard,
         copies: list[Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Change averages, state and what trains; a skipped step changes nothing."""
         from headway.optim.schedule_free_update import AverageTensors, schedule_free_step
 
         assert copies is not None, "the weights that train are apart from their averages"
-        schedule_free_step(
-            AverageTensors(params, grads, state[ITERATE], state[SQUARE], steps, copies),
-            self.share,
-            hyper,
-            guard,
-        )
+        tensors = AverageTensors(params, grads, state[ITERATE], state[SQUARE], steps, copies)
+        schedule_free_step(tensors, self.share, hyper, guard)
 
     def set_training_weights(
         self,

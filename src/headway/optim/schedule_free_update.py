@@ -1,4 +1,7 @@
-"""The step of schedule-free AdamW on flat tensors: averages, iterates, second moments and what trains change in place."""
+"""The step of schedule-free AdamW on flat tensors, all of which change in place.
+
+In the letters of schedule_free.py: averages x, iterates z, second moments v, what trains y.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,23 @@ class AverageNumbers(NamedTuple):
 
 
 def schedule_free_step(tensors: AverageTensors, share: float, hyper: Hyper, guard: Guard) -> None:
-    """One step; a skipped one changes nothing. `share` is that of the average in what trains, the same for all groups."""
+    """One step; a skipped one changes nothing.
+
+    `share` is that of the average in what trains, the same for all groups.
+    """
     device = tensors.averages[0].device
-    part, beta2, eps, decay, lr, newest = on_device(
+    beta1, beta2, eps, decay, lr, newest = on_device(
         device, share, hyper.betas[1], hyper.eps, hyper.weight_decay, hyper.lr, hyper.average
     )
-    keep, divisor = 1 - guard.found_inf, -guard.scale if hyper.maximize else guard.scale
+    keep = 1 - guard.found_inf
+    divisor = guard.scale
+    if hyper.maximize:
+        divisor = -guard.scale
     for average, grad, iterate, square, step, trained in zip(*tensors, strict=True):
         # In fp64, as AdamW's kernel does: 1 - 0.999 in fp32 would be off in the fifth digit.
         correction = (1 - hyper.betas[1] ** (step.double() + 1)).sqrt().float()
         numbers = AverageNumbers(
-            keep, divisor, part, beta2, eps, decay, lr, newest, step, correction
+            keep, divisor, beta1, beta2, eps, decay, lr, newest, step, correction
         )
         run_elementwise(move, (average, grad, iterate, square, trained), numbers)
     torch._foreach_add_(list(tensors.steps), [keep] * len(tensors.steps))
@@ -71,7 +80,7 @@ def set_training_weights(
 
 
 def mixed(average: Tensor, iterate: Tensor, share: Tensor) -> Tensor:
-    """What trains."""
+    """What trains: y = share x + (1 - share) z."""
     return share * average + (1 - share) * iterate
 
 
@@ -79,20 +88,24 @@ def blend(tensors: tuple[Tensor, ...], numbers: tuple[Tensor, ...]) -> None:
     """(average, iterate, trained): set what trains."""
     average, iterate, trained = tensors
     share, done = numbers
+    # Before the first update the iterate is still zero in memory, and counts as the average.
     trained.copy_(torch.where(done > 0, mixed(average, iterate, share), average))
 
 
 def move(tensors: tuple[Tensor, ...], n: AverageNumbers) -> None:
     """(average, grad, iterate, square, trained): one step of each element."""
     average, grad, iterate, square, trained = tensors
-    does, begins = n.keep > 0, n.done == 0
-    before = torch.where(begins, average, iterate)
-    here = torch.where(begins, average, mixed(average, before, n.share))
+    does = n.keep > 0
+    begins = n.done == 0
+    last_z = torch.where(begins, average, iterate)
+    # Computed again in fp32: `trained` may have been rounded to 16 bits.
+    y = torch.where(begins, average, mixed(average, last_z, n.share))
     g = grad / n.divisor
     v = n.beta2 * square + (1 - n.beta2) * g * g
-    z = before - n.lr * (g / (v.sqrt() / n.correction + n.eps) + n.decay * here)
+    z = last_z - n.lr * (g / (v.sqrt() / n.correction + n.eps) + n.decay * y)
+    # (1 - c) x + c z, in the form that moves nothing where c is 0.
     x = average + n.average * (z - average)
-    trained.copy_(torch.where(does, mixed(x, z, n.share), here))
+    trained.copy_(torch.where(does, mixed(x, z, n.share), y))
     average.copy_(torch.where(does, x, average))
     iterate.copy_(torch.where(does, z, iterate))
     square.copy_(torch.where(does, v, square))

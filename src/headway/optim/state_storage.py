@@ -1,16 +1,23 @@
-"""How optimizer state is stored in memory: fp32, bf16, or 8 bits in blocks. Logical fp32 tensors go in and out.
+"""How optimizer state is stored in memory: fp32, bf16, or 8 bits in blocks.
+
+Logical fp32 tensors go in and out.
 
 8 bits, blocks of 64 elements (buffers align parameters to 64, so no block holds two):
 
     codes   [n]       exp_avg as int8 -127..127, exp_avg_sq as uint8 0..255
     scale   [n / 64]  fp32, the largest magnitude of the block
-    value   scale * (code / 127)^3  or  scale * (code / 255)^4     fine near zero, where most elements are
+    value   scale * (code / 127)^3  or  scale * (code / 255)^4
+            fine near zero, where most elements are
 
-Rounding is stochastic while training (a moment that changes by less than half a step would otherwise never move) and to the nearest when
-values are put back. The largest element of a block has the last code and so its exact value; therefore packing what was unpacked gives the
-same bits, and a checkpoint that holds plain values restores 8-bit state exactly, on any layout.
+Rounding is stochastic while training (a moment that changes by less than half a step would
+otherwise never move) and to the nearest when values are put back. The largest element of a block
+has the last code and so its exact value; therefore packing what was unpacked gives the same bits,
+and a checkpoint that holds plain values restores 8-bit state exactly, on any layout.
 
-The random numbers are a hash of the value itself and the number of the update: no generator, no order, no position.
+The random numbers are a hash of the value itself and the number of the update: no generator, no
+order, no position. So results do not depend on how ranks shard the state.
+
+Blocks with a scale each are those of Dettmers et al. 2021, arXiv:2110.02861; the codes are ours.
 """
 
 from __future__ import annotations
@@ -23,8 +30,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-SIGNED, UNSIGNED = 127, 255
+"""Elements with a common scale."""
+SIGNED = 127
+"""The largest code of exp_avg."""
+UNSIGNED = 255
+"""The largest code of a square."""
 SCALE = ".scale"
+"""Suffix of the tensor with a slot's scales."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
@@ -50,34 +62,44 @@ class StateStorage:
     def allocate(
         self, slots: Sequence[str], size: int, device: torch.device, *, pin: bool = False
     ) -> dict[str, Tensor]:
-        """The tensors behind `slots`, all zero, for `size` elements (with 8 bits rounded up to whole blocks)."""
-        make = {"device": device, "pin_memory": pin}
+        """The tensors behind `slots`, all zero, for `size` elements.
+
+        With 8 bits, their number is rounded up to whole blocks.
+        """
+        options = {"device": device, "pin_memory": pin}
         if not self.is_blocked:
-            return {slot: torch.zeros(size, dtype=self.dtype, **make) for slot in slots}
+            return {slot: torch.zeros(size, dtype=self.dtype, **options) for slot in slots}
         blocks = -(-size // BLOCK)
-        codes = {
-            slot: torch.zeros(
-                blocks * BLOCK, dtype=torch.uint8 if is_square(slot) else torch.int8, **make
-            )
-            for slot in slots
-        }
-        return codes | {
-            slot + SCALE: torch.zeros(blocks, dtype=torch.float32, **make) for slot in slots
-        }
+        codes: dict[str, Tensor] = {}
+        scales: dict[str, Tensor] = {}
+        for slot in slots:
+            dtype = torch.int8
+            if is_square(slot):
+                dtype = torch.uint8
+            codes[slot] = torch.zeros(blocks * BLOCK, dtype=dtype, **options)
+            scales[slot + SCALE] = torch.zeros(blocks, dtype=torch.float32, **options)
+        return codes | scales
 
     def read(self, state: dict[str, Tensor], slot: str, start: int, size: int) -> Tensor:
-        """Elements of a slot: a view, or with 8 bits their values in fp32 on the host, since the device has no room for them."""
+        """Elements of a slot: a view, or with 8 bits their values in fp32.
+
+        The latter are on the host, since the device has no room for them.
+        """
         if not self.is_blocked:
             return state[slot][start : start + size]
-        first, last = start // BLOCK, -(-(start + size) // BLOCK)
-        codes = state[slot][first * BLOCK : last * BLOCK].view(-1, BLOCK)
-        values = unpack(codes, state[slot + SCALE][first:last, None], square=is_square(slot)).view(
-            -1
-        )
-        return values[start - first * BLOCK : start - first * BLOCK + size].cpu()
+        first_block = start // BLOCK
+        last_block = -(-(start + size) // BLOCK)
+        codes = state[slot][first_block * BLOCK : last_block * BLOCK].view(-1, BLOCK)
+        scale = state[slot + SCALE][first_block:last_block, None]
+        values = unpack(codes, scale, square=is_square(slot)).view(-1)
+        skipped = start - first_block * BLOCK
+        return values[skipped : skipped + size].cpu()
 
     def write(self, state: dict[str, Tensor], slot: str, start: int, values: Tensor) -> None:
-        """Put elements back, rounded to the nearest; with 8 bits from the beginning of a block to the end of one, or of the state."""
+        """Put elements back, rounded to the nearest.
+
+        With 8 bits, from the beginning of a block to the end of one, or of the state.
+        """
         if not self.is_blocked:
             state[slot][start : start + values.numel()].copy_(values)
             return
@@ -86,12 +108,15 @@ class StateStorage:
         blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
         codes, scale = pack(blocks, square=is_square(slot))
         state[slot][start : start + codes.numel()].copy_(codes.view(-1))
-        state[slot + SCALE][start // BLOCK : start // BLOCK + scale.numel()].copy_(scale.view(-1))
+        first_block = start // BLOCK
+        state[slot + SCALE][first_block : first_block + scale.numel()].copy_(scale.view(-1))
 
 
 def storage_of(optimizer: object) -> StateStorage:
     """How an optimizer stores its state."""
-    return optimizer.storage if isinstance(optimizer, HasStorage) else StateStorage()
+    if isinstance(optimizer, HasStorage):
+        return optimizer.storage
+    return StateStorage()
 
 
 def is_square(slot: str) -> bool:
@@ -101,22 +126,34 @@ def is_square(slot: str) -> bool:
 
 def unpack(codes: Tensor, scale: Tensor, *, square: bool) -> Tensor:
     """Values of codes [blocks, 64] under scale [blocks, 1]."""
-    part = codes.float() / (UNSIGNED if square else SIGNED)
-    return scale * (part.square().square() if square else part * part.square())
+    largest = UNSIGNED if square else SIGNED
+    return scale * _power(codes.float() / largest, square)
 
 
 def pack(values: Tensor, *, square: bool, chance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and scale [blocks, 1] of values [blocks, 64]: to the nearest code, or with `chance` in [0, 1) up or down at random."""
+    """Codes and scale [blocks, 1] of values [blocks, 64].
+
+    Rounded to the nearest code, or with `chance` in [0, 1) up or down at random.
+    """
+    # A block of zeros has scale 0; dividing by 1 instead keeps its codes 0.
     scale = values.abs().amax(-1, keepdim=True)
     part = values.abs() / torch.where(scale > 0, scale, 1.0)
-    last = UNSIGNED if square else SIGNED
-    root = part.sqrt().sqrt() if square else part.pow(1 / 3)
-    exact = root * last
+    if square:
+        largest = UNSIGNED
+        root = part.sqrt().sqrt()
+    else:
+        largest = SIGNED
+        root = part.pow(1 / 3)
+    exact = root * largest
+
     if chance is None:
         code = exact.round()
     else:
-        low = exact.floor().clamp(max=last - 1)
-        below, above = _power(low / last, square), _power((low + 1) / last, square)
+        # Up with the chance that keeps the mean of the value, not of the code: codes are not evenly
+        # spaced.
+        low = exact.floor().clamp(max=largest - 1)
+        below = _power(low / largest, square)
+        above = _power((low + 1) / largest, square)
         code = low + (chance < (part - below) / (above - below))
     if square:
         # A square that is not zero never becomes zero: the update divides by its root.
@@ -125,11 +162,19 @@ def pack(values: Tensor, *, square: bool, chance: Tensor | None = None) -> tuple
 
 
 def _power(part: Tensor, square: bool) -> Tensor:
-    return part.square().square() if square else part * part.square()
+    """The value of a code in [-1, 1] relative to its scale: the 4th or the 3rd power."""
+    if square:
+        return part.square().square()
+    return part * part.square()
 
 
 def hashed(values: Tensor, step: Tensor, salt: int) -> Tensor:
-    """int32 noise from the bits of fp32 values and the number of the update."""
+    """int32 noise from the bits of fp32 values and the number of the update.
+
+    Wellons' hash lowbias32 (https://nullprogram.com/blog/2018/07/31/) in signed arithmetic: the
+    masks make arithmetic shifts logical ones. Updates are 2^32 / phi apart, so that their hashes
+    are not related.
+    """
     h = values.view(torch.int32) + step.to(torch.int32) * -1640531527 + salt
     h = (h ^ ((h >> 16) & 0xFFFF)) * 2146121005
     h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
@@ -143,5 +188,7 @@ def chance_of(values: Tensor, step: Tensor, salt: int) -> Tensor:
 
 def to_bf16(values: Tensor, step: Tensor, salt: int) -> Tensor:
     """fp32 rounded to bf16, up or down at random so that the mean is kept."""
+    # bf16 is the upper half of fp32: noise in the lower half carries over with the chance that the
+    # half stands for.
     noisy = values.view(torch.int32) + (hashed(values, step, salt) & 0xFFFF)
     return (noisy & -65536).view(torch.float32).to(torch.bfloat16)

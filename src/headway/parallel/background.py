@@ -1,4 +1,7 @@
-"""Work of several operations beside backward: callables come in, handles go out that complete in the order in which they were given."""
+"""Work of several operations during backward.
+
+Callables come in; handles go out, which complete in the same order.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,22 @@ from headway.parallel.collectives import Handle
 
 
 class Background:
-    """Runs work of several operations during backward, in order: on a separate CUDA stream, or in a thread.
+    """Runs work of several operations during backward, in order.
 
-    A hook that exchanges here must do so for every bucket of a step, because ranks must start all collectives in the same order.
+    On CUDA it has a separate stream, elsewhere a thread.
+
+    A hook that exchanges here must do so for every bucket of a step, because ranks must start all
+    collectives in the same order.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = (
-            None if self.stream else ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
-        )
+        self.stream = None
+        self.thread = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+        else:
+            # One thread, so that work keeps its order.
+            self.thread = ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
 
     def run(self, work: Callable[[], Any]) -> Handle:
         """Start work after everything that was queued before."""
@@ -39,6 +48,8 @@ class Background:
 
 @dataclass
 class _Awaited:
+    """Work in the thread."""
+
     future: Future[Any]
 
     def wait(self) -> None:
@@ -47,9 +58,12 @@ class _Awaited:
 
 @dataclass
 class _Passed:
+    """Work on the stream; the current stream waits for it, the host does not."""
+
     event: torch.cuda.Event
     work: Callable[[], Any]
-    """Keeps the tensors it uses alive: until the event has passed, the main stream must not reuse their memory."""
+    """Keeps the tensors it uses alive: until the event has passed, the main stream must not reuse
+    their memory."""
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)

@@ -1,4 +1,6 @@
-"""Boxes: axis-aligned parts of a logical tensor, as plain integers. A 0-dim tensor is one box without dims.
+"""Boxes: axis-aligned parts of a logical tensor, as plain integers.
+
+A 0-dim tensor is one box without dims.
 
     ParamSpec     a parameter of the whole model (model/layout.py)
     ParamBox      the part of it that this rank's model holds, and who holds the same
@@ -57,27 +59,33 @@ class Box:
         """The elements in both boxes, or None if there are none."""
         starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         sizes = tuple(min(self.end(d), other.end(d)) - start for d, start in enumerate(starts))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        if all(size > 0 for size in sizes):
+            return Box(starts, sizes)
+        return None
 
     def subtract(self, other: Box) -> list[Box]:
-        """The elements of this box that are not in the other, as disjoint boxes (two per dim at most)."""
+        """The elements of this box that are not in the other, as disjoint boxes.
+
+        There are two per dim at most.
+        """
         common = self.intersect(other)
         if common is None:
             return [self]
         pieces: list[Box] = []
-        offset, shape = list(self.offset), list(self.shape)
+        # Cut off what lies before and after `common` along one dim after another; what remains in
+        # `offset` and `shape` has the extent of `common` in all dims so far.
+        offset = list(self.offset)
+        shape = list(self.shape)
         for dim in range(len(shape)):
             before = common.offset[dim] - offset[dim]
             after = offset[dim] + shape[dim] - common.end(dim)
             for start, size in ((offset[dim], before), (common.end(dim), after)):
                 if size > 0:
-                    pieces.append(
-                        Box(
-                            (*offset[:dim], start, *offset[dim + 1 :]),
-                            (*shape[:dim], size, *shape[dim + 1 :]),
-                        )
-                    )
-            offset[dim], shape[dim] = common.offset[dim], common.shape[dim]
+                    piece_offset = (*offset[:dim], start, *offset[dim + 1 :])
+                    piece_shape = (*shape[:dim], size, *shape[dim + 1 :])
+                    pieces.append(Box(piece_offset, piece_shape))
+            offset[dim] = common.offset[dim]
+            shape[dim] = common.shape[dim]
         return pieces
 
 
@@ -88,15 +96,20 @@ def subtract_all(regions: Iterable[Box], box: Box) -> list[Box]:
 
 def uncovered(region: Box, boxes: Iterable[Box]) -> list[Box]:
     """The part of `region` that no box covers."""
-    left = [] if region.is_empty else [region]
+    if region.is_empty:
+        return []
+    remaining = [region]
     for box in boxes:
-        left = subtract_all(left, box)
-    return left
+        remaining = subtract_all(remaining, box)
+    return remaining
 
 
 @dataclass(frozen=True)
 class ParamBox(Box):
-    """The part of one parameter that this rank's model holds: all of it, unless the tensor or expert axis splits it."""
+    """The part of one parameter that this rank's model holds.
+
+    It is all of the parameter, unless the tensor or expert axis splits it.
+    """
 
     spec: ParamSpec
     copies: int = 1
@@ -106,9 +119,11 @@ class ParamBox(Box):
     is_partial: bool = False
     """This rank's gradient is a part: those of the ranks with the same elements are added up."""
     sizes: Ints = ()
-    """Of all parts along the dim that the tensor axis splits; empty: it does not split this parameter."""
+    """Of all parts along the dim that the tensor axis splits; empty: it does not split this
+    parameter."""
     expert_ranks: int = 1
-    """Ranks of the expert axis that have equal parts of dim 0, each its own experts; 1: not split among them."""
+    """Ranks of the expert axis that have equal parts of dim 0, each its own experts; 1: not split
+    among them."""
     of_earlier_stage: bool = False
     """An earlier rank of the pipeline holds the same elements."""
 
@@ -121,13 +136,18 @@ class ParamBox(Box):
 
     @property
     def is_copy(self) -> bool:
-        """Another rank of the tensor or pipeline axis holds the same elements, counts them in norms and saves them."""
+        """Whether another rank holds the same elements, counts them in norms and saves them.
+
+        That is an earlier rank of the tensor or pipeline axis.
+        """
         return self.copy > 0 or self.of_earlier_stage
 
     @property
     def dim(self) -> int | None:
         """Along which the tensor axis splits it."""
-        return self.spec.split_dim if self.sizes else None
+        if not self.sizes:
+            return None
+        return self.spec.split_dim
 
     @property
     def largest(self) -> int:
@@ -138,7 +158,10 @@ class ParamBox(Box):
 
     @property
     def stacked_shape(self) -> Ints:
-        """Of the whole parameter as far as it belongs to this rank's experts: what the tensor axis splits."""
+        """The shape of the whole parameter with this rank's experts only.
+
+        It is what the tensor axis splits; without an expert axis, the shape of the parameter.
+        """
         shape = self.spec.shape
         if self.expert_ranks == 1:
             return shape

@@ -1,7 +1,9 @@
-"""Communication between ranks. In a group of one rank every collective is the identity and is skipped.
+"""Communication between ranks.
 
-Collectives are asynchronous: `wait` on the returned handle makes the current stream wait (NCCL) or the host (gloo).
-All ranks of a group must start the same collectives in the same order.
+In a group of one rank every collective is the identity and is skipped.
+
+Collectives are asynchronous: `wait` on the returned handle makes the current stream wait (NCCL) or
+the host (gloo). All ranks of a group must start the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class _Named:
 
 @dataclass
 class _Several:
+    """Several operations that are waited for together."""
+
     handles: list[Handle]
 
     def wait(self) -> None:
@@ -78,7 +82,10 @@ class _Several:
 
 
 class RankGroup:
-    """Ranks that exchange tensors. `heart` records every collective, so that a report of a hang can name it."""
+    """Ranks that exchange tensors.
+
+    `heart` records every collective, so that a report of a hang can name it.
+    """
 
     def __init__(
         self,
@@ -88,105 +95,128 @@ class RankGroup:
         heart: Heartbeat | None = None,
         axis: str = "",
     ) -> None:
-        self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
+        self.rank = rank
+        self.size = size
+        self.handle = handle
+        self.heart = heart or Heartbeat(rank)
         self.axis = axis
         """The axis of the mesh; empty: all ranks."""
         self.timeout: timedelta | None = None
-        """How long its ranks wait for each other; groups made of some of them wait as long. None: torch's default."""
+        """How long its ranks wait for each other; groups made of some of them wait as long. None:
+        torch's default."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Replace a tensor by its sum over ranks."""
         if self.size == 1:
             return Done()
-        return self._under_way(
+        return self._started(
             "all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True)
         )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
-        """This rank's part of the sum over ranks; `part` may be a view of `whole` at this rank's position."""
+        """This rank's part of the sum over ranks.
+
+        `part` may be a view of `whole` at this rank's position.
+        """
         if self.size == 1:
             if part.data_ptr() != whole.data_ptr():
                 part.copy_(whole)
             return Done()
+        # NCCL works in place where `part` is this rank's part of `whole`.
         if part.is_cuda:
-            return self._under_way(
+            return self._started(
                 "reduce_scatter",
                 reduce_scatter_tensors(part, whole, group=self.handle, async_op=True),
             )
-        separate = torch.empty_like(part)  # with gloo, input and output must not overlap
-        work = self._under_way(
+        # With gloo, input and output must not overlap.
+        separate = torch.empty_like(part)
+        work = self._started(
             "reduce_scatter",
             reduce_scatter_tensors(separate, whole, group=self.handle, async_op=True),
         )
         return Then(work, lambda: part.copy_(separate))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Handle:
-        """All ranks' parts, one after another; `part` may be a view of `whole` at this rank's position."""
+        """All ranks' parts, one after another.
+
+        `part` may be a view of `whole` at this rank's position.
+        """
         if self.size == 1:
             if part.data_ptr() != whole.data_ptr():
                 whole.copy_(part)
             return Done()
-        work = all_gather_tensors(
-            whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True
-        )
-        return self._under_way("all_gather", work)
+        if not part.is_cuda:
+            part = part.clone()  # with gloo, input and output must not overlap
+        work = all_gather_tensors(whole, part, group=self.handle, async_op=True)
+        return self._started("all_gather", work)
 
     def all_to_all(
         self,
         received: Tensor,
-        given: Tensor,
+        sent: Tensor,
         takes: list[int] | None = None,
         gives: list[int] | None = None,
     ) -> Handle:
-        """Part i of `given` (along dim 0, as many parts as ranks) goes to rank i; part i of `received` comes from it. `takes` and `gives`
-        are the lengths of parts that are not equal, of tensors with two dims."""
+        """Part i of `sent` goes to rank i; part i of `received` comes from it.
+
+        Parts are along dim 0, one per rank.
+
+        `takes` and `gives` are the lengths of parts that are not equal, of tensors with two dims.
+        """
         if self.size == 1:
-            received.copy_(given)
+            received.copy_(sent)
             return Done()
-        if not given.is_cuda:  # gloo supports bytes, not every dtype
-            received, given = received.view(torch.uint8), given.view(torch.uint8)
-        return self._under_way(
+        if not sent.is_cuda:  # gloo supports bytes, not every dtype
+            received = received.view(torch.uint8)
+            sent = sent.view(torch.uint8)
+        return self._started(
             "all_to_all",
-            dist.all_to_all_single(received, given, takes, gives, group=self.handle, async_op=True),
+            dist.all_to_all_single(received, sent, takes, gives, group=self.handle, async_op=True),
         )
 
-    def shift(self, given: Tensor) -> tuple[Tensor, Handle]:
-        """Send a tensor to the next rank of the ring; returns the one that comes from the rank before and when it is there."""
+    def shift(self, sent: Tensor) -> tuple[Tensor, Handle]:
+        """Send a tensor to the next rank of the ring.
+
+        Returns the one that comes from the rank before and when it is there.
+        """
         if self.size == 1:
-            return given, Done()
-        received = torch.empty_like(given)
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        sending = dist.P2POp(dist.isend, given, group=self.handle, group_peer=after)
-        receiving = dist.P2POp(dist.irecv, received, group=self.handle, group_peer=before)
+            return sent, Done()
+        received = torch.empty_like(sent)
+        next_rank = (self.rank + 1) % self.size
+        previous_rank = (self.rank - 1) % self.size
+        sending = dist.P2POp(dist.isend, sent, group=self.handle, group_peer=next_rank)
+        receiving = dist.P2POp(dist.irecv, received, group=self.handle, group_peer=previous_rank)
+        # As one batch: a ring of ranks that all send first would wait for ever.
         works = dist.batch_isend_irecv([sending, receiving])
-        return received, _Several([self._under_way("ring shift", work) for work in works])
+        return received, _Several([self._started("ring shift", work) for work in works])
 
     def send(self, tensor: Tensor, to: int, what: str) -> Handle:
-        """Give a contiguous tensor to one rank of the group, which receives it; messages between two ranks keep their order."""
-        return self._under_way(
+        """Give a contiguous tensor to one rank of the group, which receives it.
+
+        Messages between two ranks keep their order.
+        """
+        return self._started(
             f"send of {what} to {self._peer(to)}",
             dist.isend(tensor, group=self.handle, group_dst=to),
         )
 
     def receive(self, tensor: Tensor, source: int, what: str) -> Handle:
         """Take a tensor from one rank of the group into this one."""
-        return self._under_way(
+        return self._started(
             f"receive of {what} from {self._peer(source)}",
             dist.irecv(tensor, group=self.handle, group_src=source),
         )
 
     def _peer(self, position: int) -> str:
-        return (
-            f"rank {dist.get_global_rank(self.handle, position)}"
-            if self.handle is not None
-            else f"position {position}"
-        )
+        if self.handle is not None:
+            return f"rank {dist.get_global_rank(self.handle, position)}"
+        return f"position {position}"
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Every rank gets what the tensor holds on one of them."""
         if self.size == 1:
             return Done()
-        return self._under_way(
+        return self._started(
             "broadcast", dist.broadcast(tensor, group=self.handle, group_src=source, async_op=True)
         )
 
@@ -216,10 +246,10 @@ class RankGroup:
         """The elementwise maximum of the ranks' host numbers."""
         if self.size == 1:
             return values
-        found = torch.tensor(values)
+        largest = torch.tensor(values)
         with self.exchanging(name):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.handle)
-        return [int(value) for value in found]
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.handle)
+        return [int(value) for value in largest]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -232,13 +262,17 @@ class RankGroup:
         with self.heart.exchanging(name, self.size, self.axis):
             yield
 
-    def _under_way(self, name: str, work: dist.Work | None) -> Handle:
+    def _started(self, name: str, work: dist.Work | None) -> Handle:
+        """The handle of a collective that torch has started; the heartbeat counts it."""
         assert work is not None
         self.heart.count(name)
         return _Named(work, name, self)
 
     def host_group(self, timeout_seconds: float) -> RankGroup:
-        """The same ranks over separate gloo connections, for a thread whose collectives run at any time."""
+        """The same ranks over separate gloo connections.
+
+        A thread needs them, whose collectives run at any time.
+        """
         if self.size == 1:
             return self
         handle = _connect(
@@ -247,8 +281,13 @@ class RankGroup:
         return RankGroup(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
 
     def close(self, *, orderly: bool = True) -> None:
-        """End communication. If orderly, all ranks wait for each other first: gloo may abort a process that others still use."""
+        """End communication.
+
+        If orderly, all ranks wait for each other first: gloo may abort a process that others still
+        use.
+        """
         if self.size > 1 and dist.is_initialized():
+            # After an error other ranks may be gone or stuck: waiting for them would hang.
             if orderly:
                 self.barrier()
             dist.destroy_process_group()
@@ -271,10 +310,16 @@ def start_group(
     timeout_seconds: float,
     heart: Heartbeat | None = None,
 ) -> RankGroup:
-    """Join the other processes of a run; the launcher sets MASTER_ADDR and MASTER_PORT. Does nothing for a single process."""
+    """Join the other processes of a run.
+
+    The launcher sets MASTER_ADDR and MASTER_PORT. Does nothing for a single process.
+    """
     if process.world == 1:
         return RankGroup(heart=heart)
-    kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+    # With NCCL, host numbers (agreements, counts) still travel over gloo.
+    kinds = "gloo"
+    if backend == "nccl":
+        kinds = "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(
             kinds,
@@ -289,7 +334,10 @@ def start_group(
             "Start it with torchrun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     except dist.DistError as problem:
-        waited = f"could not connect to the other ranks within {timeout_seconds:.0f} s: {first_line(problem)}"
+        waited = (
+            f"could not connect to the other ranks within {timeout_seconds:.0f} s: "
+            f"{first_line(problem)}"
+        )
         raise LaunchError(f"rank {process.rank} of {process.world} {waited}") from None
     world = RankGroup(process.rank, process.world, dist.group.WORLD, heart)
     world.timeout = timedelta(seconds=timeout_seconds)
@@ -303,7 +351,8 @@ class RankGroups:
     mesh: Mesh = Mesh()
     world: RankGroup = field(default_factory=RankGroup)
     data: RankGroup = field(default_factory=RankGroup)
-    """Ranks that read different rows; loaders count by it. Where rows are split over ranks, those with the same part of their rows."""
+    """Ranks that read different rows; loaders count by it. Where rows are split over ranks, those
+    with the same part of their rows."""
     reduce: RankGroup = field(default_factory=RankGroup)
     """All ranks whose gradients, losses and metrics are summed: data x context."""
     shard: RankGroup = field(default_factory=RankGroup)
@@ -319,12 +368,16 @@ class RankGroups:
     expert: RankGroup = field(default_factory=RankGroup)
     """Ranks that hold different experts of the same mixtures and read different rows."""
     expert_reduce: RankGroup = field(default_factory=RankGroup)
-    """Ranks that hold the same experts; they sum the gradients of these. Used where `expert` has several ranks, as the next two are."""
+    """Ranks that hold the same experts; they sum the gradients of these. Used where `expert` has
+    several ranks, as the next two are."""
     expert_shard: RankGroup = field(default_factory=RankGroup)
     expert_replicate: RankGroup = field(default_factory=RankGroup)
 
     def of_experts(self) -> RankGroups:
-        """The groups that share what belongs to this rank's experts: as for other parameters, without the ranks with other experts."""
+        """The groups of ranks that share the parameters of this rank's experts.
+
+        As for other parameters, without the ranks that hold other experts.
+        """
         if self.mesh.expert == 1:
             return self
         return replace(
@@ -335,40 +388,43 @@ class RankGroups:
         )
 
 
-SHARED_AXES, LAYER_AXES = (
-    ("shard", "replicate", "data", "reduce"),
-    ("context", "tensor", "pipeline", "expert"),
-)
+SHARED_AXES = ("shard", "replicate", "data", "reduce")
 EXPERT_AXES = ("expert_shard", "expert_replicate", "expert_reduce")
-"""Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have separate connections."""
+LAYER_AXES = ("context", "tensor", "pipeline", "expert")
+"""Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have
+separate connections."""
 
 
 def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
     """Make the groups of a mesh. Every rank makes all groups, in the same order."""
     if mesh.world == 1:
-        return RankGroups(mesh, world)  # its heartbeat is the run's
+        return RankGroups(mesh, world)  # the world's heartbeat is the run's
+    axes = SHARED_AXES
+    if mesh.expert > 1:
+        axes = (*SHARED_AXES, *EXPERT_AXES)
+    # These exchange one after another, so axes with the same groups share their connections.
     shared: dict[str, RankGroup] = {}
-    for axis in (*SHARED_AXES, *EXPERT_AXES) if mesh.expert > 1 else SHARED_AXES:
+    for axis in axes:
         same = next((other for other in shared if mesh.groups(other) == mesh.groups(axis)), None)
-        shared[axis] = (
-            shared[same]
-            if same
-            else world
-            if len(mesh.groups(axis)) == 1
-            else _join(mesh, axis, world)
-        )
-    return RankGroups(
-        mesh, world, **shared, **{axis: _join(mesh, axis, world) for axis in LAYER_AXES}
-    )
+        if same:
+            shared[axis] = shared[same]
+        # One group of all ranks exists already.
+        elif len(mesh.groups(axis)) == 1:
+            shared[axis] = world
+        else:
+            shared[axis] = _join(mesh, axis, world)
+    layer_groups = {axis: _join(mesh, axis, world) for axis in LAYER_AXES}
+    return RankGroups(mesh, world, **shared, **layer_groups)
 
 
 def _connect(rank: int, axis: str, **options: Any) -> Any:
-    """A new group of torch; a rank that is gone meanwhile is one line."""
+    """A new group of torch; a rank that has gone meanwhile is an error of one line."""
     try:
         return dist.new_group(**options)
     except dist.DistError as problem:
         raise LaunchError(
-            f"rank {rank} could not connect to the other ranks of the axis {axis}: {first_line(problem)}"
+            f"rank {rank} could not connect to the other ranks of the axis {axis}: "
+            f"{first_line(problem)}"
         ) from None
 
 
@@ -378,19 +434,28 @@ def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
 
 
 def _join_one(groups: list[list[int]], axis: str, world: RankGroup) -> RankGroup:
+    """As `_join`, from lists of ranks. torch wants every rank to make every group."""
     joined = RankGroup(heart=world.heart, axis=axis)
-    for ranks in groups if len(groups[0]) > 1 else ():
+    if len(groups[0]) == 1:
+        return joined
+    for ranks in groups:
         handle = _connect(world.rank, axis, ranks=ranks, timeout=world.timeout)
         if world.rank in ranks:
-            joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart, axis)  # pyright: ignore[reportArgumentType]
+            joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart, axis)
     return joined
 
 
 def split_context(ranks: RankGroups, ring: int) -> tuple[RankGroup, RankGroup]:
-    """(ring group, group that exchanges heads) of this rank: its context group as `ring` groups of neighbours, which form a ring."""
+    """(ring group, group that exchanges heads) of this rank.
+
+    Neighbours of a context group exchange heads; ranks of the same position in these groups form a
+    ring of `ring` ranks.
+    """
     context = ranks.context
     if ring == 1:
         return RankGroup(), context
+    # Neighbours, likely on one machine, exchange heads and wait for them. The ring, whose messages
+    # hide behind arithmetic, spans the greater distance.
     inner = context.size // ring
     rings = [
         group[position::inner]
@@ -423,14 +488,20 @@ class DifferentiableCollectives:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over ranks."""
-        return value if self.group.size == 1 else _Sum.apply(value, self.group)  # pyright: ignore[reportReturnType]
+        if self.group.size == 1:
+            return value
+        return _Sum.apply(value, self.group)  # pyright: ignore[reportReturnType]
 
     def gather(self, value: Tensor) -> Tensor:
         """All ranks' values along dim 0."""
-        return value if self.group.size == 1 else _Gather.apply(value, self.group)  # pyright: ignore[reportReturnType]
+        if self.group.size == 1:
+            return value
+        return _Gather.apply(value, self.group)  # pyright: ignore[reportReturnType]
 
 
 class _Sum(torch.autograd.Function):
+    """Every rank's loss uses the sum, so backward adds up what they all want of it."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
@@ -446,9 +517,12 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """As `_Sum`: backward gives a rank the sum over all ranks of its part's gradients."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: RankGroup) -> Tensor:
-        ctx.group, ctx.shape = group, value.shape
+        ctx.group = group
+        ctx.shape = value.shape
         whole = value.new_empty(group.size * value.shape[0], *value.shape[1:])
         group.all_gather(whole, value.detach().contiguous()).wait()
         return whole

@@ -1,4 +1,9 @@
-"""The `parallel` and `memory` sections of a recipe: how ranks share the work, and what trades memory for time. Imports without torch."""
+"""The `parallel` and `memory` sections of a recipe.
+
+How ranks share the work, and what trades memory for time.
+
+Imports without torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,8 @@ class Zero1Config(Section):
 
     size: int | Literal["auto"] = setting(
         "auto",
-        "Ranks over which the optimizer state is sharded: auto = all (ZeRO-1), 1 = plain data parallelism, in between = ZeRO-1.5.",
+        "Ranks over which the optimizer state is sharded: auto = all (ZeRO-1), 1 = plain data "
+        "parallelism, in between = ZeRO-1.5.",
     )
 
     @field_validator("size")
@@ -68,7 +74,8 @@ class OverlapConfig(Section):
     )
     step: bool = setting(
         True,
-        "Compute the norm of a bucket while later ones are exchanged; gather it while later ones are updated. Clipping stays exact.",
+        "Compute the norm of a bucket while later ones are exchanged; gather it while later ones "
+        "are updated. Clipping stays exact.",
     )
 
 
@@ -77,7 +84,8 @@ class ParallelConfig(Section):
 
     strategy: Literal["zero1", "fsdp"] = setting(
         "zero1",
-        "zero1: the optimizer state is sharded. fsdp: parameters, gradients and optimizer state are sharded.",
+        "zero1: the optimizer state is sharded. fsdp: parameters, gradients and optimizer state "
+        "are sharded.",
     )
     zero1: Zero1Config = setting(Zero1Config, "Settings of strategy zero1.")
     fsdp: FsdpConfig = setting(FsdpConfig, "Settings of strategy fsdp.")
@@ -86,7 +94,8 @@ class ParallelConfig(Section):
     )
     accumulate_dtype: Literal["fp32", "compute"] = setting(
         "fp32",
-        "Precision in which gradients of microbatches are summed; compute = that of the model, half the memory in 16 bits.",
+        "Precision in which gradients of microbatches are summed; compute = that of the model, "
+        "half the memory in 16 bits.",
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting(
         "fp32", "Precision in which gradients are exchanged between ranks."
@@ -94,27 +103,32 @@ class ParallelConfig(Section):
     overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time (strategy zero1).")
     hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
         None,
-        "How gradients are exchanged; null = a plain sum: reduce_scatter if the optimizer state is sharded, else all_reduce.",
+        "How gradients are exchanged; null = a plain sum: reduce_scatter if the optimizer state "
+        "is sharded, else all_reduce.",
     )
     context: int = setting(
         1,
-        "Ranks that share the tokens of each row; attention covers the whole row. They exchange heads (Ulysses) as far as the KV heads go, "
-        "beyond that keys in a ring. Must divide data.seq_len.",
+        "Ranks that share the tokens of each row; attention covers the whole row. They exchange "
+        "heads (Ulysses) as far as the KV heads go, beyond that keys in a ring. Must divide "
+        "data.seq_len.",
         ge=1,
     )
     tensor: int = setting(
         1,
-        "Ranks that share the matrices of every layer, the embedding and the head (tensor parallelism). It must divide heads and widths.",
+        "Ranks that share the matrices of every layer, the embedding and the head (tensor "
+        "parallelism). It must divide heads and widths.",
         ge=1,
     )
     sequence: bool = setting(
         True,
-        "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = all tokens on every rank.",
+        "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = "
+        "all tokens on every rank.",
     )
     expert: int = setting(
         1,
-        "Data-parallel ranks among which the experts of every mixture are split (expert parallelism): tokens travel to their experts and "
-        "back. It must divide model.experts.num and the number of data-parallel ranks.",
+        "Data-parallel ranks among which the experts of every mixture are split (expert "
+        "parallelism): tokens travel to their experts and back. It must divide model.experts.num "
+        "and the number of data-parallel ranks.",
         ge=1,
     )
     pipeline: int = setting(
@@ -122,15 +136,17 @@ class ParallelConfig(Section):
     )
     schedule: ScheduleName = setting(
         "1f1b",
-        "Order of the microbatches in a pipeline: 1f1b, interleaved (several stages per rank: less idle time, more messages), or "
-        "zero_bubble (gradients of weights are computed while a rank would wait).",
+        "Order of the microbatches in a pipeline: 1f1b, interleaved (several stages per rank: "
+        "less idle time, more messages), or zero_bubble (gradients of weights are computed while "
+        "a rank would wait).",
     )
     virtual_stages: int | None = setting(
         None, "Stages of one rank with schedule interleaved; null = 2.", ge=2
     )
     pipeline_split: tuple[int, ...] = setting(
         (),
-        "Layers of every pipeline stage, in the order of the model; empty = balanced by cost, embedding and head included.",
+        "Layers of every pipeline stage, in the order of the model; empty = balanced by cost, "
+        "embedding and head included.",
     )
     timeout_seconds: float = setting(
         1800.0, "Seconds that ranks wait for each other before they give up.", gt=0
@@ -144,23 +160,26 @@ class ParallelConfig(Section):
     @property
     def pipeline_shape(self) -> PipelineShape:
         """Schedule and stages of the pipeline."""
-        stages = (self.virtual_stages or 2) if self.schedule == "interleaved" else 1
+        stages = 1
+        if self.schedule == "interleaved":
+            stages = self.virtual_stages or 2
         return PipelineShape(self.schedule, self.pipeline, stages)
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
-        size, key = (
-            (self.fsdp.size, "parallel.fsdp.size")
-            if self.strategy == "fsdp"
-            else (self.zero1.size, "parallel.zero1.size")
+        size = self.zero1.size
+        if self.strategy == "fsdp":
+            size = self.fsdp.size
+        return plan_mesh(
+            rank,
+            world,
+            size,
+            f"parallel.{self.strategy}.size",
+            context=self.context,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            expert=self.expert,
         )
-        axes = {
-            "context": self.context,
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "expert": self.expert,
-        }
-        return plan_mesh(rank, world, size, key, **axes)
 
     def check_rows(
         self,
@@ -169,33 +188,41 @@ class ParallelConfig(Section):
         objective: TaskConfig,
         adapter: AdapterConfig | None,
     ) -> None:
-        """Refuse a layout that this model, these rows or this objective cannot be trained on exactly; the rules are in layout_rules.py."""
+        """Refuse a layout on which this model, row length or objective would not train exactly.
+
+        The rules are in layout_rules.py.
+        """
         check_layout(LayoutCase(self, model, seq_len, objective, adapter))
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """Refuse settings that contradict each other."""
+        # What fsdp decides itself is refused rather than ignored.
         if self.strategy == "fsdp":
             if self.hook is not None:
                 raise ParallelError(
-                    "parallel.hook is set and parallel.strategy is fsdp, which exchanges gradients itself. Use zero1, or no hook."
+                    "parallel.hook is set and parallel.strategy is fsdp, which exchanges "
+                    "gradients itself. Use zero1, or no hook."
                 )
             if not (self.overlap.reduce and self.overlap.gather and self.overlap.step):
                 raise ParallelError(
-                    "parallel.overlap is switched off and parallel.strategy is fsdp, which always overlaps. Use zero1, or leave it on."
+                    "parallel.overlap is switched off and parallel.strategy is fsdp, which always "
+                    "overlaps. Use zero1, or leave it on."
                 )
             if self.accumulate_dtype != "fp32":
                 raise ParallelError(
-                    "parallel.accumulate_dtype is compute and parallel.strategy is fsdp, which adds up in fp32. Use zero1, or fp32."
+                    "parallel.accumulate_dtype is compute and parallel.strategy is fsdp, which "
+                    "adds up in fp32. Use zero1, or fp32."
                 )
         if self.hook is not None:
             if self.accumulate_dtype != "fp32" and self.hook.NEEDS_FP32:
                 raise ParallelError(
-                    f"parallel.accumulate_dtype is compute and parallel.hook.kind is {self.hook.kind}, which needs fp32. Use fp32."
+                    "parallel.accumulate_dtype is compute and parallel.hook.kind is "
+                    f"{self.hook.kind}, which needs fp32. Use fp32."
                 )
             if self.reduce_dtype != "fp32":
                 raise ParallelError(
-                    f"parallel.reduce_dtype is {self.reduce_dtype} and parallel.hook.kind is {self.hook.kind}; "
-                    "a hook decides the precision itself. Keep one of them."
+                    f"parallel.reduce_dtype is {self.reduce_dtype} and parallel.hook.kind is "
+                    f"{self.hook.kind}; a hook decides the precision itself. Keep one of them."
                 )
             self.hook.check(mesh, precision)
 
@@ -208,17 +235,20 @@ class MemoryConfig(Section):
     )
     recompute: float | str = setting(
         "none",
-        "Activations that backward recomputes instead of storing: none or false, true (all blocks), a fraction of the blocks (0 to 1, the "
-        "first ones), every-k (every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
+        "Activations that backward recomputes instead of storing: none or false, true (all "
+        "blocks), a fraction of the blocks (0 to 1, the first ones), every-k (every k-th block), "
+        "or selective (in all blocks, all but the results of matrix products and attention).",
     )
     offload: tuple[Offload, ...] = setting(
         (),
-        "What is kept in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters).",
+        "What is kept in host memory: activations (large ones, between forward and backward), "
+        "optimizer (its state and fp32 masters).",
     )
 
     limit_gib: float | None = setting(
         None,
-        "Memory limit of a rank in GiB; null = all of the device, on the CPU most of what is free. batch.micro_rows=auto fits into it.",
+        "Memory limit of a rank in GiB; null = all of the device, on the CPU most of what is "
+        "free. batch.micro_rows=auto fits into it.",
         gt=0,
     )
 
@@ -226,17 +256,18 @@ class MemoryConfig(Section):
         """Refuse what cannot be recomputed on this layout."""
         if parallel.expert > 1 and self.recompute == "selective":
             raise ValueError(
-                f"memory.recompute is selective and parallel.expert is {parallel.expert}: tokens on their way to other ranks cannot be "
-                "recomputed in part. Use a fraction of the blocks, such as 1"
+                f"memory.recompute is selective and parallel.expert is {parallel.expert}: tokens "
+                "on their way to other ranks cannot be recomputed in part. Use a fraction of the "
+                "blocks, such as 1"
             )
 
     def chunk_tokens(self, *, on_cuda: bool) -> int:
         """Tokens whose logits exist at one time, on a device."""
-        return (
-            (4096 if on_cuda else 2048)
-            if self.loss_chunk_tokens == "auto"
-            else self.loss_chunk_tokens
-        )
+        if self.loss_chunk_tokens != "auto":
+            return self.loss_chunk_tokens
+        if on_cuda:
+            return 4096
+        return 2048
 
     @field_validator("loss_chunk_tokens")
     @classmethod
@@ -249,7 +280,11 @@ class MemoryConfig(Section):
     @classmethod
     def _switch(cls, value: object) -> object:
         """true means all blocks, false none."""
-        return value if not isinstance(value, bool) else 1.0 if value else "none"
+        if not isinstance(value, bool):
+            return value
+        if value:
+            return 1.0
+        return "none"
 
     @field_validator("recompute")
     @classmethod
@@ -260,7 +295,8 @@ class MemoryConfig(Section):
             fits = 0 <= value <= 1
         if not fits:
             raise ValueError(
-                f"is {value!r}; it must be none, selective, every-k (such as every-2) or a fraction from 0 to 1"
+                f"is {value!r}; it must be none, selective, every-k (such as every-2) or a "
+                "fraction from 0 to 1"
             )
         return value
 
@@ -275,5 +311,7 @@ class MemoryConfig(Section):
             if not self.recompute.startswith("every-"):
                 return []
             step = int(self.recompute.removeprefix("every-"))
+            # The last block of every k.
             return list(range(step - 1, num_layers, step))
+        # The first ones: their activations are kept longest, until the end of backward.
         return list(range(int(num_layers * self.recompute)))

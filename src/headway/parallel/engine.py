@@ -1,17 +1,26 @@
-"""The contract between the training loop and an engine, and `EngineSpec`, from which `assemble` builds one."""
+"""The contract between the training loop and an engine, and `EngineSpec`, which describes one.
+
+    EngineSpec --assemble--> Engine
+
+    one step of the loop     forward_backward(StepBatch) -> StepResult     gradients add up
+                             update(Hyper per group)     -> Update         parameters change
+    checkpoints              tensors, scalars <-> load
+    export                   weights
+
+Everything a step returns stays on the device: the loop decides when to wait for it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
-from headway.kernels.fp8 import Scaling
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.layout import ParamSpec
@@ -23,15 +32,20 @@ from headway.parallel.collectives import RankGroups
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.tasks.base import MetricSums, StepInfo, TaskConfig
 
+if TYPE_CHECKING:
+    from headway.kernels.fp8 import Scaling
+
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, saved from any layout."""
+"""(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine.
+
+The layout of the run that saved it does not matter: the reader puts each box together."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything that decides an engine: what trains, in which precision and memory, and how ranks share the work."""
+    """Everything that decides an engine: what trains, precision, memory, and who does what."""
 
     model: ModelConfig
     objective: TaskConfig
@@ -55,16 +69,22 @@ class EngineSpec:
     parallel: ParallelConfig = ParallelConfig()
     ranks: RankGroups = field(default_factory=RankGroups)
     prepare: Callable[[Batch], Batch] | None = None
-    """Adds the columns an objective needs to a microbatch on the device, such as a reference model's log-probabilities."""
+    """Adds the columns an objective needs to a microbatch on the device, such as a reference
+    model's log-probabilities."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
         """The precision in which the flat engine adds up the gradients of microbatches."""
-        return torch.float32 if self.parallel.accumulate_dtype == "fp32" else self.dtype
+        if self.parallel.accumulate_dtype == "fp32":
+            return torch.float32
+        return self.dtype
 
     @property
     def state_on_host(self) -> bool:
-        """Whether optimizer state (and the flat engine's master weights) stay in host memory between updates."""
+        """Whether optimizer state stays in host memory between updates.
+
+        So do the flat engine's master weights.
+        """
         return "optimizer" in self.memory.offload
 
 
@@ -78,6 +98,7 @@ class DeviceTimestamp:
     @classmethod
     def now(cls, device: torch.device) -> DeviceTimestamp:
         """Record the moment at which the device reaches this point of its queue."""
+        # Without CUDA events the host's clock has to do.
         if device.type != "cuda":
             return cls(None, time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -88,24 +109,27 @@ class DeviceTimestamp:
         """Seconds since an earlier timestamp; the device must have passed both."""
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
-        return earlier.event.elapsed_time(self.event) / 1000
+        milliseconds = earlier.event.elapsed_time(self.event)
+        return milliseconds / 1000
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one forward and backward over all microbatches gives, on the device."""
+    """Loss and metrics of one forward and backward over all microbatches, on the device."""
 
     loss: Tensor
     metrics: MetricSums
     verdict: Tensor | None = None
     """The verdict of the loss monitor (headway.train.health), as a number."""
     compute_window: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
-    """Begin and end of a period in which this rank waited for no other rank, so that ranks can be compared by it."""
+    """Begin and end of a period in which this rank waited for no other rank.
+
+    Its length shows which rank is slow; the time of a whole step is the same on all of them."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step gives, on the device."""
+    """The outcome of one optimizer step, on the device."""
 
     norm: Tensor
     skipped: Tensor
@@ -121,22 +145,28 @@ class Engine(Protocol):
     specs: dict[str, ParamSpec]
     """Every parameter of the whole model and of the objective, in the order of the model."""
     shapes: dict[str, tuple[int, ...]]
-    """Their shapes."""
+    """The whole shape of each of them."""
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has any part of a parameter; ranks of a pipeline hold those of their stages."""
+        """Whether this rank has any part of a parameter.
+
+        Ranks of a pipeline hold those of their stages.
+        """
         ...
 
-    def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
-        """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""
+    def forward_backward(self, batch: StepBatch, step_info: StepInfo) -> StepResult:
+        """Accumulate the gradients of one step: every microbatch adds its share of one loss."""
         ...
 
-    def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
+    def evaluate(self, batches: Iterable[Batch], step_info: StepInfo) -> MetricSums:
         """Metric sums without gradients, in evaluation mode."""
         ...
 
     def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
-        """Clip, step, and clear the gradients; nothing changes where the norm is not finite or `skip` (on the device) is 1."""
+        """Clip, step, and clear the gradients.
+
+        Nothing changes where the norm is not finite or `skip` (on the device) is 1.
+        """
         ...
 
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -144,7 +174,7 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Everything to save; what several ranks hold is given by one of them."""
+        """Everything to save. Of ranks that hold the same elements, one yields their values."""
         ...
 
     def scalars(self) -> dict[str, Any]:
@@ -152,7 +182,7 @@ class Engine(Protocol):
         ...
 
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """Restore what tensors and scalars returned."""
+        """Restore what `tensors` and `scalars` returned, perhaps on another layout."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,5 +194,5 @@ class Engine(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until all parameters are current."""
+        """Wait until all parameters are current; other ranks' shards may still be arriving."""
         ...

@@ -1,13 +1,18 @@
-"""Tokens travel to the ranks that hold their experts, and the results back. In: this rank's tokens, their weights and experts; out: the
-weighted sum of each token's experts, as if all experts were here.
+"""Tokens travel to the ranks that hold their experts, and the results back.
 
-    x [N,D] -> slots sorted by expert [N*k,D]      this rank's, expert 0 .. E-1: parts for rank 0, 1, ... follow one another
-      -> all-to-all -> [M,D]                       every rank's slots for this rank's experts: by rank, then by expert
+In: this rank's tokens, their weights and experts; out: the weighted sum of each token's experts, as
+if all experts were here.
+
+    x [N,D] -> slots sorted by expert [N*k,D]      this rank's, expert 0 .. E-1: parts for rank 0,
+                                                   1, ... follow one another
+      -> all-to-all -> [M,D]                       every rank's slots for this rank's experts: by
+                                                   rank, then by expert
       -> sorted by expert, grouped products        (the module that holds this rank's experts)
       -> all-to-all back -> [N*k,D]                -> each token adds up its k results
 
-M depends on the routers of all ranks and may be 0. Ranks tell each other their counts first; these counts are all that the host waits for.
-Backward exchanges the gradients the other way, with the same counts. Every sum has a fixed order, so results are deterministic.
+M depends on the routers of all ranks and may be 0. Ranks tell each other their counts first; these
+counts are all that the host waits for. Backward exchanges the gradients the other way, with the
+same counts. Every sum has a fixed order, so results are deterministic.
 
 Shapes: N tokens, D width, E experts, P ranks of the expert axis, k experts per token.
 """
@@ -25,13 +30,16 @@ from headway.parallel.collectives import RankGroup
 
 
 class ExpertExchange:
-    """In the place of one mixture's experts, of which this rank holds some. The compiler does not look into it: sizes depend on data."""
+    """Stands in for one mixture's experts, of which this rank holds some.
+
+    The compiler does not look into it: sizes depend on data.
+    """
 
     def __init__(self, experts: nn.Module, group: RankGroup) -> None:
-        self.experts, self.group = experts, group
-        self._run = torch.compiler.disable(
-            self._exchange
-        )  # here: as a decorator it loads the compiler at the start of every run
+        self.experts = experts
+        self.group = group
+        # Not as a decorator, which would load the compiler at the start of every run.
+        self._run = torch.compiler.disable(self._exchange)
 
     def __call__(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D] of tokens x [N,D] with weights fp32 [N,k]."""
@@ -41,30 +49,39 @@ class ExpertExchange:
         gives, takes, local = self._agree(plan.ends)
         slots, scale = _Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
         slots, scale = _Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
+
+        # Kernels need not handle products of nothing: a slot of zeros has results and gradients of
+        # zero.
         count = len(slots)
-        if not count:  # no kernel must know products of nothing: a slot of zeros has results and gradients of zero
-            slots, scale = F.pad(slots, (0, 0, 0, 1)), F.pad(scale, (0, 0, 0, 1))
+        if not count:
+            slots = F.pad(slots, (0, 0, 0, 1))
+            scale = F.pad(scale, (0, 0, 0, 1))
         results = self.experts(slots, scale, local)
+
         (results,) = _Exchanged.apply(self.group, takes, gives, results[:count])  # pyright: ignore[reportGeneralTypeIssues]
         return _Combine.apply(results, plan.order, plan.places, weights.shape[1])  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
     def _agree(self, ends: Tensor) -> tuple[list[int], list[int], Dispatch]:
-        """(slots for each rank, slots from each rank, the order in which this rank's experts see what arrives)."""
+        """(slots for each rank, slots from each rank, dispatch of the latter to local experts)."""
         ranks = self.group.size
-        given = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
-        received = (
-            given.clone()
-        )  # where other ranks are only simulated, it stays: the balanced case
-        self.group.all_to_all(received, given).wait()
-        gives, takes = torch.stack([given.sum(1), received.sum(1)]).tolist()
-        load, total = received.sum(0), sum(takes)
-        if not total:
-            load[-1] = total = 1
-            experts = load.new_full((1,), len(load) - 1)
+        # [P, E/P]: slots of this rank for each expert, by the rank that holds it
+        sent = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
+        # Where other ranks are only simulated (memory_probe.py) the copy stays: the balanced case.
+        received = sent.clone()
+        self.group.all_to_all(received, sent).wait()
+        # One transfer to the host for both, which waits for the device.
+        gives, takes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+
+        load = received.sum(0)
+        total = sum(takes)
+        if total:
+            local_experts = torch.arange(len(load), device=ends.device).repeat(ranks)
+            experts = local_experts.repeat_interleave(received.flatten(), output_size=total)
         else:
-            owners = torch.arange(len(load), device=ends.device).repeat(ranks)
-            experts = owners.repeat_interleave(received.flatten(), output_size=total)
+            # The one slot of zeros that `_exchange` adds belongs to the last expert.
+            load[-1] = 1
+            experts = load.new_full((1,), len(load) - 1)
         return gives, takes, dispatch(experts[:, None], load)
 
 
@@ -103,14 +120,20 @@ class _Combine(torch.autograd.Function):
 
 
 class _Exchanged(torch.autograd.Function):
-    """Consecutive rows of each tensor to every rank, and theirs for this one; gradients travel back. One node, so that all ranks exchange
-    the same in the same order."""
+    """Sends consecutive rows of each tensor to every rank and receives theirs.
+
+    Gradients travel back the same way.
+
+    One node, so that all ranks exchange the same in the same order.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, group: RankGroup, gives: list[int], takes: list[int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.gives, ctx.takes = group, gives, takes
+        ctx.group = group
+        ctx.gives = gives
+        ctx.takes = takes
         return exchange_rows(group, gives, takes, tensors)
 
     @staticmethod
@@ -121,7 +144,10 @@ class _Exchanged(torch.autograd.Function):
 def exchange_rows(
     group: RankGroup, gives: list[int], takes: list[int], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Row parts of tensors for each rank -> those that each rank had for this one; all tensors at the same time."""
+    """Row parts of tensors for each rank -> those that each rank had for this one.
+
+    All tensors at the same time.
+    """
     received = tuple(tensor.new_empty(sum(takes), *tensor.shape[1:]) for tensor in tensors)
     handles = [
         group.all_to_all(into, tensor.contiguous(), takes, gives)

@@ -1,13 +1,18 @@
-"""The FSDP2 engine: parameters, gradients and optimizer state are sharded; blocks are gathered when they are needed.
+"""The FSDP2 engine: parameters, gradients and optimizer state are sharded.
 
-torch's `fully_shard` moves the parameters. Gradients (plain sums over ranks), clipping, the update rule and checkpoints are those of the
-flat engine, so that a run may change between both. A shard is a box along dim 0:
+Blocks are gathered when they are needed.
 
-    rows 0 .. n-1 of a parameter, ranks of a shard group:   [ 0 .. c-1 | c .. 2c-1 | ... ]   with c = ceil(n / ranks)
+torch's `fully_shard` moves the parameters. Gradients (plain sums over ranks), clipping, the update
+rule and checkpoints are those of the flat engine, so that a run may change between both. A shard is
+a box along dim 0:
 
-The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. What does not train is stored in the
-compute dtype. Head gates and parameters of the objective stay whole on every rank, in fp32. The root (embedding, final norm, head) stays
-gathered from its forward to the end of backward, because the head is applied after the model has returned.
+    rows of a parameter     [ 0 .. c-1 | c .. 2c-1 | ... | .. n-1 ]     c = ceil(n / ranks)
+    rank of the group          0          1          ...                  the last may have fewer
+
+The sharded parameters are the fp32 masters; the compute dtype exists only while a block is
+gathered. What does not train is stored in the compute dtype. Head gates and parameters of the
+objective stay whole on every rank, in fp32. The root (embedding, final norm, head) stays gathered
+from its forward to the end of backward, because the head is applied after the model has returned.
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ from headway.parallel.base import (
     BaseEngine,
     LocalModel,
     ParamShard,
-    beside,
     needs_gradient,
+    on_device,
     parameter_at,
     square_norm,
 )
@@ -42,8 +47,7 @@ from headway.parallel.box import Box
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
-from headway.parallel.offload_optimizer import LocalTensors
-from headway.parallel.update_rules import WholeParameter
+from headway.parallel.update_rules import LocalTensors, WholeParameter
 from headway.tasks.base import StepInfo, Task
 
 
@@ -58,23 +62,32 @@ class LocalParameter:
     group: str | None
     """The group it trains in; None: it does not."""
     state: dict[str, Tensor]
-    """Optimizer state, flat, in the form of its storage; for a rule of whole parameters in its shapes, on the owner only."""
+    """Optimizer state, flat, in the form of its storage; for a rule of whole parameters in its
+    shapes, on the owner only."""
     steps: Tensor
+    """fp32: updates that were really done."""
     owner: int | None = None
-    """The rank of the shard group that updates it as a whole; None: every rank updates what it holds."""
+    """The rank of the shard group that updates it as a whole; None: every rank updates what it
+    holds."""
     has_whole_state: bool = False
     average: Tensor | None = None
-    """What is kept, if the optimizer averages the weights that train; the parameter holds the latter."""
+    """What is kept, if the optimizer averages the weights that train; the parameter holds the
+    latter."""
 
     @property
     def trained(self) -> Tensor:
-        """The local values the model computes with: fp32, or the compute dtype of what does not train."""
+        """The local values the model computes with.
+
+        They are fp32, or of the compute dtype if the parameter does not train.
+        """
         return _local(self.parameter.detach())
 
     @property
     def master(self) -> Tensor:
         """The local values that are kept."""
-        return self.trained if self.average is None else self.average
+        if self.average is None:
+            return self.trained
+        return self.average
 
     @property
     def is_whole(self) -> bool:
@@ -85,7 +98,9 @@ class LocalParameter:
     def gradient(self) -> Tensor:
         """The local gradient; zero for a parameter without a part in the step."""
         gradient = self.parameter.grad
-        return torch.zeros_like(self.master) if gradient is None else _local(gradient)
+        if gradient is None:
+            return torch.zeros_like(self.master)
+        return _local(gradient)
 
 
 class FsdpEngine(BaseEngine):
@@ -100,27 +115,26 @@ class FsdpEngine(BaseEngine):
         local: LocalModel,
     ) -> None:
         super().__init__(model, objective, groups, spec, local)
-        self.passes.waits_in_layers = True
+        self.runner.waits_in_layers = True  # for the parameters of every block
         group_of = {name: group.name for group in groups for name in group.names}
-        for name, (owner, leaf) in self.homes.items():
-            held = parameter_at((owner, leaf))
-            if name in group_of or self.specs[name].is_wide:
-                held.requires_grad_(name in group_of)
-            elif not held.is_floating_point():
-                continue  # bytes of a quantised matrix
-            else:  # in the compute dtype only: what does not train needs no master
-                owner._parameters[leaf] = nn.Parameter(
-                    held.detach().to(spec.dtype), requires_grad=False
-                )
+        for name, (owner, leaf) in self.param_owners.items():
+            parameter = parameter_at((owner, leaf))
+            if name in group_of or self.specs[name].keeps_float32:
+                parameter.requires_grad_(name in group_of)
+            elif parameter.is_floating_point():
+                # What does not train needs no fp32 master. (Bytes of a quantised matrix stay.)
+                narrow = parameter.detach().to(spec.dtype)
+                owner._parameters[leaf] = nn.Parameter(narrow, requires_grad=False)
         shard_model(model, spec)
-        if (
-            GATES in group_of
-        ):  # before the hook with which FSDP2 looks for inputs that need a gradient
-            next(iter(model.blocks().values())).register_forward_pre_hook(
-                needs_gradient, prepend=True
-            )
+
+        # In front of the hook with which FSDP2 looks for inputs that need a gradient.
+        if GATES in group_of:
+            first_block = next(iter(model.blocks().values()))
+            first_block.register_forward_pre_hook(needs_gradient, prepend=True)
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
+
+        # Experts have other shard groups, so their owners are counted apart.
         whole = {
             name: self.boxes[name].stacked_shape
             for name in self.rule_of
@@ -134,37 +148,52 @@ class FsdpEngine(BaseEngine):
             self.ranks.shard.size,
         )
         self.owners |= owners(experts, self._expert_ranks.shard.size)
+
         self.parts = {
-            name: self._part(name, parameter_at(home), group_of.get(name))
-            for name, home in self.homes.items()
+            name: self._local_parameter(name, parameter_at(owner), group_of.get(name))
+            for name, owner in self.param_owners.items()
         }
         self._grads: dict[str, Tensor] = {}
         """The gradients of an update, between its norm and its step."""
 
     def _is_updated_whole(self, name: str) -> bool:
-        return self.rule_of[name].matrices is not None and not self.specs[name].is_wide
+        """Whether a sharded parameter is updated as a whole, by its owner."""
+        return self.rule_of[name].matrices is not None and not self.specs[name].keeps_float32
 
-    def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> LocalParameter:
-        shape, shard = self.boxes[name].shape, self.ranks_of(name).shard
+    def _local_parameter(
+        self, name: str, parameter: nn.Parameter, group: str | None
+    ) -> LocalParameter:
+        """This rank's part of a parameter that `shard_model` has sharded, with optimizer state."""
+        shape = self.boxes[name].shape
+        shard = self.ranks_of(name).shard
         local = _local(parameter.detach())
         offset = (0,) * len(shape)
         if isinstance(parameter, DTensor):
-            offset = (min(shard.rank * -(-shape[0] // shard.size), shape[0]), *offset[1:])
-        state, owner = dict[str, Tensor](), self.owners.get(name)
-        rule = None if group is None else self.rules[group]
+            # As torch chunks dim 0: ceil(rows / ranks) each, until there are no more.
+            rows_per_rank = -(-shape[0] // shard.size)
+            offset = (min(shard.rank * rows_per_rank, shape[0]), *offset[1:])
+
+        rule = None
+        if group is not None:
+            rule = self.rules[group]
+        state = dict[str, Tensor]()
+        owner = self.owners.get(name)
         if rule is not None and rule.matrices is not None:
-            state = rule.allocate_whole(shape, local.device) if owner in (None, shard.rank) else {}
+            # Without an owner every rank holds and updates all of it.
+            if owner in (None, shard.rank):
+                state = rule.allocate_whole(shape, local.device)
         elif rule is not None:
-            home, pin = (
-                (torch.device("cpu"), local.is_cuda)
-                if self.host_state is not None
-                else (local.device, False)
-            )
+            home = local.device
+            pin = False
+            if self.host_state is not None:
+                home = torch.device("cpu")
+                pin = local.is_cuda
             state = rule.storage.allocate(rule.optimizer.slots, local.numel(), home, pin=pin)
+
         steps = torch.zeros((), dtype=torch.float32, device=local.device)
-        average = (
-            torch.zeros_like(local) if rule is not None and rule.averages is not None else None
-        )
+        average = None
+        if rule is not None and rule.averages is not None:
+            average = torch.zeros_like(local)
         return LocalParameter(
             name,
             parameter,
@@ -173,64 +202,85 @@ class FsdpEngine(BaseEngine):
             state,
             steps,
             owner,
-            rule is not None and rule.matrices is not None,
-            average,
+            has_whole_state=rule is not None and rule.matrices is not None,
+            average=average,
         )
 
-    def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
-        """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
+    def forward_backward(self, batch: StepBatch, step_info: StepInfo) -> StepResult:
+        """Accumulate the gradients of one step.
+
+        FSDP2 exchanges them during the last microbatch's backward.
+        """
         self._synchronize(False)
-        scale = None if self.scaler is None else self.scaler.scale
-        result = self.passes.backward(batch, at, scale, lambda: self._synchronize(True))
+        scale = None
+        if self.scaler is not None:
+            scale = self.scaler.scale
+        result = self.runner.backward(batch, step_info, scale, lambda: self._synchronize(True))
+
+        # FSDP2 does not know the parameters that are whole on every rank.
         for part in self._training():
             if part.is_whole:
                 part.parameter.grad = part.gradient
                 self.ranks.reduce.all_reduce(part.parameter.grad).wait()
-        return self.passes.over_ranks(result)
+        return self.runner.over_ranks(result)
 
     def _synchronize(self, on: bool) -> None:
+        """Let FSDP2 exchange gradients in the next backward, or keep them to add up."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(on)
         self.model.set_is_last_backward(on)
 
     def _training(self) -> list[LocalParameter]:
+        """What trains, in the order of the model."""
         return [part for part in self.parts.values() if part.group is not None]
 
     def _square_norm(self) -> Tensor:
-        parts, device = self._training(), self.spec.device
+        parts = self._training()
+        device = self.spec.device
         self._grads = {part.name: part.gradient for part in parts}
         self._sum_copies()
-        sharded: dict[bool, list[Tensor]] = {False: [], True: []}
+
+        plain: list[Tensor] = []
+        experts: list[Tensor] = []
+        whole: list[Tensor] = []
         for part in parts:
-            if not part.is_whole and not self.boxes[part.name].is_copy:
-                sharded[self.boxes[part.name].expert_ranks > 1].append(self._grads[part.name])
+            box = self.boxes[part.name]
+            gradient = self._grads[part.name]
+            if part.is_whole:
+                whole.append(gradient)
+            elif box.is_copy:
+                continue  # another rank of the tensor axis counts it
+            elif box.expert_ranks > 1:
+                experts.append(gradient)
+            else:
+                plain.append(gradient)
         square = self._sum_over_model(
-            *(beside(square_norm(grads), device) for grads in sharded.values())
+            on_device(square_norm(plain), device), on_device(square_norm(experts), device)
         )
-        return square + beside(
-            square_norm([self._grads[part.name] for part in parts if part.is_whole]), device
-        )
+        # The same on every rank, so they are counted after the sum over ranks.
+        return square + on_device(square_norm(whole), device)
 
     def _sum_copies(self) -> None:
-        """Add up the gradients of ranks of the tensor axis that hold the same elements, where each has a part of them."""
+        """Add up partial gradients of tensor ranks that hold the same elements (`is_partial`)."""
         for copies, group in self.local.sums.items():
-            grads = [
+            partial = [
                 grad
                 for name, grad in self._grads.items()
                 if self.boxes[name].is_partial and self.boxes[name].copies == copies
             ]
-            for dtype in {grad.dtype for grad in grads}:
-                same = [grad for grad in grads if grad.dtype == dtype]
-                flat = torch.cat([grad.reshape(-1) for grad in same])
+            # One exchange for all gradients of a precision.
+            for dtype in {grad.dtype for grad in partial}:
+                grads = [grad for grad in partial if grad.dtype == dtype]
+                flat = torch.cat([grad.reshape(-1) for grad in grads])
                 group.all_reduce(flat).wait()
-                for grad, total in zip(
-                    same, flat.split([grad.numel() for grad in same]), strict=True
-                ):
+                sizes = [grad.numel() for grad in grads]
+                for grad, total in zip(grads, flat.split(sizes), strict=True):
                     grad.copy_(total.view(grad.shape))
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
         for group in self.groups:
             members = [self.parts[name] for name in group.names]
+            # A rank may have no rows of a small parameter, such as a norm of few channels.
             filled = [part for part in members if part.master.numel()]
             if self.rules[group.name].matrices is not None:
                 self._step_whole(group.name, members, hypers[group.name], guard)
@@ -243,6 +293,7 @@ class FsdpEngine(BaseEngine):
                 )
                 copies = [part.trained.view(-1) for part in filled if part.average is not None]
                 self._apply(group.name, tensors, hypers[group.name], guard, copies or None)
+            # The rule has counted what it updated here; counters are the same on all ranks.
             for part in members:
                 if not part.master.numel() or part.has_whole_state:
                     part.steps += 1 - guard.found_inf
@@ -254,14 +305,14 @@ class FsdpEngine(BaseEngine):
     ) -> None:
         """Update whole parameters: those every rank holds here, the others on their owners."""
 
-        def update(some: Sequence[WholeParameter]) -> None:
-            self._apply_whole(group, some, hyper, guard)
+        def update(parameters: Sequence[WholeParameter]) -> None:
+            self._apply_whole(group, parameters, hyper, guard)
 
-        here = [part for part in members if part.is_whole]
         update(
             [
                 WholeParameter(part.master, self._grads[part.name], part.state, part.steps.clone())
-                for part in here
+                for part in members
+                if part.is_whole
             ]
         )
         sharded = {
@@ -275,13 +326,13 @@ class FsdpEngine(BaseEngine):
             for part in members
             if not part.is_whole
         }
-        for experts, sharers in ((False, self.ranks.shard), (True, self._expert_ranks.shard)):
-            some = {
+        for of_experts, shard in ((False, self.ranks.shard), (True, self._expert_ranks.shard)):
+            exchanged = {
                 name: member
                 for name, member in sharded.items()
-                if (self.boxes[name].expert_ranks > 1) == experts
+                if (self.boxes[name].expert_ranks > 1) == of_experts
             }
-            update_whole(some, self.owners, sharers, update)
+            update_whole(exchanged, self.owners, shard, update)
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -290,12 +341,12 @@ class FsdpEngine(BaseEngine):
         missing = set(self.parts)
         for name, whole in values:
             missing.discard(name)
-            part, value = self.parts[name], self.boxes[name].of(whole)
-            part.master.copy_(
-                value
-                if part.is_whole
-                else value[part.offset[0] : part.offset[0] + part.master.shape[0]]
-            )
+            part = self.parts[name]
+            value = self.boxes[name].of(whole)
+            if not part.is_whole:
+                first_row = part.offset[0]
+                value = value[first_row : first_row + part.master.shape[0]]
+            part.master.copy_(value)
             if part.average is not None:
                 part.trained.copy_(part.average)
         return sorted(missing)
@@ -304,12 +355,12 @@ class FsdpEngine(BaseEngine):
         """This rank's rows of every parameter."""
         for part in self.parts.values():
             local = part.master
-            boxes = (
-                [(self.boxes[part.name].part(Box(part.offset, tuple(local.shape))), 0)]
-                if local.numel()
-                else []
-            )
-            whole = part.state if part.has_whole_state else None
+            boxes = []
+            if local.numel():
+                boxes = [(self.boxes[part.name].part(Box(part.offset, tuple(local.shape))), 0)]
+            whole_state = None
+            if part.has_whole_state:
+                whole_state = part.state
             yield ParamShard(
                 part.name,
                 boxes,
@@ -317,7 +368,7 @@ class FsdpEngine(BaseEngine):
                 part.group is not None,
                 part.state,
                 is_whole=part.is_whole,
-                whole_state=whole,
+                whole_state=whole_state,
             )
 
     def _updates_done(self) -> dict[str, int]:
@@ -332,24 +383,25 @@ class FsdpEngine(BaseEngine):
         """The model's parameters at full precision, by name, in the order of the model."""
         with self.with_averages():
             for name, part in self.parts.items():
-                if "objective" not in self.specs[name].groups:
-                    box = (
-                        part.parameter.full_tensor()
-                        if isinstance(part.parameter, DTensor)
-                        else part.master
-                    )
-                    yield name, self._whole_box(name, box)
+                if "objective" in self.specs[name].groups:
+                    continue
+                if isinstance(part.parameter, DTensor):
+                    box = part.parameter.full_tensor()
+                else:
+                    box = part.master
+                yield name, self._gather_whole(name, box)
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
         """As BaseEngine.load; then parameters are set from what is kept."""
         super().load(read, scalars)
+        # Leaving the context sets the weights that train; without averages there is nothing to do.
         with self.with_averages():
-            pass  # leaving sets what trains
+            pass
 
     @torch.no_grad()
-    def _show(self, *, averages: bool) -> None:
-        """As BaseEngine._show, and free what was gathered before."""
+    def _set_compute_params(self, *, averages: bool) -> None:
+        """As BaseEngine._set_compute_params, and free what was gathered before."""
         self.flush()
         for part in self._training():
             rule = self.rule_of[part.name].averages
@@ -358,13 +410,16 @@ class FsdpEngine(BaseEngine):
             if averages:
                 part.trained.copy_(part.average)
             else:
-                state = {role: [held] for role, held in part.state.items()}
+                state = {role: [tensor] for role, tensor in part.state.items()}
                 rule.set_training_weights(
                     [part.average.view(-1)], state, [part.steps], [part.trained.view(-1)]
                 )
 
     def flush(self) -> None:
-        """Free gathered parameters, so that the next forward gathers current ones; wait for copies to host memory."""
+        """Free gathered parameters, so that the next forward gathers current ones.
+
+        Wait for copies to host memory.
+        """
         for host in (self.host_state or {}).values():
             host.flush()
         for module in self.model.modules():
@@ -382,30 +437,41 @@ class FsdpEngine(BaseEngine):
 
 
 def shard_model(model: Model, spec: EngineSpec) -> None:
-    """Apply `fully_shard` to the experts that ranks share, to every block, then to the rest; allocate what this rank holds, all zero."""
-    param_dtype = None if spec.dtype == torch.float32 else spec.dtype
+    """Apply `fully_shard` to the experts that ranks share, to every block, then to the rest.
+
+    Allocate what this rank holds, all zero.
+    """
+    param_dtype = None
+    if spec.dtype != torch.float32:
+        param_dtype = spec.dtype
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=DTYPES[spec.parallel.reduce_dtype],
         cast_forward_inputs=False,
     )
     mesh = _device_mesh(spec.ranks, spec.device.type)
-    wide = {one.name for one in model.param_specs() if one.is_wide}
+    wide = {param_spec.name for param_spec in model.param_specs() if param_spec.keeps_float32}
     whole = {parameter for name, parameter in model.named_parameters() if name in wide} or None
-    again = spec.parallel.fsdp.reshard_after_forward
+    reshard = spec.parallel.fsdp.reshard_after_forward
+
+    # From the inside to the outside: a call takes what no earlier call has taken.
     if spec.ranks.expert.size > 1:
         _shard_experts(model, spec, policy)
     for block in model.blocks().values():
         fully_shard(
-            block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=whole
+            block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=whole
         )
+    # The root stays gathered: the head is applied after the model's forward has returned.
     fully_shard(
         model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole
     )
+
     model.to_empty(device=spec.device)
     with torch.no_grad():
         for parameter in model.parameters():
             _local(parameter).zero_()
+
+    # Plain sums: every rank back-propagates its share of one loss, so nothing is averaged.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -413,10 +479,15 @@ def shard_model(model: Model, spec: EngineSpec) -> None:
 
 
 def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
-    shard, replicate, sizes = ranks.shard.handle, ranks.replicate.handle, ranks.mesh
+    """torch's mesh of the ranks that share a parameter: [shard], or [replicate, shard] (HSDP)."""
+    shard = ranks.shard.handle
+    replicate = ranks.replicate.handle
+    sizes = ranks.mesh
     assert shard is not None
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
+    # Ranks are numbered pipeline, data x context, tensor: those of a reduce group are `tensor`
+    # apart, and `first` is the first rank of this one.
     outer, tensor = divmod(sizes.rank, sizes.tensor)
     first = outer // sizes.reduce * sizes.reduce * sizes.tensor + tensor
     layout = torch.arange(first, first + sizes.reduce * sizes.tensor, sizes.tensor).view(
@@ -428,25 +499,27 @@ def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
 
 
 def _shard_experts(model: Model, spec: EngineSpec, policy: MixedPrecisionPolicy) -> None:
-    """Apply `fully_shard` to the experts of every block. They are gathered from the block's beginning on, while attention computes."""
-    mesh, again = (
-        _expert_mesh(spec.ranks, spec.device.type),
-        spec.parallel.fsdp.reshard_after_forward,
-    )
-    waits = (
-        "activations" in spec.memory.offload
-    )  # which must know all parameters when a block begins
+    """Apply `fully_shard` to the experts of every block.
+
+    They are gathered from the block's beginning on, while attention computes.
+    """
+    mesh = _expert_mesh(spec.ranks, spec.device.type)
+    reshard = spec.parallel.fsdp.reshard_after_forward
+    # Offload of activations must know all parameters of a block when it begins.
+    waits = "activations" in spec.memory.offload
     for block in model.blocks().values():
         for mixture in block.modules():
             if isinstance(mixture, MixtureOfExperts):
                 experts = fully_shard(
-                    mixture.experts, mesh=mesh, reshard_after_forward=again, mp_policy=policy
+                    mixture.experts, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy
                 )
-                block.register_forward_pre_hook(_gathering(experts, wait=waits))
+                block.register_forward_pre_hook(_gather_hook(experts, wait=waits))
 
 
-def _gathering(experts: FSDPModule, *, wait: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """A hook that gathers experts, and waits until they are there."""
+def _gather_hook(
+    experts: FSDPModule, *, wait: bool
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A forward pre-hook that starts gathering experts; with `wait` it waits for them."""
 
     def gather(_block: nn.Module, _inputs: tuple[Any, ...]) -> None:
         experts.unshard(async_op=not wait)
@@ -456,14 +529,14 @@ def _gathering(experts: FSDPModule, *, wait: bool) -> Callable[[nn.Module, tuple
 
 def _expert_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     """The ranks that hold the same experts: groups with a shard each, or one rank alone."""
-    sizes, shard, replicate = ranks.mesh, ranks.expert_shard, ranks.expert_replicate
+    sizes = ranks.mesh
+    shard = ranks.expert_shard
+    replicate = ranks.expert_replicate
     members = next(group for group in sizes.groups("expert_reduce") if sizes.rank in group)
-    alone = (
-        None
-        if shard.handle is not None
-        else dist.new_group([sizes.rank], use_local_synchronization=True)
-    )
-    inner = shard.handle or alone
+    inner = shard.handle
+    if inner is None:
+        # torch wants a group even of one rank; ranks with others need not take part in making it.
+        inner = dist.new_group([sizes.rank], use_local_synchronization=True)
     assert isinstance(inner, dist.ProcessGroup)
     if replicate.handle is None:
         return DeviceMesh.from_group(inner, device_type, mesh_dim_names=("shard",))
@@ -474,4 +547,7 @@ def _expert_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's rows of a sharded tensor; any other tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor

@@ -1,14 +1,19 @@
-"""Whole parameters under FSDP: their gradients and masters travel to the ranks that update them, the new masters travel back.
+"""Whole parameters under FSDP: each is updated by one rank, its owner.
 
-A rank has rows [r c .. (r+1) c) of every parameter, c = ceil(rows / ranks). Parameters of one shape are exchanged together, `ranks` of them
-(or a multiple) at a time, so that every rank receives as many as it gives:
+Gradients and masters travel to the owners, the new masters travel back.
+
+A rank has rows [r c .. (r+1) c) of every parameter, c = ceil(rows / ranks). Parameters of one shape
+are exchanged together, `ranks` of them (or a multiple) at a time, so that every rank receives as
+many as it gives:
 
     rank 0   rows of A, B, C, D          ->   all rows of A
-    rank 1   rows of A, B, C, D          ->   all rows of B          one all-to-all each for gradients and masters, one back
+    rank 1   rows of A, B, C, D          ->   all rows of B
     ...
+    one all-to-all each for gradients and masters, one back for the new masters
 
-The i-th parameter of a shape belongs to rank (first + i) % ranks; `first` continues from shape to shape, so that shapes of which there are
-few do not all land on rank 0. An owner has the state of its parameters, whole; the others have none of it.
+The i-th parameter of a shape belongs to rank (first + i) % ranks; `first` continues from shape to
+shape, so that shapes of which there are few do not all land on rank 0. An owner has the state of
+its parameters, whole; the others have none of it.
 """
 
 from __future__ import annotations
@@ -42,10 +47,11 @@ class ShardedMember:
 
 def owners(shapes: dict[str, Ints], ranks: int) -> dict[str, int]:
     """The rank that updates each parameter."""
-    found: dict[str, int] = {}
+    owner: dict[str, int] = {}
     for names in by_shape(shapes).values():
-        found |= {name: at % ranks for at, name in enumerate(names, start=len(found))}
-    return found
+        for name in names:
+            owner[name] = len(owner) % ranks
+    return owner
 
 
 def by_shape(shapes: dict[str, Ints]) -> dict[Ints, list[str]]:
@@ -62,66 +68,81 @@ def update_whole(
     group: RankGroup,
     update: Callable[[Sequence[WholeParameter]], None],
 ) -> None:
-    """Give every parameter to its owner, call `update` there with whole ones, and take the new rows back."""
+    """Send every parameter to its owner, call `update` there, and send the new rows back.
+
+    All ranks of the group call this with the same names in the same order. `update` changes every
+    `master` in place.
+    """
     for shape, names in by_shape({name: member.shape for name, member in members.items()}).items():
-        each = max(1, EXCHANGE_ELEMENTS // max(1, prod(shape))) * group.size
-        for start in range(0, len(names), each):
-            part = names[start : start + each]
-            _update_some({name: members[name] for name in part}, owner, group, update)
+        per_rank = max(1, EXCHANGE_ELEMENTS // max(1, prod(shape)))
+        count = per_rank * group.size
+        for start in range(0, len(names), count):
+            batch = {name: members[name] for name in names[start : start + count]}
+            _update_batch(batch, owner, group, update)
 
 
-def _update_some(
+def _update_batch(
     members: dict[str, ShardedMember],
     owner: dict[str, int],
     group: RankGroup,
     update: Callable[[Sequence[WholeParameter]], None],
 ) -> None:
+    """Exchange and update some parameters of one shape."""
     first = next(iter(members.values()))
-    rows, inner = -(-first.shape[0] // group.size), prod(first.shape[1:])
+    rows_per_rank = -(-first.shape[0] // group.size)
+    row_elements = prod(first.shape[1:])
     places = _places([owner[name] for name in members], group.size)
-    depth = max(depth for _, depth in places) + 1
+    # The parts of an all-to-all are equal, so every rank is sent as many parameters as the rank
+    # that owns most of them; the others get zeros for those that they do not have.
+    depth = max(index for _, index in places) + 1
 
     def to_owners(local: Sequence[Tensor]) -> Tensor:
-        """[depth, ranks * rows, ...]: this rank's own parameters, each with all its rows (and some empty ones at the end)."""
-        given = torch.zeros(
-            group.size, depth, rows * inner, dtype=torch.float32, device=first.master.device
-        )
-        for (rank, at), tensor in zip(places, local, strict=True):
-            given[rank, at, : tensor.numel()].copy_(tensor.reshape(-1))
-        received = torch.empty_like(given)
-        group.all_to_all(received, given).wait()
-        return received.transpose(0, 1).reshape(depth, group.size * rows, *first.shape[1:])
+        """[depth, ranks * rows_per_rank, ...]: the parameters that this rank owns, with all rows.
 
-    gradients, masters = (
-        to_owners([one.gradient for one in members.values()]),
-        to_owners([one.master for one in members.values()]),
-    )
-    mine = [
-        (at, one)
-        for (rank, at), one in zip(places, members.values(), strict=True)
-        if rank == group.rank
-    ]
-    counts = [one.step.clone() for _, one in mine]
-    update(
-        [
-            WholeParameter(
-                masters[at, : one.shape[0]], gradients[at, : one.shape[0]], one.state, count
-            )
-            for (at, one), count in zip(mine, counts, strict=True)
-        ]
-    )
-    given = masters.view(depth, group.size, rows * inner).transpose(0, 1).contiguous()
-    received = torch.empty_like(given)
-    group.all_to_all(received, given).wait()
-    for (rank, at), one in zip(places, members.values(), strict=True):
-        one.master.copy_(received[rank, at, : one.master.numel()].view(one.master.shape))
+        The last rows are zeros where the rows do not divide evenly.
+        """
+        sent = torch.zeros(
+            group.size,
+            depth,
+            rows_per_rank * row_elements,
+            dtype=torch.float32,
+            device=first.master.device,
+        )
+        for (rank, index), tensor in zip(places, local, strict=True):
+            sent[rank, index, : tensor.numel()].copy_(tensor.reshape(-1))
+        received = torch.empty_like(sent)
+        group.all_to_all(received, sent).wait()
+        return received.transpose(0, 1).reshape(depth, group.size * rows_per_rank, *first.shape[1:])
+
+    gradients = to_owners([member.gradient for member in members.values()])
+    masters = to_owners([member.master for member in members.values()])
+    parameters: list[WholeParameter] = []
+    for (rank, index), member in zip(places, members.values(), strict=True):
+        if rank == group.rank:
+            whole_rows = member.shape[0]
+            # A view: the new values are sent back from `masters`.
+            master = masters[index, :whole_rows]
+            gradient = gradients[index, :whole_rows]
+            # A copy of the counter: the engine advances it on all ranks, not only on the owner.
+            step = member.step.clone()
+            parameters.append(WholeParameter(master, gradient, member.state, step))
+    update(parameters)
+
+    # Back: every rank gets its rows of all new masters.
+    by_rank = masters.view(depth, group.size, rows_per_rank * row_elements)
+    sent = by_rank.transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    group.all_to_all(received, sent).wait()
+    for (rank, index), member in zip(places, members.values(), strict=True):
+        local = received[rank, index, : member.master.numel()]
+        member.master.copy_(local.view(member.master.shape))
 
 
 def _places(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """(owner, how many of its parameters came before) of each."""
-    seen = [0] * size
+    """(owner, index among the owner's parameters) of each parameter; `ranks` has their owners."""
+    counts = [0] * size
     places: list[tuple[int, int]] = []
     for rank in ranks:
-        places.append((rank, seen[rank]))
-        seen[rank] += 1
+        places.append((rank, counts[rank]))
+        counts[rank] += 1
     return places

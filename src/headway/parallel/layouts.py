@@ -1,12 +1,20 @@
-"""Which layouts work: sizes of all axes, a model's shape and the batch come in; the broken rule and the nearest layout that works go out.
+"""Which layouts work: sizes of all axes, a model's shape and the sequence length come in.
 
-    world = pipeline x data x context x tensor                    tensor      divides the query heads and ffn_size; KV heads
-    expert        divides the data ranks and the experts of a layer; divides the shard group or is a multiple of it
-    pipeline      at most one stage per layer                                  are divided, or each is on tensor / kv_heads ranks
-    context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of a row per rank
+The broken rules, or the first of them with the nearest layout that works, go out.
+
+    world         pipeline x data x context x tensor
+    tensor        divides the query heads and ffn_size; KV heads are divided, or each is on
+                  tensor / kv_heads ranks
+    expert        divides the data ranks and the experts of a layer; divides the shard group or is
+                  a multiple of it
+    pipeline      at most one stage per layer
+    context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of
+                  a row per rank
     strategy      fsdp has no pipeline
+    experts       a model with experts has neither pipeline nor context
 
-These are the rules of plain sizes. Imports without torch.
+`headway plan` judges layouts by these rules. A run is checked by layout_rules.py, which also knows
+its task and adapter and takes `broken_tensor` from here. Imports without torch.
 """
 
 from __future__ import annotations
@@ -39,7 +47,8 @@ class Layout:
     expert: int = 1
     """Data-parallel ranks among which experts are split."""
     shard: int | None = None
-    """Ranks that share optimizer state (zero1) or everything (fsdp); None = all ranks with the same part of the model."""
+    """Ranks that share optimizer state (zero1) or everything (fsdp); None = all ranks with the same
+    part of the model."""
 
     @property
     def reduce(self) -> int:
@@ -54,7 +63,9 @@ class Layout:
     @property
     def shards(self) -> int:
         """Ranks of one shard group."""
-        return self.reduce if self.shard is None else self.shard
+        if self.shard is None:
+            return self.reduce
+        return self.shard
 
     @property
     def expert_shards(self) -> int:
@@ -106,34 +117,53 @@ def _sizes(layout: Layout) -> Iterator[str]:
     taken = layout.pipeline * layout.context * layout.tensor
     if layout.world % taken:
         yield (
-            f"pipeline {layout.pipeline} x context {layout.context} x tensor {layout.tensor} = {taken} ranks; "
-            f"this must divide the number of ranks, {layout.world}"
+            f"pipeline {layout.pipeline} x context {layout.context} x tensor {layout.tensor} = "
+            f"{taken} ranks; this must divide the number of ranks, {layout.world}"
         )
     elif layout.shard is not None and layout.reduce % layout.shard:
-        yield f"parallel.{layout.strategy}.size is {layout.shard}; it must divide the {layout.reduce} ranks of data x context"
+        yield (
+            f"parallel.{layout.strategy}.size is {layout.shard}; it must divide the "
+            f"{layout.reduce} ranks of data x context"
+        )
 
 
 def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
-    """A rank has whole heads, an equal part of the feed-forward, rows of the vocabulary, and with sequence an equal number of tokens."""
-    size, model = layout.tensor, case.model
+    """Every rule that the size of the tensor axis breaks.
+
+    A rank has whole heads, an equal part of the feed-forward, rows of the vocabulary, and with
+    sequence an equal number of tokens.
+    """
+    size = layout.tensor
+    model = case.model
     if size == 1:
         return
-    is_set = f"parallel.tensor is {size}; it must divide"
+    beginning = f"parallel.tensor is {size}; it must divide"
     for name, value in (("num_heads", model.num_heads), *_widths(model)):
         if value % size:
-            yield f"{is_set} model.{name}={value}"
+            yield f"{beginning} model.{name}={value}"
     if model.kv_heads % size and size % model.kv_heads:
-        yield f"{is_set} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
+        yield f"{beginning} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
     if layout.sequence and (case.seq_len // layout.context) % size:
-        of = "" if layout.context == 1 else f" / context {layout.context}"
-        yield f"{is_set} data.seq_len={case.seq_len}{of}, since parallel.sequence splits tokens (false does not)"
+        per_rank = ""
+        if layout.context != 1:
+            per_rank = f" / context {layout.context}"
+        yield (
+            f"{beginning} data.seq_len={case.seq_len}{per_rank}, since parallel.sequence splits "
+            "tokens (false does not)"
+        )
+    # A size that is not known yet (the tokenizer's) is not judged.
     if (model.vocab_size or size) < size:
-        yield f"parallel.tensor is {size}; every rank needs a row of model.vocab_size={model.vocab_size}"
+        yield (
+            f"parallel.tensor is {size}; every rank needs a row of "
+            f"model.vocab_size={model.vocab_size}"
+        )
 
 
 def _widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
     """The inner widths of feed-forward layers and experts, by setting."""
-    experts, layers = model.experts, range(model.num_layers)
+    experts = model.experts
+    layers = range(model.num_layers)
+    # A model whose layers are all mixtures has no plain feed-forward.
     if not all(map(model.is_mixture, layers)) or experts is None:
         yield "ffn_size", model.ffn_size
     if experts is not None:
@@ -149,39 +179,62 @@ def _experts(layout: Layout, case: LayoutShape) -> Iterator[str]:
         if experts is None:
             yield f"parallel.expert is {layout.expert} and the model has no experts"
         elif experts.num % layout.expert:
-            yield f"parallel.expert is {layout.expert}; it must divide model.experts.num={experts.num}"
+            yield (
+                f"parallel.expert is {layout.expert}; it must divide "
+                f"model.experts.num={experts.num}"
+            )
     if experts is not None:
         for axis, size in (("pipeline", layout.pipeline), ("context", layout.context)):
             if size > 1:
-                yield f"parallel.{axis} is {size} and model.experts is given; mixtures of experts have no {axis} axis"
+                yield (
+                    f"parallel.{axis} is {size} and model.experts is given; mixtures of experts "
+                    f"have no {axis} axis"
+                )
 
 
 def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if layout.pipeline == 1:
         if layout.virtual_stages > 1:
-            yield f"parallel.virtual_stages is {layout.virtual_stages} and parallel.pipeline is 1, which has one stage"
+            yield (
+                f"parallel.virtual_stages is {layout.virtual_stages} and parallel.pipeline is 1, "
+                "which has one stage"
+            )
         return
-    is_set = f"parallel.pipeline is {layout.pipeline}"
+    beginning = f"parallel.pipeline is {layout.pipeline}"
     if layout.strategy == "fsdp":
-        yield f"{is_set} and parallel.strategy is fsdp, which has no pipeline; pipelines use zero1"
+        yield (
+            f"{beginning} and parallel.strategy is fsdp, which has no pipeline; pipelines use zero1"
+        )
     if layout.virtual_stages > 1 and layout.schedule == "1f1b":
-        yield f"parallel.virtual_stages is {layout.virtual_stages} and parallel.schedule is 1f1b, which has one stage per rank"
+        yield (
+            f"parallel.virtual_stages is {layout.virtual_stages} and parallel.schedule is 1f1b, "
+            "which has one stage per rank"
+        )
     if layout.stages > case.model.num_layers:
-        yield f"{is_set} with {layout.virtual_stages} stages each; every stage needs a layer, and the model has {case.model.num_layers}"
+        yield (
+            f"{beginning} with {layout.virtual_stages} stages each; every stage needs a layer, and "
+            f"the model has {case.model.num_layers}"
+        )
 
 
 def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if layout.context == 1:
         return
-    is_set = f"parallel.context is {layout.context}; it must divide"
+    beginning = f"parallel.context is {layout.context}; it must divide"
     if case.seq_len % layout.context:
-        yield f"{is_set} data.seq_len={case.seq_len}"
+        yield f"{beginning} data.seq_len={case.seq_len}"
     elif ring_size(layout, case.model) > 1 and case.seq_len % (2 * layout.context):
-        yield f"{is_set} data.seq_len={case.seq_len} into two pieces per rank, since it exceeds the KV heads and exchanges in a ring"
+        yield (
+            f"{beginning} data.seq_len={case.seq_len} into two pieces per rank, since it exceeds "
+            "the KV heads and exchanges in a ring"
+        )
 
 
 def ulysses_size(layout: Layout, model: ModelConfig) -> int:
-    """Context ranks that exchange heads for tokens: as many as divide the KV heads of a tensor rank."""
+    """Context ranks that exchange heads for tokens.
+
+    As many as divide the KV heads of a tensor rank.
+    """
     return layout.context // ring_size(layout, model)
 
 
@@ -192,10 +245,13 @@ def ring_size(layout: Layout, model: ModelConfig) -> int:
 
 def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[Layout]:
     """Layouts of the same world that break no rule, by how little their axes differ."""
+    # Every layout of the world is tried: their number is small, and a user waits for one answer.
     divisors = divisors_of(layout.world)
-    experts = [n for n in divisors if n == 1 or n <= layout.expert]
+    # Experts are not split over more ranks than was asked for.
+    expert_sizes = [n for n in divisors if n == 1 or n <= layout.expert]
 
     def distance(other: Layout) -> float:
+        # Doublings and halvings of axes; another strategy counts as one, lesser changes as half.
         axes = sum(
             abs(log2(getattr(other, axis) / getattr(layout, axis)))
             for axis in ("tensor", "pipeline", "context", "expert")
@@ -207,15 +263,13 @@ def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[L
             + 0.5 * (other.schedule != layout.schedule)
         )
 
-    found: list[Layout] = []
+    working: list[Layout] = []
     strategies = [layout.strategy, *({"zero1", "fsdp"} - {layout.strategy})]
     for tensor, pipeline, context, expert, strategy in product(
-        divisors, divisors, divisors, experts, strategies
+        divisors, divisors, divisors, expert_sizes, strategies
     ):
         if layout.world % (tensor * pipeline * context):
             continue
-        virtual = layout.virtual_stages if pipeline > 1 else 1
-        schedule = layout.schedule if pipeline > 1 else "1f1b"
         sizes = replace(
             layout,
             tensor=tensor,
@@ -224,20 +278,23 @@ def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[L
             expert=expert,
             strategy=strategy,
         )
-        shard = (
-            layout.shard if layout.shard is not None and sizes.reduce % layout.shard == 0 else None
-        )
-        other = replace(sizes, shard=shard, virtual_stages=virtual, schedule=schedule)
-        for one in (
-            (other, replace(other, virtual_stages=1, schedule="1f1b")) if virtual > 1 else (other,)
-        ):
-            if not any(broken_sizes(one, case)):
-                found.append(one)
-    return sorted(found, key=distance)[:count]
+        if layout.shard is not None and sizes.reduce % layout.shard:
+            sizes = replace(sizes, shard=None)
+
+        # Without a pipeline there is one stage, so only the plain layout remains. Several stages
+        # per rank may be too many for the layers; then one per rank, with 1f1b, may still work.
+        plain = replace(sizes, virtual_stages=1, schedule="1f1b")
+        candidates = [plain]
+        if pipeline > 1 and layout.virtual_stages > 1:
+            candidates = [sizes, plain]
+        elif pipeline > 1:
+            candidates = [sizes]
+        working += [other for other in candidates if not any(broken_sizes(other, case))]
+    return sorted(working, key=distance)[:count]
 
 
 def divisors_of(number: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of a number, in order."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -248,9 +305,7 @@ def check_sizes(layout: Layout, case: LayoutShape) -> None:
     if broken is None:
         return
     near = nearest_layouts(layout, case)
-    remedy = (
-        f"The nearest layout that works on {layout.world} ranks: {near[0].settings()}."
-        if near
-        else "Use another number of ranks."
-    )
+    remedy = "Use another number of ranks."
+    if near:
+        remedy = f"The nearest layout that works on {layout.world} ranks: {near[0].settings()}."
     raise ParallelError(f"{broken}. {remedy}")

@@ -1,11 +1,15 @@
-"""Finds the largest microbatch that fits on a GPU, in a separate process. In: an EngineSpec, rows of data, a limit; out: a row count.
+"""Finds the largest microbatch that fits on a GPU, in a separate process.
 
-The child process builds the engine of this rank and measures forward, backward and update. Nothing of it is left afterwards: the parent's
-memory, its random numbers and its process groups are not touched, and a trial may run out of memory anywhere.
+In: an EngineSpec, rows of data, a limit; out: a row count.
 
-Other ranks are simulated by torch's fake process group: collectives return at once, tensors have the sizes they have in training, values
-mean nothing. What this does not measure: buffers of NCCL and fragmentation over many steps. The limit leaves room for them, and the child
-itself needs a second CUDA context, so the answer tends to be too small rather than too large.
+The child process builds the engine of this rank and measures forward, backward and update. Nothing
+of it is left afterwards: the parent's memory, its random numbers and its process groups are not
+touched, and a trial may run out of memory anywhere.
+
+Other ranks are simulated by torch's fake process group: collectives return at once, tensors have
+the sizes they have in training, values mean nothing. What this does not measure: buffers of NCCL
+and fragmentation over many steps. The limit leaves room for them, and the child itself needs a
+second CUDA context, so the answer tends to be too small rather than too large.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup, RankGroups, form_groups
 from headway.parallel.engine import Engine, EngineSpec
 from headway.parallel.mesh import Mesh
-from headway.runtime.device import set_arithmetic
+from headway.runtime.device import is_out_of_memory, set_arithmetic
 from headway.runtime.process import run_in_child
 from headway.tasks.base import StepInfo
 
@@ -34,10 +38,12 @@ class Probe:
     """What the child process is given."""
 
     settings: dict[str, Any]
-    """The fields of an EngineSpec that are sent to another process: all but `ranks` and `prepare`."""
+    """The fields of an EngineSpec that are sent to another process: all but `ranks` and
+    `prepare`."""
     mesh: Mesh
     step: StepBatch
-    """One microbatch with all rows of this rank, on the host, with every column that `prepare` adds."""
+    """One microbatch with all rows of this rank, on the host, with every column that `prepare`
+    adds."""
     sizes: tuple[int, ...]
     """Rows of a microbatch to choose from, smallest first."""
     limit_bytes: int
@@ -46,7 +52,11 @@ class Probe:
 
 
 def make_probe(spec: EngineSpec, step: StepBatch, sizes: Sequence[int], limit_bytes: int) -> Probe:
-    """Describe a probe. `step` holds rows of this rank in microbatches of any size; they are repeated up to the largest size."""
+    """Describe a probe.
+
+    `step` holds rows of this rank in microbatches of any size; they are repeated up to the largest
+    size.
+    """
     settings = {
         field.name: getattr(spec, field.name)
         for field in fields(spec)
@@ -54,7 +64,8 @@ def make_probe(spec: EngineSpec, step: StepBatch, sizes: Sequence[int], limit_by
     }
     batch = stack_rows(step.microbatches, sizes[-1])
     if spec.prepare is not None:
-        # its columns have one entry per row; what they hold does not matter here, and all rows at once may not fit
+        # Its columns have one entry per row; what they hold does not matter here, and all rows at
+        # once may not fit.
         sample = spec.prepare(rows_of(batch, 0, 1).to(spec.device)).extra
         added = {
             name: value.cpu().repeat(sizes[-1], *[1] * (value.dim() - 1))
@@ -95,10 +106,13 @@ def measure(probe: Probe) -> int:
 def largest_fitting(
     sizes: Sequence[int], limit_bytes: int, peak_bytes: Callable[[int], int | None]
 ) -> int:
-    """Measure the two smallest sizes, which are cheap; take the largest that a straight line through them allows, and try it.
+    """The largest size that fits, found with few trials.
 
-    `peak_bytes(size)` is None if memory ran out. Where not even the smallest size fits, that is the answer: the first step of the run then
-    explains what is missing.
+    The two smallest sizes are cheap to measure. Memory grows in proportion to rows, so the largest
+    size that a straight line through them allows is tried, and smaller ones until one fits.
+
+    `peak_bytes(size)` is None if memory ran out. Where not even the smallest size fits, that is the
+    answer: the first step of the run then explains what is missing.
     """
     low = peak_bytes(sizes[0])
     if low is None or len(sizes) == 1:
@@ -119,7 +133,8 @@ class Trials:
     """Run steps with a throw-away engine."""
 
     def __init__(self, spec: EngineSpec, step: StepBatch) -> None:
-        self.spec, self.step = spec, step
+        self.spec = spec
+        self.step = step
         self.engine: Engine | None = None
 
     def peak_bytes(self, rows: int) -> int | None:
@@ -132,7 +147,8 @@ class Trials:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside of the handler, whose traceback holds tensors. An engine that stopped halfway is not used again.
+        # Outside of the handler, whose traceback holds tensors. An engine that stopped halfway is
+        # not used again.
         self.engine = None
         gc.collect()
         return None
@@ -140,11 +156,11 @@ class Trials:
     def _run(self, rows: int) -> None:
         engine = self.engine = self.engine or assemble(self.spec)
         batch = self.step.microbatches[0]
-        starts = range(0, batch.tokens.shape[0], rows)[
-            :2
-        ]  # the second microbatch adds to gradients that are there already
+        # Two: the second adds to gradients that exist already, as in training.
+        starts = range(0, batch.tokens.shape[0], rows)[:2]
         microbatches = tuple(rows_of(batch, start, start + rows) for start in starts)
         engine.forward_backward(replace(self.step, microbatches=microbatches), StepInfo(0, 1))
+        # The step is skipped, but takes the memory of a real one.
         hyper = Hyper(0.0, (0.9, 0.95), 1e-8, 0.0)
         engine.update(
             dict.fromkeys((group.name for group in engine.groups), hyper),
@@ -171,8 +187,9 @@ def rows_of(batch: Batch, first: int, last: int) -> Batch:
 
 
 def stack_rows(microbatches: Sequence[Batch], rows: int) -> Batch:
-    """One microbatch of some rows: those of several, from the first again where they are too few."""
-    times = -(-rows // sum(batch.tokens.shape[0] for batch in microbatches))
+    """One microbatch of `rows` rows from several, which are repeated where they are too few."""
+    available = sum(batch.tokens.shape[0] for batch in microbatches)
+    times = -(-rows // available)
 
     def stacked(column: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         return torch.cat([column(batch) for batch in microbatches] * times)[:rows]
@@ -184,23 +201,13 @@ def stack_rows(microbatches: Sequence[Batch], rows: int) -> Batch:
         name: stacked(lambda batch, name=name: batch.extra[name]) for name in microbatches[0].extra
     }
     lengths = [batch.max_length for batch in microbatches]
-    longest = None if None in lengths else max(length for length in lengths if length is not None)
+    longest = None
+    if None not in lengths:
+        longest = max(length for length in lengths if length is not None)
     single = all(batch.single_document for batch in microbatches)
     return replace(
         microbatches[0], **columns, extra=extra, single_document=single, max_length=longest
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    words = (
-        "can't allocate memory",
-        "out of memory",
-        "alloc_failed",
-    )  # CPU, CUDA, and libraries with their own
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
 def begin_peak(device: torch.device) -> None:

@@ -1,24 +1,29 @@
-"""The layout of a run: which ranks form a group along which axis. One process is a mesh whose axes all have size 1.
+"""The layout of a run: which ranks form a group along which axis.
+
+One process is a mesh whose axes all have size 1.
 
     rank = ((pipeline * data + d) * context + c) * tensor + t
 
-Axes, outermost first: pipeline, data, context, tensor. `data` ranks read different rows, `context` ranks hold parts of the same rows.
-Gradients are summed over both (`reduce`). The same ranks are also split into `replicate` x `shard`: optimizer state is sharded over
-`shard`, whatever rows its ranks read.
+Axes, outermost first: pipeline, data, context, tensor. `data` ranks read different rows, `context`
+ranks hold parts of the same rows. Gradients are summed over both (`reduce`). The same ranks are
+also split into `replicate` x `shard`: optimizer state is sharded over `shard`, whatever rows its
+ranks read.
 
     reduce                0 1 2 3 4 5 6 7
     context 2             0 1|0 1|0 1|0 1      position in the context group
     data 4                0 0 1 1 2 2 3 3      which rows
     shard 4               0 1 2 3|0 1 2 3      position in the shard group
 
-`tensor` ranks hold parts of the same layers and see the same tokens, `pipeline` ranks hold different layers. Only `data` ranks read
-different rows, so whatever counts rows or tokens counts by `data`.
+`tensor` ranks hold parts of the same layers and see the same tokens, `pipeline` ranks hold
+different layers. Only `data` ranks read different rows, so whatever counts rows or tokens counts by
+`data`.
 
-`expert` divides the same ranks once more: neighbours hold different experts of every mixture and still read different rows. What belongs to
-experts is shared by every `expert`-th rank (`expert_reduce`), which are split into `expert_replicate` x `expert_shard` as the others are.
+`expert` divides the same ranks once more: neighbours hold different experts of every mixture and
+still read different rows. What belongs to experts is shared by every `expert`-th rank
+(`expert_reduce`), which are split into `expert_replicate` x `expert_shard` as the others are.
 
     expert 2              0 1|0 1|0 1|0 1      which experts
-    expert_shard 2        0 0 1 1|0 0 1 1      position among the ranks that share the state of these experts
+    expert_shard 2        0 0 1 1|0 0 1 1      position among those that share these experts' state
 """
 
 from collections.abc import Iterator
@@ -89,14 +94,18 @@ class Mesh:
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along an axis, in order. Each rank is in one group."""
+        # An axis of several views has the same groups in all of them.
         view = next(view for view in _VIEWS if axis in view)
         sizes = [getattr(self, name) for name in view]
-        at = view.index(axis)
-        size, inner = sizes[at], prod(sizes[at + 1 :])
+        index = view.index(axis)
+        size = sizes[index]
+        outer_size = prod(sizes[:index])
+        # Neighbours along an axis are as far apart as the axes inside it have ranks.
+        inner_size = prod(sizes[index + 1 :])
         return [
-            [(outer * size + position) * inner + offset for position in range(size)]
-            for outer in range(prod(sizes[:at]))
-            for offset in range(inner)
+            [(outer * size + position) * inner_size + inner for position in range(size)]
+            for outer in range(outer_size)
+            for inner in range(inner_size)
         ]
 
     @property
@@ -108,24 +117,26 @@ class Mesh:
         """The layout as text; empty for one process."""
         if self.world == 1:
             return []
-        names = {
-            "zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}",
-            "fsdp": f"fsdp over {self.shard}",
-        }
-        copies = f", {self.replicate} times" if self.shard > 1 and self.replicate > 1 else ""
-        first = [names[strategy] + copies] if self.reduce > 1 else []
+        parts: list[str] = []
+        if self.reduce > 1:
+            sharding = f"{strategy} over {self.shard}"
+            if strategy == "zero1" and self.shard == 1:
+                sharding = "data parallel"
+            if self.shard > 1 and self.replicate > 1:
+                sharding += f", {self.replicate} times"
+            parts.append(sharding)
         shared = {
             "each row's tokens": "context",
             "each layer": "tensor",
             "the layers": "pipeline",
             "the experts": "expert",
         }
-        parts = [
-            f"{what} over {getattr(self, axis)} ({axis})"
-            for what, axis in shared.items()
+        parts += [
+            f"{content} over {getattr(self, axis)} ({axis})"
+            for content, axis in shared.items()
             if getattr(self, axis) > 1
         ]
-        return [f"{self.world} ranks: {'; '.join(first + parts)}"]
+        return [f"{self.world} ranks: {'; '.join(parts)}"]
 
 
 def plan_mesh(
@@ -139,37 +150,42 @@ def plan_mesh(
     pipeline: int = 1,
     expert: int = 1,
 ) -> Mesh:
-    """The layout of the ranks for a shard size given in a recipe under `key`; `auto` shards over all that share gradients."""
+    """The layout of the ranks for a shard size given in a recipe under `key`.
+
+    `auto` shards over all that share gradients.
+    """
     axes = {"pipeline": pipeline, "context": context, "tensor": tensor}
-    together = context * tensor * pipeline
-    if together > world or world % together:
-        start = (
-            f"start {together} or a multiple of it"
-            if together > world
-            else f"start {world // together * together} ranks"
-        )
-        given = [f"parallel.{axis} is {degree}" for axis, degree in axes.items() if degree > 1]
-        what = (
-            f"{given[0]}; it"
-            if len(given) == 1
-            else f"{' and '.join(given)}; their product, {together},"
-        )
-        lower = "Lower it" if len(given) == 1 else "Lower one of them"
+    ranks_per_row = context * tensor * pipeline
+    if ranks_per_row > world or world % ranks_per_row:
+        if ranks_per_row > world:
+            start = f"start {ranks_per_row} or a multiple of it"
+        else:
+            start = f"start {world // ranks_per_row * ranks_per_row} ranks"
+        settings = [f"parallel.{axis} is {degree}" for axis, degree in axes.items() if degree > 1]
+        if len(settings) == 1:
+            subject = f"{settings[0]}; it"
+            lower = "Lower it"
+        else:
+            subject = f"{' and '.join(settings)}; their product, {ranks_per_row},"
+            lower = "Lower one of them"
         raise ParallelError(
-            f"{what} must divide the number of ranks, {world}. {lower}, or {start} (--nproc)."
+            f"{subject} must divide the number of ranks, {world}. {lower}, or {start} (--nproc)."
         )
+
     reduce = world // (tensor * pipeline)
-    shard = reduce if size == "auto" else int(size)
+    shard = reduce
+    if size != "auto":
+        shard = int(size)
     if shard > reduce or reduce % shard:
         fitting = [str(n) for n in range(1, reduce + 1) if reduce % n == 0]
-        ranks = (
-            f"the {world} ranks"
-            if reduce == world
-            else f"the {reduce} ranks that share gradients (data x context)"
-        )
+        if reduce == world:
+            ranks = f"the {world} ranks"
+        else:
+            ranks = f"the {reduce} ranks that share gradients (data x context)"
         raise ParallelError(
             f"{key} is {shard}; it must divide {ranks}. Use auto or {' or '.join(fitting)}."
         )
+
     for broken in broken_expert_sizes(expert, reduce // context, shard, key):
         fitting = [
             str(n)
@@ -181,7 +197,10 @@ def plan_mesh(
 
 
 def broken_expert_sizes(expert: int, data: int, shard: int, key: str) -> Iterator[str]:
-    """Why experts cannot be split over `expert` of `data` ranks; neither group may cross the border of the other."""
+    """Why experts cannot be split over `expert` of `data` ranks.
+
+    Neither group may cross the border of the other.
+    """
     if expert > data or data % expert:
         yield f"parallel.expert is {expert}; it must divide the {data} data-parallel ranks"
     elif shard % expert and expert % shard:
@@ -189,5 +208,9 @@ def broken_expert_sizes(expert: int, data: int, shard: int, key: str) -> Iterato
 
 
 def ring_ranks(context: int, kv_heads: int, tensor: int) -> int:
-    """Context ranks that pass keys around a ring: 1 where each gets whole KV heads of its tensor rank, else as few as possible."""
+    """Context ranks that pass keys around a ring.
+
+    1 where each rank gets whole KV heads of its tensor rank, else as few as possible.
+    """
+    # As many ranks exchange heads as divide both numbers evenly; the others form the ring.
     return context // gcd(context, max(1, kv_heads // tensor))

@@ -1,13 +1,19 @@
-"""What each rank of a pipeline does, and in which order. Sizes come in; one list of actions per rank goes out. Imports without torch.
+"""What each rank of a pipeline does, and in which order.
+
+Sizes come in; one list of actions per rank goes out. Imports without torch.
 
     F  forward of one microbatch through one pipeline stage       I  gradients of the stage's input
     B  the whole backward of it                                   W  gradients of its weights
 
-    1f1b          S - 1 - rank forwards ahead, then one forward and one backward in turn, then the backwards that are left
-    interleaved   a rank has several stages (rank, rank + S, ...); a round of microbatches passes one of them, then the next
-    zero_bubble   as interleaved, with B divided into I and W: W fills the time in which a rank would wait
+    1f1b          S - 1 - rank forwards ahead, then one forward and one backward in turn, then the
+                  backwards that are left (PipeDream-Flush, arXiv:2006.09503)
+    interleaved   a rank has several stages (rank, rank + S, ...); a round of microbatches passes
+                  one of them, then the next (Megatron, arXiv:2104.04473)
+    zero_bubble   as interleaved, with B divided into I and W: W fills the time in which a rank
+                  would wait (arXiv:2401.10241)
 
-`stages_on` and `pipeline_actions` are the one source of this order: the engine runs it, `headway plan` computes with it.
+`stages_on` and `pipeline_actions` are the one source of this order: the engine runs it, `headway
+plan` computes with it.
 """
 
 from __future__ import annotations
@@ -38,10 +44,14 @@ def stages_on(rank: int, pipeline: int, virtual_stages: int = 1) -> list[int]:
 
 
 def round_size(pipeline: int, microbatches: int) -> int:
-    """Microbatches that pass a stage of a rank before its next stage has its turn: the same number in every round, at least one per rank.
+    """Microbatches that pass one stage of a rank before its next stage has its turn.
 
-    A multiple of the number of ranks needs the least memory; a prime number of microbatches makes one round.
+    The number is the same in every round, and at least one per rank.
+
+    A multiple of the number of ranks needs the least memory; a prime number of microbatches makes
+    one round.
     """
+    # The most rounds of equal size, each with at least as many microbatches as ranks.
     rounds = max(1, microbatches // pipeline)
     while microbatches % rounds:
         rounds -= 1
@@ -52,14 +62,16 @@ def pipeline_actions(
     schedule: ScheduleName, pipeline: int, microbatches: int, virtual_stages: int = 1
 ) -> list[list[PipelineAction]]:
     """The actions of every rank, in order."""
-    size = microbatches if virtual_stages == 1 else round_size(pipeline, microbatches)
+    size = microbatches
+    if virtual_stages > 1:
+        size = round_size(pipeline, microbatches)
     return [
-        _of_rank(schedule, rank, pipeline, microbatches, virtual_stages, size)
+        _rank_actions(schedule, rank, pipeline, microbatches, virtual_stages, size)
         for rank in range(pipeline)
     ]
 
 
-def _of_rank(
+def _rank_actions(
     schedule: ScheduleName,
     rank: int,
     pipeline: int,
@@ -67,32 +79,43 @@ def _of_rank(
     virtual_stages: int,
     size: int,
 ) -> list[PipelineAction]:
+    """The actions of one rank: forwards ahead, forwards and backwards in turn, the rest.
+
+    `size` is the number of microbatches in a round (`round_size`).
+    """
     stages = stages_on(rank, pipeline, virtual_stages)
-    forwards, backwards = (
-        _turns(stages, microbatches, size),
-        _turns(stages[::-1], microbatches, size),
-    )
+    forwards = [
+        PipelineAction(stage, "F", number) for stage, number in _turns(stages, microbatches, size)
+    ]
+    backwards = _turns(stages[::-1], microbatches, size)
+
     # Interleaved ranks go twice as far ahead, since a backward of their last stage returns later.
-    ahead = (virtual_stages - 1) * size + (2 if schedule == "interleaved" else 1) * (
-        pipeline - 1 - rank
-    )
-    ahead = min(ahead, len(forwards))
-    divided = schedule == "zero_bubble"
-    actions = [PipelineAction(stage, "F", microbatch) for stage, microbatch in forwards[:ahead]]
+    ahead = pipeline - 1 - rank
+    if schedule == "interleaved":
+        ahead *= 2
+    ahead = min((virtual_stages - 1) * size + ahead, len(forwards))
+    actions = forwards[:ahead]
+
+    is_divided = schedule == "zero_bubble"
+    backward: ActionKind = "B"
+    if is_divided:
+        backward = "I"
     weights = iter(backwards)
-    for index, (stage, microbatch) in enumerate(backwards):
+    for index, (stage, number) in enumerate(backwards):
         if ahead + index < len(forwards):
-            actions.append(
-                PipelineAction(forwards[ahead + index][0], "F", forwards[ahead + index][1])
-            )
-        actions.append(PipelineAction(stage, "I" if divided else "B", microbatch))
+            actions.append(forwards[ahead + index])
+        actions.append(PipelineAction(stage, backward, number))
         # Later ranks hold back one W more: each keeps enough of them to fill the wait at its end.
-        if divided and index >= rank:
-            of, number = next(weights)
-            actions.append(PipelineAction(of, "W", number))
-    return actions + (
-        [PipelineAction(stage, "W", microbatch) for stage, microbatch in weights] if divided else []
-    )
+        if is_divided and index >= rank:
+            actions.append(_weight_action(next(weights)))
+    if is_divided:
+        actions += map(_weight_action, weights)
+    return actions
+
+
+def _weight_action(turn: tuple[int, int]) -> PipelineAction:
+    stage, number = turn
+    return PipelineAction(stage, "W", number)
 
 
 def _turns(stages: Sequence[int], microbatches: int, size: int) -> list[tuple[int, int]]:

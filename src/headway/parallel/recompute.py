@@ -1,13 +1,16 @@
 """Activations that backward recomputes instead of storing; the model's code is unchanged.
 
-    whole blocks   only the input of a block is stored; backward runs the block's forward once more, with the same random numbers
-    selective      of every half of a block, the results of matrix products are stored (and attention's q, k, v and o, which are between the
-                   halves); norms, rotations, activations and sums are computed again
+    whole blocks   only the input of a block is stored; backward runs the block's forward once
+                   more, with the same random numbers
+    selective      of every half of a block, the results of matrix products are stored (and
+                   attention's q, k, v and o, which are between the halves); norms, rotations,
+                   activations and sums are computed again
 
 Gradients are the same: on the CPU bit for bit, since the same operations run on the same numbers.
 
-With compiled halves, selective recompute is a mark in the graph: the compiler keeps the marked results and fuses the rest into the backward
-kernels. Whole blocks are recomputed around the compiled halves, so nothing compiles again.
+With compiled halves, selective recompute is a mark in the graph: the compiler keeps the marked
+results and fuses the rest into the backward kernels. Whole blocks are recomputed around the
+compiled halves, so nothing compiles again.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled
     def wrapped(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*inputs, **named)
+        # The generator's state is saved only where something is drawn. A compiled half keeps what
+        # it has drawn (`_policy`).
         restore = not compiled and is_random and block.training
         return checkpoint(
             inner,
@@ -63,12 +68,11 @@ def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
     def forward(*inputs: Any, **named: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return inner(*inputs, **named)
-        random = is_random and block.training
         return checkpoint(
             inner,
             *inputs,
             use_reentrant=False,
-            preserve_rng_state=random,
+            preserve_rng_state=is_random and block.training,
             context_fn=_contexts,
             **named,
         )
@@ -77,6 +81,7 @@ def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the forward and of its repetition, in which some products skip their work."""
     return nullcontext(), recomputing()
 
 
@@ -97,17 +102,19 @@ def _kept() -> frozenset[Any]:
 def _policy(
     compiled: bool, _context: object, operation: Any, *_inputs: object, **_options: object
 ) -> CheckpointPolicy:
-    # A compiled half keeps what was drawn at random; eager code draws it again from the same state, since it fills tensors in place.
+    # A compiled half keeps what was drawn at random; eager code draws it again from the same state,
+    # since it fills tensors in place.
     drawn = compiled and torch.Tag.nondeterministic_seeded in operation.tags
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if drawn or operation in _kept()
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    if drawn or operation in _kept():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
 def _quiet_compiler() -> None:
-    """Silence a warning of the compiler that marked regions must not change tensors in place; ours do not."""
+    """Silence the compiler's warning that marked regions must not change tensors in place.
+
+    Ours do not.
+    """
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())

@@ -1,12 +1,18 @@
-"""Which update rule changes each parameter. In: the groups and what this rank's model holds of each parameter; out: a rule by group.
+"""Which update rule changes each parameter.
 
-An elementwise rule (AdamW) takes flat tensors cut anywhere, so that state is sharded evenly. A `MatrixOptimizer` (Muon) takes whole
-parameters. Both engines give each of them to one rank of the shard group, which alone has its state:
+In: the groups and what this rank's model holds of each parameter; out: a rule by group.
 
-    flat engine   a bucket is laid out so that no parameter crosses the border of two shards (`assign`); nothing else is exchanged
-    FSDP          gradients and masters of the parameters of one shape travel to their owners and the new masters back (fsdp_matrices.py)
+An elementwise rule (AdamW) takes flat tensors cut anywhere, so that state is sharded evenly. A
+`MatrixOptimizer` (Muon) takes whole parameters. Both engines give each of them to one rank of the
+shard group, which alone has its state:
 
-State in other shapes than the parameter's (factored moments) is saved as whole tensors in those shapes.
+    flat engine   a bucket is laid out so that no parameter crosses the border of two shards
+                  (`assign`); nothing else is exchanged
+    FSDP          gradients and masters of the parameters of one shape travel to their owners and
+                  the new masters back (fsdp_matrices.py)
+
+State in other shapes than the parameter's (factored moments) is saved as whole tensors in those
+shapes.
 """
 
 from __future__ import annotations
@@ -23,11 +29,22 @@ from torch import Tensor
 from headway.errors import ParallelError
 from headway.optim.base import AveragingOptimizer, MatrixOptimizer, OptimConfig, Optimizer
 from headway.optim.groups import ParamGroup
-from headway.optim.state_storage import StateStorage, storage_of
+from headway.optim.state_storage import BLOCK, StateStorage, storage_of
 
 Ints = tuple[int, ...]
+BLOCKED_BYTES = 1 + 4 / BLOCK
+"""Bytes of an element of 8-bit state: its code, and its part of the block's fp32 scale."""
 WholeState = dict[str, Tensor]
 """The state of one parameter under a MatrixOptimizer, by slot, each in its own shape."""
+
+
+class LocalTensors(NamedTuple):
+    """What an update works on, as lists with an element for each tensor; all flat."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: dict[str, list[Tensor]]
+    steps: list[Tensor]
 
 
 class WholeParameter(NamedTuple):
@@ -52,21 +69,22 @@ class UpdateRule:
     @property
     def matrices(self) -> MatrixOptimizer | None:
         """The rule, if it needs whole parameters."""
-        return self.optimizer if isinstance(self.optimizer, MatrixOptimizer) else None
+        if isinstance(self.optimizer, MatrixOptimizer):
+            return self.optimizer
+        return None
 
     @property
     def averages(self) -> AveragingOptimizer | None:
         """The rule, if the model trains with other weights than those that are kept."""
-        return self.optimizer if isinstance(self.optimizer, AveragingOptimizer) else None
+        if isinstance(self.optimizer, AveragingOptimizer):
+            return self.optimizer
+        return None
 
     def state_shapes(self, shape: Ints) -> dict[str, Ints]:
         """The shape of each state tensor of a parameter, as a checkpoint holds it."""
-        found = self.matrices
-        return (
-            dict.fromkeys(self.optimizer.slots, shape)
-            if found is None
-            else found.state_shapes(shape)
-        )
+        if self.matrices is not None:
+            return self.matrices.state_shapes(shape)
+        return dict.fromkeys(self.optimizer.slots, shape)
 
     def allocate_whole(self, shape: Ints, device: torch.device) -> WholeState:
         """State for one whole parameter, all zero."""
@@ -79,6 +97,7 @@ class UpdateRule:
 
 def build_rules(config: OptimConfig, groups: Sequence[ParamGroup]) -> dict[str, UpdateRule]:
     """The rule of every group, by the group's name; groups of one part share it."""
+    # One object per part: groups that share a rule also share its staging buffers in host offload.
     parts: dict[str, UpdateRule] = {}
     for part in dict.fromkeys(group.part for group in groups):
         optimizer = config.part(part).build()
@@ -89,13 +108,17 @@ def build_rules(config: OptimConfig, groups: Sequence[ParamGroup]) -> dict[str, 
 def check_whole(
     config: OptimConfig, names: Sequence[str], shapes: Mapping[str, tuple[Ints, Ints]]
 ) -> None:
-    """Refuse a rule of whole parameters where this rank's model holds a part of one; `shapes` has (whole, local) by name."""
+    """Refuse a rule of whole parameters where this rank's model holds a part of one.
+
+    `shapes` has (whole, local) by name.
+    """
     for name in names:
         whole, local = shapes[name]
         if whole != local:
             raise ParallelError(
-                f"optim.kind is {config.kind!r}, which updates whole matrices; the tensor axis splits {name} "
-                f"({list(local)} of {list(whole)} here). Use parallel.tensor=1, or another optimizer such as adamw."
+                f"optim.kind is {config.kind!r}, which updates whole matrices; the tensor axis "
+                f"splits {name} ({list(local)} of {list(whole)} here). Use parallel.tensor=1, or "
+                "another optimizer such as adamw."
             )
 
 
@@ -104,23 +127,34 @@ def state_bytes(
 ) -> float:
     """Bytes of optimizer state per trained parameter, before any sharding."""
     rules = build_rules(config, groups)
-    total = elements = 0.0
+    total_bytes = 0.0
+    elements = 0.0
     for group in groups:
         rule = rules[group.name]
-        width = 1.0625 if rule.storage.is_blocked else rule.storage.dtype.itemsize
+        element_bytes = float(rule.storage.dtype.itemsize)
+        if rule.storage.is_blocked:
+            element_bytes = BLOCKED_BYTES
         for name in group.names:
+            # Groups also have the objective's parameters, which callers leave out of `shapes`.
             shape = shapes.get(name)
             if shape is not None:
                 elements += prod(shape)
-                total += width * sum(prod(size) for size in rule.state_shapes(shape).values())
-    return total / elements if elements else 0.0
+                state_elements = sum(prod(size) for size in rule.state_shapes(shape).values())
+                total_bytes += element_bytes * state_elements
+    if elements == 0:
+        return 0.0
+    return total_bytes / elements
 
 
 def assign(sizes: Sequence[int], owners: int) -> tuple[list[int], int]:
-    """Give things to owners, the largest first and each to the one with least so far; returns the owner of each and the largest load."""
+    """Give things to owners, the largest first and each to the one with least so far.
+
+    Returns the owner of each and the largest load.
+    """
+    # A heap of (load, owner): ties go to the lowest owner, so all ranks compute the same.
     loads = [(0, owner) for owner in range(owners)]
     chosen = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, owner = heapq.heappop(loads)
         chosen[index] = owner
         heapq.heappush(loads, (load + sizes[index], owner))

@@ -1,8 +1,11 @@
-"""How long the arithmetic of a step takes on one rank: a job comes in, seconds of each part go out. Numbers only; nothing imports torch.
+"""How long the arithmetic of a step takes on one rank: a job comes in, seconds of each part go out.
+Numbers only; nothing imports torch.
 
-layer      matrix products (2 FLOPs a weight and token, at the rate of their sizes), attention, the operations between them (bytes)
-head       logits and loss, one pass forward and two products backward
-update     clip and optimizer over this rank's shard (bytes), or its transfers if the state is in host memory
+    layer      matrix products (2 FLOPs a weight and token, at the rate of their sizes), attention,
+               the operations between them (bytes)
+    head       logits and loss, one pass forward and two products backward
+    update     clip and optimizer over this rank's shard (bytes), or its transfers if the state is
+               in host memory
 """
 
 from __future__ import annotations
@@ -25,6 +28,24 @@ from headway.plan.rates import (
     matmul_seconds,
 )
 
+BETWEEN_FORWARD = {"stream": 9, "ffn": 3, "heads": 2}
+BETWEEN_BACKWARD = {"stream": 12, "ffn": 6, "heads": 2}
+"""Elements that a compiled block moves between its matrix products for each token, in widths of the
+stream, of the feed-forward and of query and key heads: two norms and two sums over the stream, the
+gated activation, rotary positions.
+"""
+FP8_QUANTISATION = 1.35
+"""What writing activations in 8 bits, with their scales, adds to the traffic between products."""
+LOSS_PASSES = 3
+"""Passes of the fused loss over one chunk of logits, which end as their own gradients."""
+LOSS_PASSES_FP32 = 12
+"""The same in passes over 2-byte elements, where the loss works on fp32 copies."""
+STEP_8BIT_SECONDS = 1.0e-11
+"""Unpacking and rounding of 8-bit moments, per parameter, on an H200; other GPUs by their
+bandwidth."""
+REFERENCE_BANDWIDTH = 4.8e12
+"""Bytes per second of an H200's memory."""
+
 
 @dataclass(frozen=True)
 class PassSeconds:
@@ -43,7 +64,7 @@ class PassSeconds:
 
     @property
     def backward(self) -> float:
-        """The whole backward."""
+        """Gradients of inputs and of weights."""
         return self.inputs + self.weights
 
     @property
@@ -54,15 +75,22 @@ class PassSeconds:
 
 def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
     """One layer, one microbatch, recompute included."""
-    recompute = job.memory.recompute
-    again = layer in job.recomputed
-    kind = "whole" if again else "selective" if recompute == "selective" else "none"
-    window, trains, layout = job.model.window_of(layer), layer in job.trained_layers, job.layout
+    if layer in job.recomputed:
+        recompute = "whole"
+    elif job.memory.recompute == "selective":
+        recompute = "selective"
+    else:
+        recompute = "none"
+    window = job.model.window_of(layer)
+    trains = layer in job.trained_layers
     mixture = job.model.is_mixture(layer)
+
+    # Most layers of a model take the same time: everything their time depends on is in the key.
+    layout = job.layout
     key = (
         "layer",
         window,
-        kind,
+        recompute,
         trains,
         mixture,
         job.rows,
@@ -71,155 +99,197 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
         layout.context,
         layout.expert,
     )
-    return job.cached(key, lambda: _layer(job, window, kind, trains, mixture))
+    return job.cached(key, lambda: _layer(job, window, recompute, trains, mixture))
 
 
 def _layer(
     job: PlanJob, window: int | None, recompute: str, trains: bool, mixture: bool
 ) -> PassSeconds:
-    model, gpu, tensor = job.model, job.gpu, job.layout.tensor
-    tokens, fp8 = job.tokens, job.precision == "fp8"
-    query, key = (
-        model.num_heads * model.head_size / tensor,
-        model.kv_heads * model.head_size / min(tensor, model.kv_heads),
-    )
-    ffn, width = model.ffn_size / tensor, model.hidden_size
-    # fused: q, k, v in one product, gate and up in another
-    dense = [] if mixture else [((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
-    products = [*_attention_products(model, tensor), *dense]
+    """One layer from its parts: matrix products, attention, what moves between them, adapters,
+    quantised weights, recomputation."""
+    model = job.model
+    gpu = job.gpu
+    tensor = job.layout.tensor
+    tokens = job.tokens
+    query = model.num_heads * model.head_size / tensor
+    key = model.kv_heads * model.head_size / min(tensor, model.kv_heads)
+    ffn = model.ffn_size / tensor
+    width = model.hidden_size
+
+    # Products are fused: q, k and v in one, gate and up in another.
+    products = _attention_products(model, tensor)
+    if not mixture:
+        products += [((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
+    fp8 = job.precision == "fp8"
     matmul = sum(
         matmul_seconds(gpu, 2.0 * tokens * n * k, (tokens, n, k), fp8=fp8) for n, k in products
     )
-    moved = 0.0
+    dispatch = 0.0
     if mixture:
-        grouped, moved = _mixture(job)
-        matmul, ffn = matmul + grouped, model.mean_ffn / tensor
-    _, seen = visible_tokens(job.seq_len, window)
-    flops = 2.0 * tokens * seen * model.num_heads * (model.head_size + model.value_size) / tensor
-    attend, attend_back = attention_seconds(
-        gpu, job.software.attention, flops, seen * 2, model.head_size
+        experts, dispatch = _mixture(job)
+        matmul = matmul + experts
+        ffn = model.mean_ffn / tensor
+
+    # Scores and weighted values: 2 FLOPs for each visible pair and channel, of keys and of values.
+    _, visible = visible_tokens(job.seq_len, window)
+    flops = 2.0 * tokens * visible * model.num_heads * (model.head_size + model.value_size) / tensor
+    # Kernels reach their rate by the length of the row; causal rows see half of it on the average.
+    row_length = visible * 2
+    attention, attention_backward = attention_seconds(
+        gpu, job.software.attention, flops, row_length, model.head_size
     )
-    between, between_back = _between(job, query, key, ffn)
-    between, between_back = between + moved, between_back + 2 * moved
-    forward = matmul + attend + between
-    inputs, weights = matmul + attend_back + between_back, matmul if trains else 0.0
+
+    between, between_backward = _between(job, query, key, ffn)
+    between = between + dispatch
+    between_backward = between_backward + 2 * dispatch
+
+    forward = matmul + attention + between
+    # Backward is two products of the same size: one gives the gradient of the inputs, which
+    # attention belongs to, and one that of the weights.
+    inputs = matmul + attention_backward + between_backward
+    weights = matmul if trains else 0.0
+
     if job.has_adapter:
-        # A and B on every linear: little arithmetic, but each result passes through memory once more, forward and backward
-        extra = (
-            2
-            * job.compute_bytes
-            * tokens
-            * (query + 2 * key + 2 * width + 3 * ffn)
-            / (gpu.bandwidth * ELEMENTWISE)
-        )
-        forward, inputs, weights = forward + extra, inputs + extra, weights + extra / 2
-    if job.counts.layers[0].packed:
-        # matrices are written out before each product: bytes in, floats out
-        each = job.counts.layers[0]
-        written = (each.packed_bytes + job.compute_bytes * each.packed) / (
-            gpu.bandwidth * ELEMENTWISE
-        )
-        forward, inputs = forward + written, inputs + written
+        # A and B on every linear: little arithmetic, but each result passes through memory once
+        # more, forward and backward.
+        written_elements = query + 2 * key + 2 * width + 3 * ffn
+        adapter = 2 * job.compute_bytes * tokens * written_elements / (gpu.bandwidth * ELEMENTWISE)
+        forward = forward + adapter
+        inputs = inputs + adapter
+        weights = weights + adapter / 2
+
+    # All layers are quantised the same way, so the first one stands for any.
+    layer = job.counts.layers[0]
+    if layer.packed:
+        # Quantised matrices are written out before each product: bytes in, floats out.
+        moved_bytes = layer.packed_bytes + job.compute_bytes * layer.packed
+        dequantise = moved_bytes / (gpu.bandwidth * ELEMENTWISE)
+        forward = forward + dequantise
+        inputs = inputs + dequantise
+
     if recompute == "whole":
         inputs += forward
     elif recompute == "selective":
+        # Norms and activations are computed again, matrix products are not.
         inputs += between / 2
+
+    # A layer cannot be faster than the host launches its kernels; backward of weights has half of
+    # them.
     launches = LAUNCHES[job.software.fusion] * LAUNCH
-    return PassSeconds(
-        max(forward, launches),
-        max(inputs, launches),
-        max(weights, launches / 2) if trains or job.has_adapter else 0.0,
-    )
+    if trains or job.has_adapter:
+        weights = max(weights, launches / 2)
+    else:
+        weights = 0.0
+    return PassSeconds(max(forward, launches), max(inputs, launches), weights)
 
 
 def _attention_products(model: ModelConfig, tensor: int) -> list[tuple[float, float]]:
     """(outputs, inputs) of attention's matrices on one rank; q, k and v in one product."""
     if model.latent_attention is None:
-        query, key = (
-            model.num_heads * model.head_size / tensor,
-            model.kv_heads * model.head_size / min(tensor, model.kv_heads),
-        )
+        query = model.num_heads * model.head_size / tensor
+        key = model.kv_heads * model.head_size / min(tensor, model.kv_heads)
         return [(query + 2 * key, model.hidden_size), (model.hidden_size, query)]
-    shares = {"column": (tensor, 1), "row": (1, tensor)}
-    found: list[tuple[float, float]] = []
+
+    # Latent attention has down- and up-projections of its own; what is split over ranks says its
+    # spec.
+    ranks_by_split = {"column": (tensor, 1), "row": (1, tensor)}
+    products: list[tuple[float, float]] = []
     for spec in attention_specs(model):
         if len(spec.shape) > 1:
-            outputs, inputs = shares.get(spec.split, (1, 1))
-            found.append((spec.shape[0] / outputs, spec.shape[1] / inputs))
-    return found
+            output_ranks, input_ranks = ranks_by_split.get(spec.split, (1, 1))
+            products.append((spec.shape[0] / output_ranks, spec.shape[1] / input_ranks))
+    return products
 
 
 def _mixture(job: PlanJob) -> tuple[float, float]:
-    """Seconds of the products of a mixture, and of moving tokens to their experts and back; experts with equal load."""
-    model, tensor = job.model, job.layout.tensor
+    """Seconds of the products of a mixture, and of moving tokens to their experts and back; experts
+    with equal load."""
+    model = job.model
+    tensor = job.layout.tensor
     assert model.experts is not None
-    width, ffn = model.hidden_size, model.expert_size / tensor
+    width = model.hidden_size
+    ffn = model.expert_size / tensor
+
+    # One slot for each token and expert it was routed to; a grouped product has this many rows per
+    # expert.
     slots = float(job.tokens * model.experts.per_token)
     rows = max(1.0, slots * job.layout.expert / model.experts.num)
     seconds = matmul_seconds(job.gpu, 2.0 * slots * 2 * ffn * width, (rows, 2 * ffn, width))
     seconds += matmul_seconds(job.gpu, 2.0 * slots * ffn * width, (rows, width, ffn))
+
+    # Shared experts see every token: gate, up and down at the rate of the largest of the three.
     shared = model.experts.shared_ffn_size / tensor
     if shared:
         seconds += matmul_seconds(
             job.gpu, 6.0 * job.tokens * shared * width, (job.tokens, 2 * shared, width)
         )
-    return seconds, 4 * slots * width * job.compute_bytes / (job.gpu.bandwidth * ELEMENTWISE)
+
+    # Sorting reads and writes every slot, and so does putting the results back.
+    dispatch_bytes = 4 * slots * width * job.compute_bytes
+    return seconds, dispatch_bytes / (job.gpu.bandwidth * ELEMENTWISE)
 
 
 def _between(job: PlanJob, query: float, key: float, ffn: float) -> tuple[float, float]:
     """Norms, rotary positions, activation and sums: forward and backward."""
     layout = job.layout
-    width = job.model.hidden_size / (layout.tensor if layout.tensor > 1 and layout.sequence else 1)
+    # Sequence parallelism divides the tokens of the residual stream among tensor ranks.
+    stream = float(job.model.hidden_size)
+    if layout.tensor > 1 and layout.sequence:
+        stream = job.model.hidden_size / layout.tensor
     rate = job.gpu.bandwidth * ELEMENTWISE / TRAFFIC[job.software.fusion]
-    each = job.tokens * job.compute_bytes / rate
-    quantised = 1.35 if job.precision == "fp8" else 1.0
-    forward = each * (9 * width + 3 * ffn + 2 * (query + key)) * quantised
-    backward = each * (12 * width + 6 * ffn + 2 * (query + key)) * quantised
-    return forward, backward
+    seconds_per_element = job.tokens * job.compute_bytes / rate
+    quantisation = FP8_QUANTISATION if job.precision == "fp8" else 1.0
+
+    def seconds(moved: dict[str, int]) -> float:
+        elements = moved["stream"] * stream + moved["ffn"] * ffn + moved["heads"] * (query + key)
+        return seconds_per_element * elements * quantisation
+
+    return seconds(BETWEEN_FORWARD), seconds(BETWEEN_BACKWARD)
 
 
 def head_seconds(job: PlanJob) -> PassSeconds:
-    """Final norm, logits and loss of one microbatch. Forward computes its gradients too, where the loss is fused."""
-    model, gpu, tokens = job.model, job.gpu, job.tokens
+    """Final norm, logits and loss of one microbatch. Forward computes its gradients too, where the
+    loss is fused."""
+    model = job.model
+    gpu = job.gpu
+    tokens = job.tokens
     vocab = model.head_rows / job.layout.tensor
     matmul = matmul_seconds(
         gpu, 2.0 * tokens * vocab * model.hidden_size, (tokens, vocab, model.hidden_size)
     )
-    passes = 12 if job.software.logits_in_fp32 else 3
+    passes = LOSS_PASSES_FP32 if job.software.logits_in_fp32 else LOSS_PASSES
+    # logits and the residual stream of the norm: 2 bytes an element
     loss = passes * 2 * tokens * vocab / (gpu.bandwidth * STREAMING)
     norm = 8 * 2 * tokens * model.hidden_size / (gpu.bandwidth * ELEMENTWISE)
-    return PassSeconds(
-        matmul + loss / 2 + norm, matmul + loss / 2 + norm, matmul if head_trains(job) else 0.0
-    )
+    weights = matmul if head_trains(job) else 0.0
+    return PassSeconds(matmul + loss / 2 + norm, matmul + loss / 2 + norm, weights)
 
 
 def embedding_seconds(job: PlanJob) -> PassSeconds:
     """The lookup, and the sum of its gradient into rows."""
-    each = (
-        2
-        * job.tokens
-        * job.model.hidden_size
-        * job.compute_bytes
-        / (job.gpu.bandwidth * ELEMENTWISE)
-    )
-    return PassSeconds(each, 0.0, 3 * each)
+    moved_bytes = 2 * job.tokens * job.model.hidden_size * job.compute_bytes
+    lookup = moved_bytes / (job.gpu.bandwidth * ELEMENTWISE)
+    # Backward reads the stream's gradient, and reads and writes the rows it is added to.
+    return PassSeconds(lookup, 0.0, 3 * lookup)
 
 
 def stage_seconds(job: PlanJob) -> list[PassSeconds]:
     """Every pipeline stage, one microbatch."""
-    found = [
+    stages = [
         sum((layer_seconds(job, layer) for layer in layers), PassSeconds()) for layers in job.stages
     ]
-    found[0] += embedding_seconds(job)
-    found[-1] += head_seconds(job)
-    found[0] += PassSeconds(reference_seconds(job))
-    return found
+    stages[0] += embedding_seconds(job)
+    stages[-1] += head_seconds(job)
+    # A second model is never split into stages: it runs where the microbatch enters.
+    stages[0] += PassSeconds(reference_seconds(job))
+    return stages
 
 
 def reference_seconds(job: PlanJob) -> float:
     """The forward pass of a frozen second model over one microbatch."""
     if job.reference is None:
         return 0.0
+    # The same cost model over its shape: nothing trains, nothing is recomputed.
     frozen = replace(
         job,
         model=job.reference.model,
@@ -234,18 +304,26 @@ def reference_seconds(job: PlanJob) -> float:
 
 def update_seconds(job: PlanJob, rank: int = 0) -> float:
     """Clip and update of this rank's shard, gradients into their buffers."""
-    gpu, count = job.gpu, job.parameters_of(rank)
-    mine = (
-        count.trained - count.experts
-    ) / job.layout.shards + count.experts / job.layout.expert_shards
-    state = STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
-    # read gradient for the norm; read and write state and master, read gradient, write the compute copy
-    moved = mine * (4 + 2 * state + 8 + 4 + job.compute_bytes)
-    # 16-bit gradients into fp32 sums: written in the first microbatch, added in the others
-    collected = count.trained * (6 + 10 * (job.accumulate - 1))
-    seconds = (moved + collected) / (gpu.bandwidth * STREAMING)
+    gpu = job.gpu
+    count = job.parameters_of(rank)
+    dense_shard = (count.trained - count.experts) / job.layout.shards
+    shard = dense_shard + count.experts / job.layout.expert_shards
+    if job.other_state_bytes is None:
+        state_bytes = STATE_BYTES[job.state_dtype]
+    else:
+        state_bytes = job.other_state_bytes
+
+    # Per parameter of the shard: the fp32 gradient read for the norm (4), state and master read and
+    # written (2 * state, 8), the gradient read again (4), the compute copy written.
+    update_bytes = shard * (4 + 2 * state_bytes + 8 + 4 + job.compute_bytes)
+    # 16-bit gradients into fp32 sums: written in the first microbatch (2 + 4), added in the others
+    # (2 + 4 + 4).
+    collected_bytes = count.trained * (6 + 10 * (job.accumulate - 1))
+    seconds = (update_bytes + collected_bytes) / (gpu.bandwidth * STREAMING)
+
     if job.state_dtype == "8bit":
-        seconds += mine * 1.0e-11 * (4.8e12 / gpu.bandwidth)  # unpacking and rounding
+        seconds += shard * STEP_8BIT_SECONDS * (REFERENCE_BANDWIDTH / gpu.bandwidth)
     if "optimizer" in job.memory.offload:
-        seconds += mine * (state + 4) / gpu.host  # both directions at once
+        # state to the device and back at the same time: a link is as fast in both directions
+        seconds += shard * (state_bytes + 4) / gpu.host
     return seconds

@@ -1,11 +1,14 @@
-"""GPUs that `headway plan` knows: memory, peaks and links. A name comes in, numbers go out; nothing imports torch.
+"""GPUs that `headway plan` knows: memory, peaks and links. A name comes in, numbers go out; nothing
+imports torch.
 
-Peak arithmetic is that of runtime/machine.py (NVIDIA's data sheets, dense). Memory is what torch reports as total, a little less than the
-name says. Bandwidths are data-sheet values, per direction for links. What real work reaches of them is in plan/rates.py.
+Peak arithmetic is that of runtime/machine.py (NVIDIA's data sheets, dense). Memory is what torch
+reports as total, a little less than the name says. Bandwidths are data-sheet values, per direction
+for links. What real work reaches of them is in plan/rates.py.
 
-Sources: data sheets of H200, H100, A100, B200, A40, L40S; RTX 4090 and 3090 board specifications; A800 and H800 = A100 and H100 with
-400 GB/s of NVLink (both directions together). RTX 4090 has no peer-to-peer copies: they pass through host memory. Network defaults: one
-400 Gb/s adapter per GPU (H and B), 200 Gb/s (A100), 100 Gb/s otherwise; give your own with --network-gbps.
+Sources: data sheets of H200, H100, A100, B200, A40, L40S; RTX 4090 and 3090 board specifications;
+A800 and H800 = A100 and H100 with 400 GB/s of NVLink (both directions together). RTX 4090 has no
+peer-to-peer copies: they pass through host memory. Network defaults: one 400 Gb/s adapter per GPU
+(H and B), 200 Gb/s (A100), 100 Gb/s otherwise; give your own with --network-gbps.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from headway.runtime.machine import peak_flops
 
 GIB = 1 << 30
 USABLE = 0.94
-"""Share of the device's memory that a run is planned into; the rest goes to fragmentation and the driver."""
+"""Share of the device's memory that a run is planned into; the rest goes to fragmentation and the
+driver."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ class GpuModel:
 CARDS_GB = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
 """Sizes that cards are sold in. torch reports a little less."""
 REPORTED = 0.98
+"""What torch reports as total, as a share of the size that a card is sold in."""
 
 
 def smallest_card(total_bytes: int) -> int | None:
-    """The smallest size of a card, in GB as it is sold, that a run of these bytes is planned into; None: no card is large enough."""
+    """The smallest size of a card, in GB as it is sold, that a run of these bytes is planned into;
+    None: no card is large enough."""
     return next((size for size in CARDS_GB if total_bytes <= USABLE * REPORTED * size * GIB), None)
 
 
@@ -129,9 +135,12 @@ GPUS: dict[str, GpuModel] = {
 
 def find_gpu(name: str) -> GpuModel:
     """A GPU by its name; an unknown one is a ConfigError."""
+    # As people write them: "NVIDIA H100", "RTX 4090", "a100 pcie".
     short = name.lower().removeprefix("nvidia ").removeprefix("rtx ").replace(" ", "-")
     if short in GPUS:
         return GPUS[short]
     near = difflib.get_close_matches(short, GPUS, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = ""
+    if near:
+        hint = f" Did you mean {near[0]}?"
     raise ConfigError(f"--gpu is {name!r}; it must be one of {', '.join(GPUS)}.{hint}")

@@ -1,11 +1,12 @@
-"""What a plan is made of: the settings of a run as plain values, and which part of the model each pipeline rank has. Imports no torch."""
+"""What a plan is made of: the settings of a run as plain values, and which part of the model each
+pipeline rank has. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.model.config import ModelConfig
 from headway.model.layout import EMBEDDING, HEAD, SCORE, Specs, param_specs
@@ -17,14 +18,19 @@ from headway.plan.hardware import GIB, GPUS, GpuModel
 from headway.plan.memory import MemoryJob
 from headway.plan.parameters import ModelCounts, ParamCount, count_parameters
 from headway.plan.rates import Software
-from headway.plan.reference import ReferenceModel
-from headway.plan.timeline import in_flight
+
+if TYPE_CHECKING:
+    from headway.plan.reference import ReferenceModel
 
 _T = TypeVar("_T")
 IN_TRANSIT = 3
-"""Hidden states and gradients that have arrived early or are being sent, besides those of microbatches in flight."""
+"""Hidden states and gradients that have arrived early or are being sent, besides those of
+microbatches in flight."""
 MAX_MICROBATCHES = 4096
-"""Of a step whose order is looked at; more than that repeat what was before."""
+"""Microbatches of a step whose order is looked at; more than that repeat what was before."""
+STEADY_ROUNDS = 4
+"""Microbatches per pipeline rank after which a schedule holds no more activations at once than
+before."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class PlanJob:
 
     @property
     def compute_bytes(self) -> int:
-        """Of an element of the compute dtype."""
+        """Bytes of an element of the compute dtype; fp8 products keep everything else in bf16."""
         return 4 if self.precision == "fp32" else 2
 
     @property
@@ -86,7 +92,7 @@ class PlanJob:
 
     @property
     def all_specs(self) -> Specs:
-        """All parameters."""
+        """Every parameter by name, adapters included."""
         if self.specs is not None:
             return self.specs
         return self.cached("specs", lambda: {spec.name: spec for spec in param_specs(self.model)})
@@ -94,11 +100,9 @@ class PlanJob:
     @property
     def trains(self) -> Collection[str]:
         """The names that train."""
-        return (
-            self.cached("trains", lambda: set(self.all_specs))
-            if self.training is None
-            else self.training
-        )
+        if self.training is None:
+            return self.cached("trains", lambda: set(self.all_specs))
+        return self.training
 
     @property
     def has_adapter(self) -> bool:
@@ -132,7 +136,8 @@ class PlanJob:
     @property
     def counts(self) -> ModelCounts:
         """Parameters of one tensor and expert rank."""
-        tensor, expert = self.layout.tensor, self.layout.expert
+        tensor = self.layout.tensor
+        expert = self.layout.expert
         key = ("counts", tensor, expert)
         return self.cached(
             key, lambda: count_parameters(self.model, self.all_specs, self.trains, tensor, expert)
@@ -143,6 +148,7 @@ class PlanJob:
         """The layers of each pipeline stage."""
 
         def split() -> list[range]:
+            # The recipe's split is for its own number of stages; other layouts are balanced.
             if len(self.pipeline_split) == self.layout.stages:
                 ends = list(accumulate(self.pipeline_split))
                 return [
@@ -161,32 +167,37 @@ class PlanJob:
     @property
     def actions(self) -> list[list[PipelineAction]]:
         """What each pipeline rank does in a step."""
-        layout, number = self.layout, self.accumulate
-        key = ("actions", layout.schedule, layout.pipeline, layout.virtual_stages, number)
-        return self.cached(
-            key,
-            lambda: pipeline_actions(
-                layout.schedule, layout.pipeline, number, layout.virtual_stages
-            ),
-        )
+        layout = self.layout
+        order = (layout.schedule, layout.pipeline, self.accumulate, layout.virtual_stages)
+        return self.cached(("actions", *order), lambda: pipeline_actions(*order))
 
     @property
     def held(self) -> list[dict[int, int]]:
-        """Microbatches in flight, by stage, for every pipeline rank. More rounds than a few do not change the most that are held."""
-        size, virtual = self.layout.pipeline, self.layout.virtual_stages
-        is_enough = self.accumulate > 4 * size and (virtual == 1 or self.accumulate % size == 0)
-        few = 4 * size if is_enough else min(self.accumulate, MAX_MICROBATCHES)
-        key = ("held", self.layout.schedule, size, virtual, few)
-        return self.cached(
-            key,
-            lambda: [
-                in_flight(actions) for actions in self.varied(self.layout, self.rows, few).actions
-            ],
-        )
+        """Microbatches in flight, by stage, for every pipeline rank. More rounds than a few do not
+        change the most that are held."""
+        from headway.plan.timeline import in_flight
+
+        size = self.layout.pipeline
+        virtual = self.layout.virtual_stages
+        steady = STEADY_ROUNDS * size
+        # Interleaved schedules need whole rounds of microbatches: an odd count has an order of its
+        # own.
+        repeats = self.accumulate > steady and (virtual == 1 or self.accumulate % size == 0)
+        if repeats:
+            microbatches = steady
+        else:
+            microbatches = min(self.accumulate, MAX_MICROBATCHES)
+
+        def count() -> list[dict[int, int]]:
+            shorter = self.varied(self.layout, self.rows, microbatches)
+            return [in_flight(actions) for actions in shorter.actions]
+
+        key = ("held", self.layout.schedule, size, virtual, microbatches)
+        return self.cached(key, count)
 
     def parameters_of(self, rank: int) -> ParamCount:
         """Parameters of one rank of the pipeline (and of its tensor group)."""
-        layout, stages = self.layout, self.stages_of(rank)
+        layout = self.layout
         key = (
             "parameters",
             layout.tensor,
@@ -195,20 +206,39 @@ class PlanJob:
             layout.virtual_stages,
             rank,
         )
-        ranges, is_last = [self.stages[stage] for stage in stages], layout.stages - 1 in stages
+        stages = self.stages_of(rank)
+        layers = [self.stages[stage] for stage in stages]
+        is_last = layout.stages - 1 in stages
         return self.cached(
-            key, lambda: self.counts.on_stages(ranges, first=0 in stages, last=is_last)
+            key, lambda: self.counts.on_stages(layers, first=0 in stages, last=is_last)
         )
 
     def held_blocks(self, rank: int) -> float:
         """Blocks times microbatches whose activations a rank holds at once."""
         if self.layout.pipeline == 1:
             return float(self.model.num_layers)
-        return float(sum(len(self.stages[stage]) * held for stage, held in self.held[rank].items()))
+        in_flight_by_stage = self.held[rank]
+        return float(
+            sum(len(self.stages[stage]) * count for stage, count in in_flight_by_stage.items())
+        )
 
     def memory_job(self, rank: int = 0) -> MemoryJob:
         """What decides the memory of one rank of the pipeline."""
-        layout, count, reference = self.layout, self.parameters_of(rank), self.reference
+        layout = self.layout
+        count = self.parameters_of(rank)
+
+        held_blocks = None
+        streams = 0
+        if layout.pipeline > 1:
+            held_blocks = self.held_blocks(rank)
+            streams = sum(self.held[rank].values()) + IN_TRANSIT
+
+        reference_bytes = 0
+        reference_token_bytes = 0
+        if self.reference is not None:
+            reference_bytes = self.reference.weight_bytes(self.compute_bytes, layout.tensor)
+            reference_token_bytes = self.reference.token_bytes(self.compute_bytes)
+
         return MemoryJob(
             model=self.model,
             trained=count.trained,
@@ -237,29 +267,25 @@ class PlanJob:
             adapter=self.has_adapter,
             tensor=layout.tensor,
             sequence=layout.sequence and layout.tensor > 1,
-            held_blocks=None if layout.pipeline == 1 else self.held_blocks(rank),
-            streams=0 if layout.pipeline == 1 else sum(self.held[rank].values()) + IN_TRANSIT,
+            held_blocks=held_blocks,
+            streams=streams,
             has_head=layout.stages - 1 in self.stages_of(rank),
             bucket_bytes=self.bucket_bytes,
-            reference_bytes=0
-            if reference is None
-            else reference.weight_bytes(self.compute_bytes, layout.tensor),
-            reference_token_bytes=0
-            if reference is None
-            else reference.token_bytes(self.compute_bytes),
+            reference_bytes=reference_bytes,
+            reference_token_bytes=reference_token_bytes,
         )
 
     @property
     def usable_bytes(self) -> int:
         """Bytes that one rank may use: memory.limit_gib, else most of the GPU."""
         limit = self.memory.limit_gib
-        return (
-            self.gpu.usable_bytes if limit is None else min(int(limit * GIB), self.gpu.memory_bytes)
-        )
+        if limit is None:
+            return self.gpu.usable_bytes
+        return min(int(limit * GIB), self.gpu.memory_bytes)
 
     @property
     def layout_shape(self) -> LayoutShape:
-        """What the layout must fit."""
+        """The sizes that the rules of layouts look at."""
         return LayoutShape(self.model, self.seq_len)
 
     def check(self) -> None:
@@ -273,11 +299,17 @@ class PlanJob:
         other = replace(
             self, layout=layout, rows=rows, accumulate=accumulate, memory=memory or self.memory
         )
+        # Shared on purpose: keys hold everything of the layout that a value depends on.
         object.__setattr__(other, "cache", self.cache)
         return other
 
 
 def head_trains(job: PlanJob) -> bool:
     """Whether the head's matrix gets a gradient."""
-    name = SCORE if job.model.score_head else EMBEDDING if job.model.tie_embeddings else HEAD
+    if job.model.score_head:
+        name = SCORE
+    elif job.model.tie_embeddings:
+        name = EMBEDDING
+    else:
+        name = HEAD
     return name in job.trains

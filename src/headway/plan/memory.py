@@ -1,4 +1,5 @@
-"""How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in, numbers go out; nothing imports torch.
+"""How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in,
+numbers go out; nothing imports torch.
 
     all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state,
                       a reference model or teacher in memory
@@ -10,9 +11,10 @@ The peak is the largest of three moments. Kinds are those of that moment:
     block    backward of the last block: all activations, what this block computes again, its working memory
     end      backward of the first block: all gradients, one block's activations and working memory
 
-Gradients kept across microbatches count at every moment; on CUDA a step of one microbatch allocates them during backward. Widths: D stream,
-A query heads, K key heads, F feed-forward. What a block stores per token, in elements of the compute dtype (seen in what torch saves; tests
-hold these to it):
+Gradients kept across microbatches count at every moment; on CUDA a step of one microbatch allocates
+them during backward. Widths: D stream, A query heads, K key heads, F feed-forward. What a block
+stores per token, in elements of the compute dtype (seen in what torch saves; tests hold these to
+it):
 
     compiled             x, norm, q, k, v, o, stream, norm, gate, up, product     4 D + 2 A + 2 K + 3 F
     compiled, selective  x, q, k, v, o, projection, gate, up                      2 D + 2 A + 2 K + 2 F
@@ -21,9 +23,8 @@ hold these to it):
     eager, selective     matrix products kept apart                               3 D + 3 A + 3 K + 2 F
     recomputed           x                                                        D
 
-Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix product reads whole tokens, so the
-norm's result is whole on every rank.
-"""
+Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
+product reads whole tokens, so the norm's result is whole on every rank."""
 
 from __future__ import annotations
 
@@ -36,14 +37,27 @@ from headway.parallel.config import MemoryConfig
 GIB = 1 << 30
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}
 """Bytes of AdamW's moments per parameter."""
-OUTSIDE = 3
-"""Blocks whose activations are on the device at once when they are offloaded: one in use, two being copied."""
+ON_DEVICE_BLOCKS = 3
+"""With offloaded activations: blocks whose activations are on the device at once, one in use and
+two being copied."""
 PAGE_LOCKED_ROUND = 1.44
-"""What rounding up to a power of two adds on the average, over many tensors of any size: 1 / ln 2."""
+"""What rounding up to a power of two adds on the average, over many tensors of any size: 1 / ln
+2."""
 ROUND = 1.01
 """What allocators round up, on the average."""
 WORKSPACE = 96 << 20
 """Work space of the matrix libraries on CUDA."""
+LOSS_BYTES = 16
+"""What the loss keeps for each token beside logits and hidden states."""
+MIN_WHOLE_GIB = 0.05
+"""Sizes below this many GiB are printed in MiB."""
+WORTHWHILE = 0.01
+"""A setting that frees less than this share of a rank's bytes is not suggested."""
+ROUTER_SCORE_COPIES = 3
+"""fp32 tensors over all experts that routing keeps for each token."""
+ROUTED_SLOT_BYTES = 24
+"""Bytes that routing keeps for each token and expert chosen for it: weights and the order by
+experts."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +84,13 @@ class MemoryJob:
     context: int = 1
     """Ranks that share the tokens of a row."""
     expert: int = 1
-    """Ranks that share experts. `experts` of `trained` and `frozen_experts` of `frozen` are of this rank's experts."""
+    """Ranks that share the experts of a layer (expert parallelism)."""
     expert_shards: int = 1
     """Ranks that share masters and optimizer state of the same experts."""
     experts: int = 0
+    """Of `trained`: the parameters of this rank's experts."""
     frozen_experts: int = 0
+    """Of `frozen`: the parameters of this rank's experts."""
     memory: MemoryConfig = MemoryConfig()
     compiled: bool = False
     on_cuda: bool = False
@@ -87,11 +103,13 @@ class MemoryJob:
     sequence: bool = True
     """Tensor ranks also share the tokens of norms and stream."""
     held_blocks: float | None = None
-    """Blocks times microbatches whose activations a pipeline rank holds at once; None = every block of the model, once."""
+    """Blocks times microbatches whose activations a pipeline rank holds at once; None = every block
+    of the model, once."""
     streams: int = 0
-    """Hidden states that a pipeline rank keeps to send or has received, one of each for a microbatch in flight."""
+    """Hidden states that a pipeline rank keeps to send or has received, one of each for a
+    microbatch in flight."""
     packed: int = 0
-    """Of the frozen parameters: stored quantised."""
+    """Of `frozen`: the parameters that are stored quantised, in `packed_bytes`."""
     packed_bytes: int = 0
     has_head: bool = True
     """The last pipeline stage is here."""
@@ -99,7 +117,7 @@ class MemoryJob:
     reference_bytes: int = 0
     """Weights of a frozen second model (`ReferenceModel`)."""
     reference_token_bytes: int = 0
-    """What a microbatch keeps of its forward pass, for each token."""
+    """What a microbatch keeps of the second model's forward pass, for each token."""
 
     @property
     def tokens(self) -> int:
@@ -108,7 +126,8 @@ class MemoryJob:
 
     @property
     def trained_shard(self) -> float:
-        """Parameters of which this rank has masters and optimizer state (with fsdp also weights and gradients)."""
+        """Parameters of which this rank has masters and optimizer state (with fsdp also weights and
+        gradients)."""
         return (self.trained - self.experts) / self.shards + self.experts / self.expert_shards
 
 
@@ -131,45 +150,63 @@ class Estimate:
 
 def amount(size: float) -> str:
     """Bytes as readable text."""
-    return f"{size / GIB:.1f} GiB" if size >= 0.05 * GIB else f"{size / (1 << 20):.1f} MiB"
+    if size >= MIN_WHOLE_GIB * GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def estimate(job: MemoryJob) -> Estimate:
     """Bytes by kind at the peak of a step."""
     on_host = "optimizer" in job.memory.offload
-    shares = job.compute_bytes == 4 and job.shards == 1
-    masters = 0 if shares else int(4 * job.trained_shard)
-    per_state = (
-        STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
-    )
-    state = int(per_state * job.trained_shard)
+    # In fp32 on one rank the optimizer updates the weights themselves.
+    weights_are_masters = job.compute_bytes == 4 and job.shards == 1
+    masters = 0
+    if not weights_are_masters:
+        masters = int(4 * job.trained_shard)
+    if job.other_state_bytes is None:
+        state_bytes = STATE_BYTES[job.state_dtype]
+    else:
+        state_bytes = job.other_state_bytes
+    state = int(state_bytes * job.trained_shard)
+
+    # fsdp keeps its masters on the device also with offload: they are the shards that are gathered.
+    masters_on_host = on_host and not job.fsdp
+    peak = max(moments(job).values(), key=lambda kinds: sum(kinds.values()))
     kinds = {
         "weights": _weights(job),
-        "masters": 0 if on_host and not job.fsdp else masters,
+        "masters": 0 if masters_on_host else masters,
         "optimizer state": 0 if on_host else state,
-        **max(moments(job).values(), key=lambda kinds: sum(kinds.values())),
+        **peak,
         "buffers": _buffers(job),
     }
     if job.reference_bytes:
         kinds["reference model"] = job.reference_bytes + job.reference_token_bytes * job.tokens
-    host = _on_host(job, 0 if job.fsdp else masters, state, per_state) if on_host else 0
+
+    host = 0
+    if on_host:
+        host = _on_host(job, masters if masters_on_host else 0, state, state_bytes)
     if "activations" in job.memory.offload:
-        host += int(
-            _per_block(job) * (job.model.num_layers if job.held_blocks is None else job.held_blocks)
-        )
+        host += int(_per_block(job) * _blocks_in_flight(job))
     return Estimate({kind: int(size * ROUND) for kind, size in kinds.items()}, host)
 
 
 def moments(job: MemoryJob) -> dict[str, dict[str, int]]:
     """What a step adds at each moment that may be its peak, by kind."""
-    gradients, again = _gradients(job), job.memory.recomputed_blocks(job.model.num_layers)
-    kept = gradients if job.fsdp or job.accumulate > 1 or not job.on_cuda else 0
-    saved, working = _saved(job), _working(job, recomputed=bool(again))
+    gradients = _gradients(job)
+    # Sums over microbatches exist from the start; else CUDA allocates a gradient when backward reaches it.
+    gradients_kept = 0
+    if job.fsdp or job.accumulate > 1 or not job.on_cuda:
+        gradients_kept = gradients
+    head_gradient = _head_gradient(job)
+
+    saved = _saved(job)
     one_block = min(saved, _per_block(job))
-    head = _head_gradient(job)
-    found = {
+    recomputes = bool(job.memory.recomputed_blocks(job.model.num_layers))
+    working = _working(job, recomputed=recomputes)
+
+    added = {
         "block": {
-            "gradients": max(kept, head),
+            "gradients": max(gradients_kept, head_gradient),
             "activations": int(saved + working),
             "logits and head": 0,
         },
@@ -180,30 +217,37 @@ def moments(job: MemoryJob) -> dict[str, dict[str, int]]:
         },
     }
     if job.has_head:
-        found["head"] = {
-            "gradients": kept,
+        added["head"] = {
+            "gradients": gradients_kept,
             "activations": int(saved + _ends(job)),
-            "logits and head": _logits(job) + head,
+            "logits and head": _logits(job) + head_gradient,
         }
-    return found
+    return added
 
 
-def _on_host(job: MemoryJob, masters: int, state: int, per_state: float) -> int:
-    """What the optimizer keeps in host memory. Page-locked memory, which a GPU copies from, comes in powers of two from torch's allocator.
+def _on_host(job: MemoryJob, masters: int, state: int, state_bytes: float) -> int:
+    """What the optimizer keeps in host memory. Page-locked memory, which a GPU copies from, comes
+    in powers of two from torch's allocator.
 
-    Masters and each moment are one tensor of the main group; fsdp has one for each parameter, whose rounding evens out.
-    """
+    Masters and each moment are one large tensor, whose rounding can be computed. fsdp has one
+    tensor for each parameter, whose rounding averages out."""
     if not job.on_cuda:
         return masters + state
     if job.fsdp:
         return int(PAGE_LOCKED_ROUND * (masters + state))
-    moments = 2 if job.other_state_bytes is None else max(1, round(per_state / 4))
-    return page_locked(masters) + moments * page_locked(state // moments)
+
+    # AdamW has two moments; another optimizer as many fp32 tensors as its bytes make.
+    num_moments = 2
+    if job.other_state_bytes is not None:
+        num_moments = max(1, round(state_bytes / 4))
+    return page_locked(masters) + num_moments * page_locked(state // num_moments)
 
 
 def page_locked(size: int) -> int:
     """The bytes allocated for a page-locked tensor: the next power of two."""
-    return 0 if size <= 0 else 1 << (size - 1).bit_length()
+    if size <= 0:
+        return 0
+    return 1 << (size - 1).bit_length()
 
 
 def _weights(job: MemoryJob) -> int:
@@ -211,237 +255,314 @@ def _weights(job: MemoryJob) -> int:
     count = job.trained + job.frozen - job.packed
     if not job.fsdp:
         return job.compute_bytes * count + job.packed_bytes
+
+    # fsdp gathers one unit at a time: embedding and head stay whole through a pass, and of the blocks
+    # there are two, the one in use and the one being gathered.
     model = job.model
-    ends = (
-        model.vocab
-        * model.hidden_size
-        * (1 if model.ties_head or model.score_head else 2)
-        // job.tensor
-    )
+    num_ends = 1 if model.ties_head or model.score_head else 2
+    ends = model.vocab * model.hidden_size * num_ends // job.tensor
     block = (count - ends) // max(1, model.num_layers)
-    gathered = 2 * job.packed_bytes // max(1, model.num_layers)
-    return job.compute_bytes * (ends + 2 * block) + gathered + _frozen_shard(job)
+    packed_blocks = 2 * job.packed_bytes // max(1, model.num_layers)
+    return job.compute_bytes * (ends + 2 * block) + packed_blocks + _frozen_shard(job)
 
 
 def _frozen_shard(job: MemoryJob) -> int:
-    plain = 4 * (job.frozen - job.packed - job.frozen_experts) + job.packed_bytes
-    return plain // job.shards + 4 * job.frozen_experts // job.expert_shards
+    """fsdp's shard of what does not train: in fp32, or quantised as it is stored."""
+    dense = 4 * (job.frozen - job.packed - job.frozen_experts) + job.packed_bytes
+    return dense // job.shards + 4 * job.frozen_experts // job.expert_shards
 
 
 def _gradients(job: MemoryJob) -> int:
+    """All gradients of a step."""
     if job.fsdp:
-        return int(4 * job.trained_shard) + (4 * job.trained if job.accumulate > 1 else 0)
-    return (4 if job.compute_bytes == 4 else job.grad_bytes) * job.trained
+        shard = int(4 * job.trained_shard)
+        if job.accumulate == 1:
+            return shard
+        # Sums over microbatches are whole until the last one is reduced to shards.
+        return shard + 4 * job.trained
+    grad_bytes = 4 if job.compute_bytes == 4 else job.grad_bytes
+    return grad_bytes * job.trained
 
 
 def _stream(job: MemoryJob) -> float:
     """Width of the residual stream, spread over the ranks that share its tokens."""
-    return job.model.hidden_size / job.tensor if job.sequence else float(job.model.hidden_size)
+    if job.sequence:
+        return job.model.hidden_size / job.tensor
+    return float(job.model.hidden_size)
 
 
 def _per_token(job: MemoryJob, *, selective: bool) -> float:
-    """Elements of the compute dtype that one block keeps for one token."""
+    """Elements of the compute dtype that one block keeps for one token (the table at the top of
+    this file)."""
     model = job.model
     query = model.num_heads * model.head_size / job.tensor
     key = model.kv_heads * model.head_size / min(job.tensor, model.kv_heads)
     ffn = model.ffn_size / job.tensor
     width = model.hidden_size
-    part = _stream(job)
+    stream = _stream(job)
+    in_fp32 = job.compute_bytes == 4
+
+    # `ffn_tensors` counts the tensors of the feed-forward's width in each row.
     if job.compiled and job.fp8:
-        kept = 2 * part + width + 1.5 * query + 2 * key + 2 * ffn
+        ffn_tensors = 2
+        kept = 2 * stream + width + 1.5 * query + 2 * key + 2 * ffn
+    elif job.compiled and selective:
+        ffn_tensors = 2
+        kept = 2 * (stream + query + key + ffn)
     elif job.compiled:
-        kept = (
-            2 * (part + query + key + ffn)
-            if selective
-            else 2 * part + 2 * width + 2 * query + 2 * key + 3 * ffn
-        )
+        ffn_tensors = 3
+        kept = 2 * stream + 2 * width + 2 * query + 2 * key + 3 * ffn
     elif selective:
-        kept = 3 * part + 3 * query + 3 * key + 2 * ffn
+        ffn_tensors = 2
+        kept = 3 * stream + 3 * query + 3 * key + 2 * ffn
     else:
-        norms = 6 if job.compute_bytes == 4 else 10
-        kept = (norms - 2) * part + 2 * width + 2 * query + 2 * key + 4 * ffn
+        ffn_tensors = 2 if job.fp8 else 4
+        norms = 6 if in_fp32 else 10
+        kept = (norms - 2) * stream + 2 * width + 2 * query + 2 * key + 4 * ffn
+
     if model.experts is not None:
-        kept += _mixture_extra(job, (2 if selective or job.fp8 else 3 if job.compiled else 4) * ffn)
+        kept += _mixture_extra(job, ffn_tensors * ffn)
     if model.qk_norm:
         kept += query + key
     if model.latent_attention is not None:
         latent = model.latent_attention
-        # latents before and after their norms; eager norms keep what they multiply too, in fp32
+        # Latents before and after their norms; eager norms keep what they multiply too, in fp32.
         copies = 2
         if not job.compiled and not selective:
-            copies = 3 if job.compute_bytes == 4 else 5
+            copies = 3 if in_fp32 else 5
         kept += copies * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_head_dim
-        if (
-            latent.value_head_dim < model.head_size
-        ):  # attention's result, cut to the width of values
+        if latent.value_head_dim < model.head_size:
+            # attention's result, cut to the width of values
             kept += model.num_heads * latent.value_head_dim / job.tensor
-    if model.norm_placement == "both":  # what the further norms read
-        kept += 2 * part
-    if job.context > 1:  # attention's result before its exchange and after it
+    if model.norm_placement == "both":
+        # what the further norms read
+        kept += 2 * stream
+    if job.context > 1:
+        # attention's result before its exchange and after it
         kept += query
-    # the attention's sums and the norms' scales are fp32; dropout keeps a byte for each element
-    small = 4 * (model.num_heads / job.tensor + 4) + (2 * part if model.dropout else 0)
-    return kept + small / job.compute_bytes
+
+    # The attention's sums and the norms' scales are fp32; dropout keeps a byte for each element.
+    small_bytes = 4 * (model.num_heads / job.tensor + 4)
+    if model.dropout:
+        small_bytes += 2 * stream
+    return kept + small_bytes / job.compute_bytes
 
 
 def _mixture_extra(job: MemoryJob, dense: float) -> float:
-    """What an average block keeps for a token beyond the `dense` feed-forward: gate and up of its experts, fp32 scores, order of tokens."""
+    """What an average block keeps for a token beyond the `dense` feed-forward: gate and up of its
+    experts, fp32 scores, order of tokens."""
     model = job.model
     assert model.experts is not None
-    share = sum(map(model.is_mixture, range(model.num_layers))) / model.num_layers
-    inner = model.experts.per_token * model.expert_size / job.tensor
-    shared = 3 * model.experts.shared_ffn_size / job.tensor
-    small = (3 * model.experts.num * 4 + 24 * model.experts.per_token) / job.compute_bytes
-    wide = (
-        0 if job.compiled or job.compute_bytes == 4 else 2 * model.hidden_size
-    )  # the router's fp32 input
-    # slots that came from other ranks instead of the tokens they were made of; as many as this rank sends where loads are equal
-    arrived = (model.experts.per_token - 1) * model.hidden_size if job.expert > 1 else 0
-    return share * (2 * inner + shared + small + wide + arrived - dense)
+    experts = model.experts
+    mixture_share = sum(map(model.is_mixture, range(model.num_layers))) / model.num_layers
+
+    routed = 2 * (experts.per_token * model.expert_size / job.tensor)
+    shared = 3 * experts.shared_ffn_size / job.tensor
+    routing_bytes = ROUTER_SCORE_COPIES * experts.num * 4 + ROUTED_SLOT_BYTES * experts.per_token
+    routing = routing_bytes / job.compute_bytes
+    router_input = 0
+    if not job.compiled and job.compute_bytes != 4:
+        # an fp32 copy, which compiled code does not keep
+        router_input = 2 * model.hidden_size
+    # With expert parallelism a block keeps the rows that arrived from other ranks, one for each expert
+    # of a token, instead of the token's one input. As many arrive as this rank sends, where loads are equal.
+    arrived = 0
+    if job.expert > 1:
+        arrived = (experts.per_token - 1) * model.hidden_size
+    return mixture_share * (routed + shared + routing + router_input + arrived - dense)
 
 
 def _per_block(job: MemoryJob) -> float:
     """Bytes an average block keeps for a microbatch."""
     model = job.model
-    again = len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
+    recomputed_share = len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
     kept = _per_token(job, selective=job.memory.recompute == "selective")
-    return job.tokens * job.compute_bytes * ((1 - again) * kept + again * _stream(job))
+    elements = (1 - recomputed_share) * kept + recomputed_share * _stream(job)
+    return job.tokens * job.compute_bytes * elements
+
+
+def _blocks_in_flight(job: MemoryJob) -> float:
+    """Blocks times microbatches whose activations exist at once."""
+    if job.held_blocks is None:
+        return job.model.num_layers
+    return job.held_blocks
 
 
 def _saved(job: MemoryJob) -> float:
     """Bytes that all blocks keep on the device between forward and backward."""
-    blocks = job.model.num_layers if job.held_blocks is None else job.held_blocks
-    return _per_block(job) * (
-        min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks
-    )
+    blocks = _blocks_in_flight(job)
+    if "activations" in job.memory.offload:
+        blocks = min(blocks, ON_DEVICE_BLOCKS)
+    return _per_block(job) * blocks
 
 
 def _working(job: MemoryJob, *, recomputed: bool) -> float:
-    """Bytes in use while the backward of one block runs: what is computed again, and gradients of activations."""
+    """Bytes in use while the backward of one block runs: what is computed again, and gradients of
+    activations."""
     model = job.model
-    ffn, width = model.ffn_size / job.tensor, model.hidden_size
-    # the gradient of the product becomes that of the gate in place, next to that of up; eager operations keep each result
-    gradients = (ffn + width) if job.compiled else (3 * ffn + 2 * width)
-    if (
-        model.experts is not None
-    ):  # sorted copies of inputs and of gradients, and gradients of gate, up and their product
-        copies = 5 if job.expert > 1 else 3  # what is sent and what arrives exist at the same time
+    ffn = model.ffn_size / job.tensor
+    width = model.hidden_size
+
+    # Compiled, the gradient of the product becomes that of the gate in place, next to that of up;
+    # eager operations keep each result.
+    if job.compiled:
+        gradients = ffn + width
+    else:
+        gradients = 3 * ffn + 2 * width
+    if model.experts is not None:
+        # Sorted copies of inputs and of gradients, and gradients of gate, up and their product. What
+        # is sent to other ranks and what arrives exist at the same time.
+        copies = 5 if job.expert > 1 else 3
         gradients += model.experts.per_token * (3 * model.expert_size / job.tensor + copies * width)
-    if job.adapter:  # gate and up of the low-rank branch
+    if job.adapter:
+        # gate and up of the low-rank branch
         gradients += 2 * ffn
-    again = _per_token(job, selective=False) if recomputed else 0.0
-    if job.memory.recompute == "selective":  # norms and product of this block
-        again = 2 * width + ffn
-    return job.tokens * job.compute_bytes * (gradients + again)
+
+    computed_again = 0.0
+    if recomputed:
+        computed_again = _per_token(job, selective=False)
+    if job.memory.recompute == "selective":
+        # norms and product of this block
+        computed_again = 2 * width + ffn
+    return job.tokens * job.compute_bytes * (gradients + computed_again)
 
 
 def _ends(job: MemoryJob) -> float:
-    """The last norm is never compiled: its input, twice in fp32, and its result; the angles of positions are fp32 too."""
-    return job.tokens * (
-        (3 if job.compute_bytes == 4 else 5) * _stream(job) * job.compute_bytes
-        + 4 * job.model.head_size
-    )
+    """What is kept outside the blocks. The last norm is never compiled: its input, twice in fp32,
+    and its result. Angles of positions are fp32 too."""
+    tensors = 3 if job.compute_bytes == 4 else 5
+    norm_bytes = tensors * _stream(job) * job.compute_bytes
+    angle_bytes = 4 * job.model.head_size
+    return job.tokens * (norm_bytes + angle_bytes)
 
 
 def _logits(job: MemoryJob) -> int:
     """One chunk of logits, and the gradient of hidden."""
     model = job.model
     chunk = min(job.chunk_tokens, job.tokens) * model.head_rows // job.tensor
-    # the fused kernel overwrites the logits; plain torch works in fp32 copies
-    logits = (
-        chunk * job.compute_bytes
-        if job.on_cuda
-        else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
-    )
-    whole = 2 if job.tensor > 1 and job.sequence else 1  # gathered for the head
-    return logits + job.tokens * (whole * model.hidden_size * job.compute_bytes + 16)
+    # The fused kernel overwrites the logits; plain torch works in fp32 copies.
+    if job.on_cuda:
+        logits = chunk * job.compute_bytes
+    elif job.compute_bytes == 4:
+        logits = chunk * 4
+    else:
+        logits = chunk * (4 + 2 * job.compute_bytes)
+
+    # With sequence parallelism the hidden states are also gathered for the head.
+    hidden_copies = 2 if job.tensor > 1 and job.sequence else 1
+    hidden_bytes = hidden_copies * model.hidden_size * job.compute_bytes
+    return logits + job.tokens * (hidden_bytes + LOSS_BYTES)
 
 
 def _head_gradient(job: MemoryJob) -> int:
     """The gradient of the head's matrix in fp32, where it trains."""
     size = job.model.head_rows * job.model.hidden_size // job.tensor
-    return 4 * size if job.has_head and job.trained > size else 0
+    # A job does not say which parameters train. No more than the head has means that it is frozen (an adapter trains).
+    if job.has_head and job.trained > size:
+        return 4 * size
+    return 0
 
 
 def _buffers(job: MemoryJob) -> int:
-    """Work space of libraries; a matrix in floats; buckets of gradients and parameters, and hidden states between stages, on their way."""
-    on_the_way = 2 * job.bucket_bytes if job.shards > 1 and not job.fsdp else 0
-    # the largest quantised matrix is written out for its product; that of experts is of all of them
+    """Work space of libraries; a matrix in floats; buckets of gradients and parameters, and hidden
+    states between stages, on their way."""
+    # The largest quantised matrix is written out for its product; that of experts is of all of them.
     model = job.model
-    widest = (
-        model.ffn_size
-        if model.experts is None
-        else max(model.ffn_size, model.experts.num * model.expert_size)
-    )
-    matrix = job.compute_bytes * model.hidden_size * widest if job.packed else 0
-    messages = matrix + int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
-    return messages + (WORKSPACE + on_the_way if job.on_cuda else 0)
+    matrix = 0
+    if job.packed:
+        widest = model.ffn_size
+        if model.experts is not None:
+            widest = max(model.ffn_size, model.experts.num * model.expert_size)
+        matrix = job.compute_bytes * model.hidden_size * widest
+
+    messages = int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
+    if not job.on_cuda:
+        return matrix + messages
+
+    # One bucket is being exchanged while the next one fills.
+    buckets = 0
+    if job.shards > 1 and not job.fsdp:
+        buckets = 2 * job.bucket_bytes
+    return matrix + messages + WORKSPACE + buckets
 
 
 Change = tuple[str, Callable[[MemoryJob], MemoryJob | None]]
+"""A setting as the user writes it, and the job with it; None where it changes nothing."""
 
 
 def _memory(**changes: object) -> Callable[[MemoryJob], MemoryJob | None]:
     def apply(job: MemoryJob) -> MemoryJob | None:
         changed = job.memory.model_copy(update=changes)
-        return None if changed == job.memory else replace(job, memory=changed)
+        if changed == job.memory:
+            return None
+        return replace(job, memory=changed)
 
     return apply
 
 
-def _offload(what: str) -> Callable[[MemoryJob], MemoryJob | None]:
+def _offload(kind: str) -> Callable[[MemoryJob], MemoryJob | None]:
     def apply(job: MemoryJob) -> MemoryJob | None:
-        if what in job.memory.offload:
+        if kind in job.memory.offload:
             return None
-        return replace(
-            job, memory=job.memory.model_copy(update={"offload": (*job.memory.offload, what)})
-        )
+        return _memory(offload=(*job.memory.offload, kind))(job)
 
     return apply
 
 
 def _fewer_rows(job: MemoryJob) -> MemoryJob | None:
     rows = max((n for n in range(1, job.rows) if job.rows % n == 0), default=None)
-    return (
-        None
-        if rows is None
-        else replace(job, rows=rows, accumulate=job.accumulate * job.rows // rows)
-    )
+    if rows is None:
+        return None
+    return replace(job, rows=rows, accumulate=job.accumulate * job.rows // rows)
+
+
+def _selective(job: MemoryJob) -> MemoryJob | None:
+    if job.memory.recompute != "none":
+        return None
+    return _memory(recompute="selective")(job)
+
+
+def _state_8bit(job: MemoryJob) -> MemoryJob | None:
+    # only AdamW stores its moments in 8 bits
+    if job.other_state_bytes is not None:
+        return None
+    return replace(job, state_dtype="8bit")
+
+
+def _gradients_in_compute_dtype(job: MemoryJob) -> MemoryJob | None:
+    # fsdp always sums in fp32
+    if job.fsdp:
+        return None
+    return replace(job, grad_bytes=job.compute_bytes)
 
 
 def suggestions(job: MemoryJob) -> list[tuple[str, int]]:
     """Settings that would need less memory, with the bytes each would free alone, largest first."""
-    now = estimate(job).total
-    fewer = _fewer_rows(job)
+    fewer_rows = _fewer_rows(job)
+    fewer_chunk_tokens = max(1, job.chunk_tokens // 4)
     changes: list[Change] = [
-        (
-            "memory.recompute=selective",
-            _memory(recompute="selective") if job.memory.recompute == "none" else lambda _: None,
-        ),
+        ("memory.recompute=selective", _selective),
         ("memory.recompute=1", _memory(recompute=1.0)),
+        ("optim.state_dtype=8bit", _state_8bit),
+        ("parallel.accumulate_dtype=compute", _gradients_in_compute_dtype),
+        (f"batch.micro_rows={fewer_rows.rows if fewer_rows else 1}", lambda _: fewer_rows),
         (
-            "optim.state_dtype=8bit",
-            lambda j: replace(j, state_dtype="8bit") if j.other_state_bytes is None else None,
-        ),
-        (
-            "parallel.accumulate_dtype=compute",
-            lambda j: None if j.fsdp else replace(j, grad_bytes=j.compute_bytes),
-        ),
-        (f"batch.micro_rows={fewer.rows if fewer else 1}", lambda _: fewer),
-        (
-            f"memory.loss_chunk_tokens={max(1, job.chunk_tokens // 4)}",
-            lambda j: replace(j, chunk_tokens=max(1, j.chunk_tokens // 4)),
+            f"memory.loss_chunk_tokens={fewer_chunk_tokens}",
+            lambda job: replace(job, chunk_tokens=fewer_chunk_tokens),
         ),
     ]
     if job.on_cuda:
-        # what a GPU gives to host memory is where a run on the CPU already is
+        # On the CPU, activations and state already are in host memory.
         changes.append(("memory.offload=[activations]", _offload("activations")))
         changes.append(("memory.offload=[optimizer]", _offload("optimizer")))
-    found = [
-        (name, now - estimate(other).total)
-        for name, change in changes
-        if (other := change(job)) is not None
-    ]
-    return sorted(
-        ((name, freed) for name, freed in found if freed > 0.01 * now), key=lambda one: -one[1]
-    )
+
+    now = estimate(job).total
+    freed_by: list[tuple[str, int]] = []
+    for setting, change in changes:
+        changed = change(job)
+        if changed is None:
+            continue
+        freed = now - estimate(changed).total
+        if freed > WORTHWHILE * now:
+            freed_by.append((setting, freed))
+    return sorted(freed_by, key=lambda suggestion: -suggestion[1])

@@ -1,4 +1,5 @@
-"""The picture of a plan: memory bars of every pipeline rank, and the step in time. A `Plan` comes in, a file goes out; needs matplotlib."""
+"""The picture of a plan: memory bars of every pipeline rank, and the step in time. A `Plan` comes
+in, a file goes out; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ NAMES = {
 }
 SUFFIXES = (".png", ".svg", ".pdf")
 MAX_MICROBATCHES = 16
-"""Shown of a step without a pipeline."""
+"""Microbatches that are shown of a step without a pipeline."""
+MAX_NUMBERED_ACTIONS = 400
+"""Beyond this many, bars are too narrow for the number of their microbatch."""
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -65,28 +68,39 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _draw_memory(axes: Axes, plan: Plan) -> None:
+    """A bar for each pipeline rank, its kinds of memory one after another."""
     left = [0.0] * len(plan.by_rank)
-    kinds = [kind for kind in plan.memory.kinds if any(one.kinds[kind] for one in plan.by_rank)]
-    for kind in kinds:
-        sizes = [one.kinds[kind] / GIB for one in plan.by_rank]
+    for kind in plan.memory.kinds:
+        sizes = [memory.kinds[kind] / GIB for memory in plan.by_rank]
+        if not any(sizes):
+            continue
         axes.barh(range(len(sizes)), sizes, left=left, label=kind)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     limit = plan.job.usable_bytes / GIB
     axes.axvline(limit, color="black", linestyle="--", label=f"usable, {limit:.0f} GiB")
-    axes.set_yticks(
-        range(len(left)),
-        [f"pipeline rank {rank}" if len(left) > 1 else "every rank" for rank in range(len(left))],
-    )
-    axes.invert_yaxis()
+    _name_ranks(axes, len(left))
     axes.set_xlabel("GiB")
     axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.28))
 
 
+def _name_ranks(axes: Axes, ranks: int) -> None:
+    """One row for each pipeline rank, the first on top."""
+    names = ["every rank"]
+    if ranks > 1:
+        names = [f"pipeline rank {rank}" for rank in range(ranks)]
+    axes.set_yticks(range(ranks), names)
+    axes.invert_yaxis()
+
+
 def _draw_time(axes: Axes, plan: Plan) -> None:
+    """The actions of each pipeline rank, then the exchange of gradients and the update."""
     used: set[str] = set()
 
     def bar(rank: int, kind: str, start: float, seconds: float, text: str = "") -> None:
-        label: dict[str, Any] = {} if kind in used else {"label": NAMES[kind]}
+        # One bar of each kind has a label: the legend has a line for every label.
+        label: dict[str, Any] = {}
+        if kind not in used:
+            label = {"label": NAMES[kind]}
         used.add(kind)
         axes.barh(
             rank,
@@ -107,26 +121,20 @@ def _draw_time(axes: Axes, plan: Plan) -> None:
         ranks = 1
     else:
         ranks = plan.timeline.ranks
-        few = len(plan.timeline.actions) <= 400
-        for one in plan.timeline.actions:
-            bar(
-                one.rank,
-                one.action.kind,
-                one.start,
-                one.end - one.start,
-                str(one.action.microbatch) if few else "",
-            )
+        has_numbers = len(plan.timeline.actions) <= MAX_NUMBERED_ACTIONS
+        for timed in plan.timeline.actions:
+            number = str(timed.action.microbatch) if has_numbers else ""
+            bar(timed.rank, timed.action.kind, timed.start, timed.end - timed.start, number)
         end = plan.timeline.seconds
-    exchange = plan.traffic["data"].exposed if "data" in plan.traffic else 0.0
+    # Only the part that computing does not hide; it is drawn after the last action.
+    exchange = 0.0
+    if "data" in plan.traffic:
+        exchange = plan.traffic["data"].exposed
     for rank in range(ranks):
         if exchange:
             bar(rank, "data", end, exchange)
         bar(rank, "update", end + exchange, plan.update_seconds)
-    axes.set_yticks(
-        range(ranks),
-        [f"pipeline rank {rank}" if ranks > 1 else "every rank" for rank in range(ranks)],
-    )
-    axes.invert_yaxis()
+    _name_ranks(axes, ranks)
     axes.set_xlabel("ms")
     axes.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.22))
 

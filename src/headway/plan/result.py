@@ -1,6 +1,8 @@
-"""A plan: one job comes in; memory, arithmetic, traffic and speed of its step go out, as plain values for a table, JSON or a picture.
+"""A plan: one job comes in; memory, arithmetic, traffic and speed of its step go out, as plain
+values for a table, JSON or a picture.
 
-Nothing imports torch. Nothing is measured: rates are those of plan/rates.py, and docs/plan.md says how far they are from measurements.
+Nothing imports torch. Nothing is measured: rates are those of plan/rates.py, and docs/plan.md says
+how far they are from measurements.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ from headway.plan.traffic import (
 
 HOURS_PER_DAY = 24.0
 SIMULATED_ROUNDS = 6
+"""Microbatches per pipeline rank that are simulated; after these a schedule repeats itself."""
+ZERO_BUBBLE_IDLE = 0.4
+"""Share of the bubble that is left where gradients of weights fill it."""
+INTERNLM_FFN_MULTIPLE = 256
+"""InternLM rounds the width of its feed-forward up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +51,21 @@ class Arithmetic:
     recomputed: float
     """What recomputation adds, attention causal."""
     internlm: float
-    """InternLM's formula: attention in full, weights of layers and head, a factor 4 / 3 if anything is recomputed."""
+    """InternLM's formula: attention in full, weights of layers and head, a factor 4 / 3 if anything
+    is recomputed."""
     reference: float = 0.0
     """Forward pass of a frozen second model, attention causal."""
 
     @property
     def hardware(self) -> float:
-        """What the GPU computes: causal attention, recomputation, and a second model's forward pass."""
+        """What the GPU computes: causal attention, recomputation, and a second model's forward
+        pass."""
         return self.model.causal + self.recomputed + self.reference
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about one job."""
+    """Memory, arithmetic, traffic and speed of one job."""
 
     job: PlanJob
     worst_rank: int
@@ -83,7 +92,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.job.step_tokens / self.step_seconds
 
     @property
@@ -98,7 +107,7 @@ class Plan:
 
     @property
     def mfu_full(self) -> float:
-        """The same with attention counted in full."""
+        """Model FLOPs utilization with attention counted in full, as in PaLM's formula."""
         return self.per_gpu * self.flops.model.full / self.job.gpu.flops
 
     @property
@@ -110,7 +119,9 @@ class Plan:
         """Days, GPU hours and cost of training on so many tokens."""
         seconds = tokens / self.tokens_per_second
         gpu_hours = seconds / 3600 * self.job.layout.world
-        cost = None if price is None else gpu_hours * price
+        cost = None
+        if price is not None:
+            cost = gpu_hours * price
         return {
             "tokens": tokens,
             "days": seconds / 3600 / HOURS_PER_DAY,
@@ -120,28 +131,41 @@ class Plan:
 
 
 def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
-    """Plan one job; its layout must break no rule. Without simulation the bubble is that of equal stages, which is faster."""
-    # the first rank holds the most microbatches, the last has the head; the others are between them
-    ranks = (
-        range(job.layout.pipeline)
-        if simulated
-        else range(0, job.layout.pipeline, max(1, job.layout.pipeline - 1))
-    )
+    """Plan one job; its layout must break no rule. Without simulation the bubble is that of equal
+    stages, which is faster."""
+    if simulated:
+        ranks = range(job.layout.pipeline)
+    else:
+        # The first rank holds the most microbatches, the last has the head; the others are between
+        # them.
+        ranks = range(0, job.layout.pipeline, max(1, job.layout.pipeline - 1))
     by_rank = tuple(estimate(job.memory_job(rank)) for rank in ranks)
+    # A run fits if its largest rank does.
     worst = max(range(len(by_rank)), key=lambda index: by_rank[index].total)
+
     stages = stages_of_job(job)
     message = pipeline_message(job)
+    busy_seconds = job.accumulate * sum(stage.total for stage in stages)
     timeline: Timeline | None = None
     held: tuple[dict[int, int], ...] = ({0: 1},)
     if job.layout.pipeline == 1:
-        passes = job.accumulate * sum(one.total for one in stages)
+        passes = busy_seconds
     elif simulated:
-        timeline, held = step_timeline(job, stages, message.seconds), tuple(job.held)
-        # past its first rounds a pipeline takes as long for each microbatch as its slowest rank
+        timeline = step_timeline(job, stages, message.seconds)
+        held = tuple(job.held)
+        # Past its first rounds a pipeline takes as long for each microbatch as its slowest rank.
         passes = timeline.seconds + (job.accumulate - _simulated(job)) * _slowest(job, stages)
     else:
         passes = _equal_stages(job, stages)
-    data = max((data_traffic(job, stages, rank) for rank in ranks), key=lambda one: one.exposed)
+    # Of the ranks' time between the first and the last action, what no stage computes in.
+    bubble = 0.0
+    if job.layout.pipeline > 1:
+        bubble = 1 - busy_seconds / (job.layout.pipeline * passes)
+
+    # All ranks wait for the slowest one at the end of a step.
+    data = max(
+        (data_traffic(job, stages, rank) for rank in ranks), key=lambda traffic: traffic.exposed
+    )
     update = max(update_seconds(job, rank) for rank in ranks)
     return Plan(
         job=job,
@@ -152,9 +176,7 @@ def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
         traffic=_by_axis(job, data, message),
         timeline=timeline,
         held=held,
-        bubble=0.0
-        if job.layout.pipeline == 1
-        else 1 - job.accumulate * sum(one.total for one in stages) / (job.layout.pipeline * passes),
+        bubble=bubble,
         step_seconds=passes + data.exposed + update,
         update_seconds=update,
     )
@@ -164,10 +186,10 @@ def step_timeline(job: PlanJob, stages: list[PassSeconds], send_seconds: float) 
     """The pipeline of one step, action by action; of many microbatches the first rounds."""
     layout = job.layout
     seconds: dict[ActionKind, list[float]] = {
-        "F": [one.forward for one in stages],
-        "B": [one.backward for one in stages],
-        "I": [one.inputs for one in stages],
-        "W": [one.weights for one in stages],
+        "F": [stage.forward for stage in stages],
+        "B": [stage.backward for stage in stages],
+        "I": [stage.inputs for stage in stages],
+        "W": [stage.weights for stage in stages],
     }
     return simulate(
         PipelineShape(layout.schedule, layout.pipeline, layout.virtual_stages),
@@ -193,40 +215,43 @@ def _slowest(job: PlanJob, stages: list[PassSeconds]) -> float:
 def _equal_stages(job: PlanJob, stages: list[PassSeconds]) -> float:
     """Seconds of a step if every rank were as slow as the slowest."""
     layout = job.layout
-    idle = (
-        (layout.pipeline - 1)
-        / layout.virtual_stages
-        * (0.4 if layout.schedule == "zero_bubble" else 1.0)
-    )
+    # A pipeline idles for one microbatch per rank but one, less with several stages per rank.
+    idle = (layout.pipeline - 1) / layout.virtual_stages
+    if layout.schedule == "zero_bubble":
+        idle *= ZERO_BUBBLE_IDLE
     return _slowest(job, stages) * (job.accumulate + idle)
 
 
 def _by_axis(job: PlanJob, data: AxisTraffic, message: AxisTraffic) -> dict[str, AxisTraffic]:
     """Traffic of a whole step on the busiest rank, without axes of size 1."""
-    layout, times = job.layout, job.accumulate
+    layout = job.layout
+    microbatches = job.accumulate
+    # The rank with the most layers: the others wait for it.
     layers = max(
         sum(len(job.stages[stage]) for stage in job.stages_of(rank))
         for rank in range(layout.pipeline)
     )
+    mixtures = mixtures_in(job, range(job.model.num_layers))
 
-    def over_step(one: AxisTraffic, count: float) -> AxisTraffic:
-        return AxisTraffic(one.sent_bytes * count, one.seconds * count, one.exposed * count)
-
-    # a rank between two others sends an activation and a gradient for each of its stages
-    found = {
-        "data": data if layout.reduce > 1 else None,
-        "tensor": over_step(tensor_traffic(job, layers), times) if layout.tensor > 1 else None,
-        "context": over_step(context_traffic(job, layers), times) if layout.context > 1 else None,
-        "expert": over_step(
-            expert_traffic(job, mixtures_in(job, range(job.model.num_layers))), times
+    def over_step(traffic: AxisTraffic, count: float) -> AxisTraffic:
+        return AxisTraffic(
+            traffic.sent_bytes * count, traffic.seconds * count, traffic.exposed * count
         )
-        if layout.expert > 1
-        else None,
-        "pipeline": over_step(message, 2 * times * layout.virtual_stages)
-        if layout.pipeline > 1
-        else None,
-    }
-    return {axis: one for axis, one in found.items() if one is not None}
+
+    traffic: dict[str, AxisTraffic] = {}
+    if layout.reduce > 1:
+        traffic["data"] = data
+    if layout.tensor > 1:
+        traffic["tensor"] = over_step(tensor_traffic(job, layers), microbatches)
+    if layout.context > 1:
+        traffic["context"] = over_step(context_traffic(job, layers), microbatches)
+    if layout.expert > 1:
+        traffic["expert"] = over_step(expert_traffic(job, mixtures), microbatches)
+    if layout.pipeline > 1:
+        # A rank between two others sends an activation and a gradient for each of its stages.
+        messages = 2 * microbatches * layout.virtual_stages
+        traffic["pipeline"] = over_step(message, messages)
+    return traffic
 
 
 def arithmetic(job: PlanJob) -> Arithmetic:
@@ -236,16 +261,19 @@ def arithmetic(job: PlanJob) -> Arithmetic:
         "flops", lambda: token_flops(model, job.seq_len, specs=job.all_specs, training=job.trains)
     )
     costs, _, _ = layer_costs(model, job.seq_len)
-    # a cost is that of forward and backward, which is three times the forward's
+    # A cost is that of forward and backward, which is three times the forward's.
     recomputed = sum(costs[layer] / 3 for layer in job.memory.recomputed_blocks(model.num_layers))
-    reference = 0.0 if job.reference is None else job.reference.flops(job.seq_len)
+    reference = 0.0
+    if job.reference is not None:
+        reference = job.reference.flops(job.seq_len)
     return Arithmetic(flops, recomputed, internlm_flops(job), reference)
 
 
 def internlm_flops(job: PlanJob) -> float:
     """FLOPs of one token by InternLM's formula, whose TFLOPS its logs and tables print."""
     model = job.model
-    width, factor = model.hidden_size, 4 if job.memory.recomputed_blocks(model.num_layers) else 3
+    width = model.hidden_size
+    factor = 4 if job.memory.recomputed_blocks(model.num_layers) else 3
     # its mlp_ratio is that of the configured width before rounding up to a multiple of 256
     ratio = 1.5 * _ratio(model.mean_ffn, width)
     layer = (8 + 4 * ratio) * width**2 + 4 * job.seq_len * width
@@ -253,9 +281,13 @@ def internlm_flops(job: PlanJob) -> float:
 
 
 def _ratio(ffn: float, width: int) -> float:
-    """The mlp_ratio that gives this ffn_size: 8 / 3 where it fits, since the formula takes the ratio and not the rounded width."""
+    """The mlp_ratio that gives this ffn_size: 8 / 3 where it fits, since the formula takes the
+    ratio and not the rounded width."""
     third = 8 / 3
-    return third if -(-int(width * third) // 256) * 256 == ffn else ffn / width
+    rounded_up = -(-int(width * third) // INTERNLM_FFN_MULTIPLE) * INTERNLM_FFN_MULTIPLE
+    if rounded_up == ffn:
+        return third
+    return ffn / width
 
 
 def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
@@ -276,46 +308,92 @@ def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
         "data": layout.data,
         "shard": layout.shards,
         "pipeline": layout.pipeline,
+        "expert": layout.expert,
     }
-    sizes["expert"] = layout.expert
     return {axis: mesh.groups(axis) for axis, size in sizes.items() if size > 1}
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain values."""
-    job, layout = plan.job, plan.job.layout
+    job = plan.job
+    layout = plan.job.layout
+    # Of the whole model, not of one rank.
     counts = count_parameters(job.model, job.all_specs, job.trains)
     whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
+    reference = None
+    if job.reference is not None:
+        reference = {
+            "role": job.reference.role,
+            "parameters": job.reference.parameters().total,
+        }
     return {
         "model": {
-            "parameters": whole.total, "active": active_parameters(job.model), "trained": whole.trained, "parts": parts_of(counts),
+            "parameters": whole.total,
+            "active": active_parameters(job.model),
+            "trained": whole.trained,
+            "parts": parts_of(counts),
             "seq_len": job.seq_len,
-            "reference": None if job.reference is None else {"role": job.reference.role, "parameters": job.reference.parameters().total},
+            "reference": reference,
         },
         "layout": {
-            "world": layout.world, "data": layout.data, "strategy": layout.strategy, "shard": layout.shards, "tensor": layout.tensor,
-            "sequence": layout.sequence and layout.tensor > 1, "pipeline": layout.pipeline, "schedule": layout.schedule,
-            "virtual_stages": layout.virtual_stages, "context": layout.context, "expert": layout.expert, "micro_rows": job.rows,
-            "accumulate": job.accumulate, "step_tokens": job.step_tokens, "recompute": job.memory.recompute, "settings": layout.settings(),
-            "layers_by_stage": [len(stage) for stage in job.stages],
+            "world": layout.world,
+            "data": layout.data,
+            "strategy": layout.strategy,
+            "shard": layout.shards,
+            "tensor": layout.tensor,
+            "sequence": layout.sequence and layout.tensor > 1,
+            "pipeline": layout.pipeline,
+            "schedule": layout.schedule,
+            "virtual_stages": layout.virtual_stages,
+            "context": layout.context,
+            "expert": layout.expert,
+            "micro_rows": job.rows,
+            "accumulate": job.accumulate,
+            "step_tokens": job.step_tokens,
+            "recompute": job.memory.recompute,
+            "settings": layout.settings(),
+            "layers_by_stage": [len(layers) for layers in job.stages],
         },
-        "gpu": {"name": job.gpu.name, "usable_bytes": job.usable_bytes, "bf16_flops": job.gpu.flops},
+        "gpu": {
+            "name": job.gpu.name,
+            "usable_bytes": job.usable_bytes,
+            "bf16_flops": job.gpu.flops,
+        },
         "memory": {
-            "worst_pipeline_rank": plan.worst_rank, "kinds": plan.memory.kinds, "total": plan.memory.total, "host": plan.memory.host,
-            "fits": plan.fits, "smallest_card_gb": smallest_card(plan.memory.total),
-            "by_pipeline_rank": [one.total for one in plan.by_rank],
+            "worst_pipeline_rank": plan.worst_rank,
+            "kinds": plan.memory.kinds,
+            "total": plan.memory.total,
+            "host": plan.memory.host,
+            "fits": plan.fits,
+            "smallest_card_gb": smallest_card(plan.memory.total),
+            "by_pipeline_rank": [rank_memory.total for rank_memory in plan.by_rank],
         },
         "flops_per_token": {
-            "matrices": plan.flops.model.matrices, "attention_causal": plan.flops.model.attention / 2,
-            "model_causal": plan.flops.model.causal, "model_full": plan.flops.model.full, "recomputed": plan.flops.recomputed,
-            "hardware": plan.flops.hardware, "internlm": plan.flops.internlm, "reference": plan.flops.reference,
+            "matrices": plan.flops.model.matrices,
+            "attention_causal": plan.flops.model.causal_attention,
+            "model_causal": plan.flops.model.causal,
+            "model_full": plan.flops.model.full,
+            "recomputed": plan.flops.recomputed,
+            "hardware": plan.flops.hardware,
+            "internlm": plan.flops.internlm,
+            "reference": plan.flops.reference,
         },
         "traffic": {
-            axis: {"bytes": one.sent_bytes, "seconds": one.seconds, "exposed_seconds": one.exposed} for axis, one in plan.traffic.items()
+            axis: {
+                "bytes": traffic.sent_bytes,
+                "seconds": traffic.seconds,
+                "exposed_seconds": traffic.exposed,
+            }
+            for axis, traffic in plan.traffic.items()
         },
-        "pipeline": {"bubble": plan.bubble, "in_flight": [dict(one) for one in plan.held]},
+        "pipeline": {"bubble": plan.bubble, "in_flight": [dict(held) for held in plan.held]},
         "speed": {
-            "step_seconds": plan.step_seconds, "tokens_per_second": plan.tokens_per_second, "per_gpu": plan.per_gpu,
-            "mfu_causal": plan.mfu, "mfu_full": plan.mfu_full, "hfu": plan.hfu, "update_seconds": plan.update_seconds,
+            "step_seconds": plan.step_seconds,
+            "tokens_per_second": plan.tokens_per_second,
+            "per_gpu": plan.per_gpu,
+            "mfu_causal": plan.mfu,
+            "mfu_full": plan.mfu_full,
+            "hfu": plan.hfu,
+            "update_seconds": plan.update_seconds,
         },
-    }  # fmt: skip
+    }

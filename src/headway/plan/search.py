@@ -1,14 +1,16 @@
-"""Which layouts are best: a job comes in; the fastest layouts that fit, or the nearest that fit, go out. Nothing imports torch.
+"""Which layouts are best: a job comes in; the fastest layouts that fit, or the nearest that fit, go
+out. Nothing imports torch.
 
-The batch stays the same: rows of a step over all ranks. What varies: strategy and shard size, tensor, pipeline with its schedule, context,
-expert, rows of a microbatch and recomputation. Layouts that break a rule or do not fit are left out.
+The batch stays the same: rows of a step over all ranks. What varies: strategy and shard size,
+tensor, pipeline with its schedule, context, expert, rows of a microbatch and recomputation. Layouts
+that break a rule or do not fit are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from math import log2
 
 from headway.parallel.layouts import Layout, LayoutShape, broken_sizes, divisors_of
@@ -20,7 +22,12 @@ from headway.plan.result import Plan, make_plan
 SHORT_LIST = 16
 """Pipelines that are simulated; the others are compared with the bubble of equal stages."""
 MAX_ROWS = 64
+"""Rows of a microbatch that are tried at most."""
 MAX_PIPELINE = 16
+"""Pipeline ranks that are tried at most, unless the recipe has more."""
+SIZES_PER_LAYOUT = 2
+"""Of each layout the largest microbatches that fit, and the next smaller ones: larger is not always
+faster in a pipeline."""
 LONG_ROWS = 16_384
 """Rows are shared by context ranks from this length on, or where the recipe does so."""
 RECOMPUTE: tuple[float | str, ...] = ("none", "selective", 1.0)
@@ -28,7 +35,7 @@ RECOMPUTE: tuple[float | str, ...] = ("none", "selective", 1.0)
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may vary."""
+    """The layouts and recomputations that are tried."""
 
     layouts: tuple[Layout, ...]
     recompute: tuple[float | str, ...] = RECOMPUTE
@@ -36,94 +43,112 @@ class SearchSpace:
 
 def best_plans(job: PlanJob, count: int = 10) -> list[Plan]:
     """The fastest layouts for the job's number of ranks, batch and GPU."""
-    found = [make_plan(one, simulated=False) for one in fitting_jobs(job, _space(job))]
-    found.sort(key=lambda plan: -plan.per_gpu)
-    exact = [
-        make_plan(plan.job) if plan.job.layout.pipeline > 1 else plan
-        for plan in _varied(found)[:SHORT_LIST]
+    candidates = [
+        make_plan(candidate, simulated=False) for candidate in fitting_jobs(job, _space(job))
     ]
-    exact.sort(key=lambda plan: -plan.per_gpu)
-    return exact[:count]
+    candidates.sort(key=lambda plan: -plan.per_gpu)
+
+    # Simulating a pipeline takes long: only those at the top of the list are worth it.
+    plans: list[Plan] = []
+    for plan in _varied(candidates)[:SHORT_LIST]:
+        if plan.job.layout.pipeline > 1:
+            plan = make_plan(plan.job)
+        plans.append(plan)
+    plans.sort(key=lambda plan: -plan.per_gpu)
+    return plans[:count]
 
 
 def _varied(plans: list[Plan]) -> list[Plan]:
     """Of every layout of axes the fastest, so that a list does not repeat one with other rows."""
-    seen: set[tuple[object, ...]] = set()
-    found: list[Plan] = []
+    fastest: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
-        layout = plan.job.layout
-        key = (layout, plan.job.memory.recompute)
-        if key not in seen:
-            seen.add(key)
-            found.append(plan)
-    return found
+        fastest.setdefault((plan.job.layout, plan.job.memory.recompute), plan)
+    return list(fastest.values())
 
 
 def nearest_fitting(job: PlanJob, count: int = 3) -> list[Plan]:
     """The layouts that fit and differ least from the job's."""
 
     def distance(other: PlanJob) -> float:
-        mine, its = job.layout, other.layout
+        """Doublings of every axis, one for each other choice, half of one for a doubling of
+        rows."""
+        old = job.layout
+        new = other.layout
         axes = sum(
-            abs(log2(getattr(its, axis) / getattr(mine, axis)))
+            abs(log2(getattr(new, axis) / getattr(old, axis)))
             for axis in ("tensor", "pipeline", "context", "expert", "shards")
         )
-        changed = (
-            (its.strategy != mine.strategy)
-            + (its.schedule != mine.schedule)
+        choices = (
+            (new.strategy != old.strategy)
+            + (new.schedule != old.schedule)
             + (other.memory.recompute != job.memory.recompute)
         )
-        return axes + changed + 0.5 * abs(log2(other.rows / job.rows))
+        return axes + choices + 0.5 * abs(log2(other.rows / job.rows))
 
-    jobs = sorted(fitting_jobs(job, _space(job)), key=distance)
     chosen: list[PlanJob] = []
-    for one in jobs:
-        if not any(one.layout == other.layout and one.memory == other.memory for other in chosen):
-            chosen.append(one)
+    for candidate in sorted(fitting_jobs(job, _space(job)), key=distance):
+        is_known = any(
+            candidate.layout == other.layout and candidate.memory == other.memory
+            for other in chosen
+        )
+        if not is_known:
+            chosen.append(candidate)
         if len(chosen) == count:
             break
-    return [make_plan(one) for one in chosen]
+    return [make_plan(candidate) for candidate in chosen]
 
 
 def fitting_jobs(job: PlanJob, space: SearchSpace) -> Iterator[PlanJob]:
-    """Every job of a space that breaks no rule and fits into memory; of a layout only the largest microbatches that fit."""
+    """Every job of a space that breaks no rule and fits into memory; of a layout only the largest
+    microbatches that fit."""
+    # The rows of a step are those of the recipe: a plan never changes what is learned.
     rows = job.rows * job.accumulate * job.layout.data
     for layout in space.layouts:
         if rows % layout.data or (job.allows is not None and not job.allows(layout)):
             continue
-        each = rows // layout.data
+        rank_rows = rows // layout.data
+        largest_first = [n for n in range(min(rank_rows, MAX_ROWS), 0, -1) if rank_rows % n == 0]
         for recompute in space.recompute:
             if recompute == "selective" and layout.expert > 1:
                 continue  # refused by training
             memory = job.memory.model_copy(update={"recompute": recompute})
-            found = 0
-            for micro in sorted(
-                (n for n in range(1, min(each, MAX_ROWS) + 1) if each % n == 0), reverse=True
-            ):
-                one = job.varied(layout, micro, each // micro, memory)
-                # the first rank holds the most microbatches, the last has the head
-                if all(
-                    estimate(one.memory_job(rank)).total <= job.usable_bytes
-                    for rank in {0, layout.pipeline - 1}
-                ):
-                    yield one
-                    found += 1
-                    if found == 2:
-                        break
+            # Lazy: smaller microbatches are not estimated once two sizes fit.
+            fitting = (
+                candidate
+                for micro_rows in largest_first
+                if _fits(
+                    candidate := job.varied(layout, micro_rows, rank_rows // micro_rows, memory)
+                )
+            )
+            yield from islice(fitting, SIZES_PER_LAYOUT)
+
+
+def _fits(job: PlanJob) -> bool:
+    """Whether the ranks that need the most memory have enough of it."""
+    # The first pipeline rank holds the most microbatches, the last has the head.
+    ends = {0, job.layout.pipeline - 1}
+    return all(estimate(job.memory_job(rank)).total <= job.usable_bytes for rank in ends)
 
 
 def _space(job: PlanJob) -> SearchSpace:
-    recompute = (
-        RECOMPUTE if job.memory.recompute in RECOMPUTE else (*RECOMPUTE, job.memory.recompute)
-    )
+    """All layouts worth a look, and the recomputation of the recipe beside the usual ones."""
+    if job.memory.recompute in RECOMPUTE:
+        recompute = RECOMPUTE
+    else:
+        recompute = (*RECOMPUTE, job.memory.recompute)
     return SearchSpace(tuple(layouts_of(job)), recompute)
 
 
 def layouts_of(job: PlanJob) -> Iterator[Layout]:
     """All layouts worth a look: tensor inside a node, shards over a node or everything."""
-    world, node, model = job.layout.world, job.gpu.gpus_per_node, job.model
+    world = job.layout.world
+    node = job.gpu.gpus_per_node
+    model = job.model
     shape = LayoutShape(model, job.seq_len)
     divisors = divisors_of(world)
+
+    # Tensor parallelism exchanges in every layer and needs the links inside a node; context ranks
+    # too, unless the recipe says otherwise.
     shares_rows = job.seq_len >= LONG_ROWS or job.layout.context > 1
     tensors = [n for n in divisors if n <= node]
     contexts = [
@@ -132,6 +157,7 @@ def layouts_of(job: PlanJob) -> Iterator[Layout]:
     pipelines = [
         n for n in divisors if n <= min(model.num_layers, max(MAX_PIPELINE, job.layout.pipeline))
     ]
+
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         if world % (tensor * context * pipeline) or (
             context > 1 and context * tensor > max(node, job.layout.context)
@@ -145,14 +171,15 @@ def layouts_of(job: PlanJob) -> Iterator[Layout]:
         ]
         for schedule, virtual in _schedules(pipeline, model.num_layers):
             base = replace(axes, schedule=schedule, virtual_stages=virtual)
-            for one in _sharded(base, node):
-                split = (replace(one, expert=expert) for expert in experts)
-                yield from (
-                    layout for layout in (one, *split) if not any(broken_sizes(layout, shape))
-                )
+            for sharded in _sharded(base, node):
+                layouts = [sharded, *(replace(sharded, expert=expert) for expert in experts)]
+                for layout in layouts:
+                    if not any(broken_sizes(layout, shape)):
+                        yield layout
 
 
 def _schedules(pipeline: int, layers: int) -> Iterator[tuple[ScheduleName, int]]:
+    """Schedules and stages per rank. Interleaving needs a layer for every stage."""
     yield "1f1b", 1
     if pipeline > 1:
         yield "zero_bubble", 1
@@ -168,6 +195,7 @@ def _sharded(base: Layout, node: int) -> Iterator[Layout]:
         yield replace(base, shard=1)
     if 1 < inside < base.reduce and base.reduce % inside == 0:
         yield replace(base, shard=inside)
+    # fsdp has no pipeline (parallel/layouts.py).
     if base.pipeline == 1 and base.reduce > 1:
         yield replace(base, strategy="fsdp")
         if 1 < inside < base.reduce and base.reduce % inside == 0:

@@ -1,4 +1,5 @@
-"""A plan as tables for people: a `Plan` comes in, titles with rows of text go out. Nothing imports torch."""
+"""A plan as tables for people: a `Plan` comes in, titles with rows of text go out. Nothing imports
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from headway.plan.result import Plan
 
 @dataclass(frozen=True)
 class TextTable:
-    """One table."""
+    """A title, the names of columns, and rows of text."""
 
     title: str
     columns: tuple[str, ...]
@@ -21,13 +22,14 @@ class TextTable:
 
 
 def tables(plan: Plan) -> list[TextTable]:
-    """Everything about one plan."""
-    found = [_model(plan), _layout(plan), _memory(plan), _flops(plan)]
+    """The tables of one plan, in the order in which they are printed; empty ones are left out."""
+    sections = [_model(plan), _layout(plan), _memory(plan), _flops(plan)]
     if plan.traffic:
-        found.append(_traffic(plan))
+        sections.append(_traffic(plan))
     if plan.job.layout.pipeline > 1:
-        found.append(_pipeline(plan))
-    return [*found, _speed(plan)]
+        sections.append(_pipeline(plan))
+    sections.append(_speed(plan))
+    return sections
 
 
 def _model(plan: Plan) -> TextTable:
@@ -35,9 +37,11 @@ def _model(plan: Plan) -> TextTable:
     counts = count_parameters(job.model, job.all_specs, job.trains)
     whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
     rows = [("all", f"{whole.total:,}"), ("trained", f"{whole.trained:,}")]
+    # Without experts every parameter is active, and the row would repeat the first one.
     if job.model.experts is not None:
         rows.insert(1, ("active for one token", f"{active_parameters(job.model):,}"))
     rows += [(part, f"{size:,}") for part, size in parts_of(counts).items()]
+    # The rank that decides whether the run fits.
     here = job.parameters_of(plan.worst_rank).total
     return TextTable(
         "Parameters",
@@ -47,14 +51,19 @@ def _model(plan: Plan) -> TextTable:
 
 
 def _layout(plan: Plan) -> TextTable:
-    job, layout = plan.job, plan.job.layout
-    axes = f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
+    job = plan.job
+    layout = plan.job.layout
+    axes = (
+        f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor "
+        f"{layout.tensor}"
+    )
     rows = [
         ("ranks", f"{layout.world} = {axes}"),
         ("strategy", f"{layout.strategy} over {layout.shards}"),
         (
             "step",
-            f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x {job.rows} rows x {job.seq_len}",
+            f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x "
+            f"{job.rows} rows x {job.seq_len}",
         ),
         ("settings", layout.settings()),
     ]
@@ -69,22 +78,21 @@ def _memory(plan: Plan) -> TextTable:
     usable = plan.job.usable_bytes
     rows = [(kind, amount(size)) for kind, size in plan.memory.kinds.items() if size]
     rows.append(("all", amount(plan.memory.total)))
-    rows.append(
-        (
-            f"usable of a {plan.job.gpu.name}",
-            f"{amount(usable)}: {'fits' if plan.fits else 'does NOT fit'}",
-        )
-    )
+    verdict = "fits" if plan.fits else "does NOT fit"
+    rows.append((f"usable of a {plan.job.gpu.name}", f"{amount(usable)}: {verdict}"))
     card = smallest_card(plan.memory.total)
     rows.append(("smallest card", "none" if card is None else f"{card} GB"))
     if plan.memory.host:
         rows.append(("host memory", amount(plan.memory.host)))
-    where = f" (pipeline rank {plan.worst_rank})" if plan.job.layout.pipeline > 1 else ""
+    where = ""
+    if plan.job.layout.pipeline > 1:
+        where = f" (pipeline rank {plan.worst_rank})"
     return TextTable(f"Memory of the rank with the most bytes{where}", ("kind", "bytes"), rows)
 
 
 def _flops(plan: Plan) -> TextTable:
-    flops, reference = plan.flops, plan.job.reference
+    flops = plan.flops
+    reference = plan.job.reference
     rows = [
         ("matrices", _gflop(flops.model.matrices)),
         ("attention, causal", _gflop(flops.model.causal_attention)),
@@ -93,14 +101,11 @@ def _flops(plan: Plan) -> TextTable:
             "model, attention over whole rows and windows (6 N + 12 L H Q T)",
             _gflop(flops.model.full),
         ),
-        *(
-            [(f"{reference.role}: forward, causal", _gflop(flops.reference))]
-            if reference is not None
-            else []
-        ),
-        ("hardware: with recomputation", _gflop(flops.hardware)),
-        ("InternLM's formula", f"{flops.internlm:,.0f}"),
     ]
+    if reference is not None:
+        rows.append((f"{reference.role}: forward, causal", _gflop(flops.reference)))
+    rows.append(("hardware: with recomputation", _gflop(flops.hardware)))
+    rows.append(("InternLM's formula", f"{flops.internlm:,.0f}"))
     return TextTable("FLOPs per token", ("part", "FLOPs"), rows)
 
 
@@ -112,11 +117,11 @@ def _traffic(plan: Plan) -> TextTable:
     rows = [
         (
             axis,
-            amount(one.sent_bytes),
-            f"{1000 * one.seconds:.1f} ms",
-            f"{1000 * one.exposed:.1f} ms",
+            amount(traffic.sent_bytes),
+            f"{1000 * traffic.seconds:.1f} ms",
+            f"{1000 * traffic.exposed:.1f} ms",
         )
-        for axis, one in plan.traffic.items()
+        for axis, traffic in plan.traffic.items()
     ]
     return TextTable("Sent by a rank in a step", ("axis", "bytes", "takes", "not hidden"), rows)
 

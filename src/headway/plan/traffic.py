@@ -1,11 +1,15 @@
-"""What ranks send each other in a step: a job comes in; bytes and seconds by axis go out. Numbers only; nothing imports torch.
+"""What ranks send each other in a step: a job comes in; bytes and seconds by axis go out. Numbers
+only; nothing imports torch.
 
-    data       gradients and parameters of ranks with the same part of the model (zero1: once a step; fsdp: every microbatch and block)
-    tensor     activations around every product of a layer          context    heads for tokens (Ulysses), keys and values (ring)
-    pipeline   activations and their gradients between stages       expert     tokens to their experts and back
+    data       gradients and parameters of ranks with the same part of the model (zero1: once a
+               step; fsdp: every microbatch and block)
+    tensor     activations around every product of a layer
+    context    heads for tokens (Ulysses), keys and values (ring)
+    pipeline   activations and their gradients between stages
+    expert     tokens to their experts and back
 
-A ring over n ranks sends (n - 1) / n of the whole from every rank. A group inside a node uses its links; one that spans nodes is as fast
-as the network adapters of its members in one node.
+A ring over n ranks sends (n - 1) / n of the whole from every rank. A group inside a node uses its
+links; one that spans nodes is as fast as the network adapters of its members in one node.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from headway.plan.rates import (
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """One axis in one step: what a rank sends, how long that takes, and how much of it computation does not hide."""
+    """One axis in one step: what a rank sends, how long that takes, and how much of it computation
+    does not hide."""
 
     sent_bytes: float = 0.0
     seconds: float = 0.0
@@ -58,52 +63,65 @@ class RankRing:
 
     def bandwidth(self, gpu: GpuModel) -> float:
         """Bytes per second of a collective on one rank."""
-        within = gpu.link * (NVLINK if gpu.is_nvlink else PCIE)
-        return min(within, gpu.network * NETWORK * self.inside) if self.spans_nodes else within
+        efficiency = NVLINK if gpu.is_nvlink else PCIE
+        within_node = gpu.link * efficiency
+        if self.spans_nodes:
+            # Every member in a node has an adapter, and a ring's traffic spreads over all of them.
+            return min(within_node, gpu.network * NETWORK * self.inside)
+        return within_node
 
     @property
     def hops(self) -> float:
         """Seconds for a message to pass every rank once."""
         nodes = self.size / self.inside
-        return (self.size - nodes) * HOP_INSIDE + (nodes if self.spans_nodes else 0) * HOP_BETWEEN
+        inside = (self.size - nodes) * HOP_INSIDE
+        if self.spans_nodes:
+            return inside + nodes * HOP_BETWEEN
+        return inside
+
+    @property
+    def hop_seconds(self) -> float:
+        """The slowest step from one rank to the next."""
+        return HOP_BETWEEN if self.spans_nodes else HOP_INSIDE
 
     def pass_seconds(self, gpu: GpuModel, size: float, messages: float = 1.0) -> float:
-        """All-gather or reduce-scatter of `size` bytes in so many messages; an all-reduce is two of them."""
+        """All-gather or reduce-scatter of `size` bytes in so many messages; an all-reduce is two of
+        them."""
         if self.size == 1:
             return 0.0
         return size * (self.size - 1) / self.size / self.bandwidth(gpu) + messages * self.hops
 
 
 def rings(job: PlanJob) -> dict[str, RankRing]:
-    """The groups of every axis. Tensor ranks are neighbours, then context, then data; pipeline ranks are farthest apart."""
-    layout, node = job.layout, job.gpu.gpus_per_node
-    found: dict[str, RankRing] = {}
-    inner = 1
-    for axis, size in (
-        ("tensor", layout.tensor),
-        ("context", layout.context),
-        ("reduce", layout.reduce),
-        ("pipeline", layout.pipeline),
-    ):
-        if axis == "reduce":
-            inner = layout.tensor
-            found["shard"] = RankRing(layout.shards, max(1, min(layout.shards, node // inner)))
-            outer = inner * layout.shards
-            copies = layout.reduce // layout.shards
-            found["replicate"] = RankRing(copies, max(1, min(copies, node // outer)))
-            outer = inner * layout.expert
-            found["expert"] = RankRing(layout.expert, max(1, min(layout.expert, node // inner)))
-            shards, copies = (
-                layout.expert_shards,
-                layout.reduce // (layout.expert * layout.expert_shards),
-            )
-            found["expert_shard"] = RankRing(shards, max(1, min(shards, node // outer)))
-            found["expert_replicate"] = RankRing(
-                copies, max(1, min(copies, node // (outer * shards)))
-            )
-        found[axis] = RankRing(size, max(1, min(size, node // inner)))
-        inner *= size
-    return found
+    """The groups of every axis. Tensor ranks are neighbours, then context, then data; pipeline
+    ranks are farthest apart."""
+    layout = job.layout
+    node = job.gpu.gpus_per_node
+
+    def ring(size: int, stride: int) -> RankRing:
+        """`size` ranks that are `stride` apart: of a node's ranks every `stride`-th is a member."""
+        return RankRing(size, max(1, min(size, node // stride)))
+
+    # The distance between neighbours of an axis is the product of the axes inside it. Data ranks
+    # and context ranks exchange gradients together ("reduce"), so this axis starts right behind
+    # tensor.
+    tensor = layout.tensor
+    shard = layout.shards
+    expert = layout.expert
+    expert_shard = layout.expert_shards
+    return {
+        "tensor": ring(tensor, 1),
+        "context": ring(layout.context, tensor),
+        "shard": ring(shard, tensor),
+        "replicate": ring(layout.reduce // shard, tensor * shard),
+        "expert": ring(expert, tensor),
+        "expert_shard": ring(expert_shard, tensor * expert),
+        "expert_replicate": ring(
+            layout.reduce // (expert * expert_shard), tensor * expert * expert_shard
+        ),
+        "reduce": ring(layout.reduce, tensor),
+        "pipeline": ring(layout.pipeline, tensor * layout.reduce),
+    }
 
 
 def exposed(seconds: float, window: float) -> float:
@@ -113,92 +131,124 @@ def exposed(seconds: float, window: float) -> float:
 
 def data_traffic(job: PlanJob, stages: list[PassSeconds], rank: int) -> AxisTraffic:
     """Gradients and parameters of one rank of the pipeline."""
-    layout, count = job.layout, job.parameters_of(rank)
+    layout = job.layout
+    count = job.parameters_of(rank)
     if layout.reduce == 1:
         return AxisTraffic()
-    mine = [stages[stage] for stage in job.stages_of(rank)]
-    forward, backward = sum(one.forward for one in mine), sum(one.backward for one in mine)
+    local_stages = [stages[stage] for stage in job.stages_of(rank)]
+    forward = sum(stage.forward for stage in local_stages)
+    backward = sum(stage.backward for stage in local_stages)
     if layout.strategy == "fsdp" and layout.shards > 1:
+        # Experts are sharded over fewer ranks than the rest, so they are exchanges of their own.
         experts = count.experts + count.frozen_experts
+        # quantised parameters travel as bytes: counted in elements of the compute dtype
         gathered = count.total - count.packed + count.packed_bytes // job.compute_bytes - experts
         plain = _fsdp(job, count.trained - count.experts, gathered, forward, backward)
-        return (
-            plain + _fsdp(job, count.experts, experts, forward, backward, "expert_")
-            if experts
-            else plain
-        )
+        if experts:
+            return plain + _fsdp(job, count.experts, experts, forward, backward, "expert_")
+        return plain
     if job.software.exchange == "broadcast":
         return _broadcast(job, count.trained, forward, backward)
     plain = _shards(job, count.trained - count.experts, forward, backward)
-    return (
-        plain + _shards(job, count.experts, forward, backward, "expert_")
-        if count.experts
-        else plain
-    )
+    if count.experts:
+        return plain + _shards(job, count.experts, forward, backward, "expert_")
+    return plain
 
 
 def _shards(
-    job: PlanJob, trained: int, forward: float, backward: float, of: str = ""
+    job: PlanJob, trained: int, forward: float, backward: float, group: str = ""
 ) -> AxisTraffic:
-    """zero1: gradients are reduced to shards during the last backward; updated parameters are gathered during the next forward."""
-    ring, software = rings(job), job.software
-    shard, copies = ring[of + "shard"], ring[of + "replicate"]
+    """zero1: gradients are reduced to shards during the last backward; updated parameters are
+    gathered during the next forward."""
+    ring = rings(job)
+    software = job.software
+    shard = ring[group + "shard"]
+    copies = ring[group + "replicate"]
     buckets = max(1.0, trained / (software.bucket_elements or job.bucket_bytes / job.grad_bytes))
+
+    # Reduce-scatter inside the shard group, then an all-reduce (two passes) of the shard among its
+    # copies.
     gradients = trained * software.reduce_bytes
     reduce = shard.pass_seconds(job.gpu, gradients, buckets) + 2 * copies.pass_seconds(
         job.gpu, gradients / shard.size, buckets
     )
-    gather = (
-        shard.pass_seconds(job.gpu, trained * job.compute_bytes, buckets) if shard.size > 1 else 0.0
-    )
+    # Without shards (ddp) every rank updates all parameters itself.
+    gather = 0.0
+    if shard.size > 1:
+        gather = shard.pass_seconds(job.gpu, trained * job.compute_bytes, buckets)
+
     share = (shard.size - 1) / shard.size
-    sent = (gradients + trained * job.compute_bytes) * share + 2 * gradients / shard.size * (
-        copies.size - 1
-    ) / max(1, copies.size)
-    return AxisTraffic(sent, reduce + gather, exposed(reduce, backward) + exposed(gather, forward))
+    sent_in_shard = (gradients + trained * job.compute_bytes) * share
+    sent_to_copies = 2 * gradients / shard.size * (copies.size - 1) / max(1, copies.size)
+    return AxisTraffic(
+        sent_in_shard + sent_to_copies,
+        reduce + gather,
+        exposed(reduce, backward) + exposed(gather, forward),
+    )
 
 
 def _broadcast(job: PlanJob, trained: int, forward: float, backward: float) -> AxisTraffic:
-    """All-reduce of gradients over all ranks; then every rank of the shard group broadcasts the whole parameters it has updated."""
-    ring, software = rings(job), job.software
-    reduce, shard = ring["reduce"], ring["shard"]
+    """All-reduce of gradients over all ranks; then every rank of the shard group broadcasts the
+    whole parameters it has updated."""
+    ring = rings(job)
+    software = job.software
+    reduce = ring["reduce"]
+    shard = ring["shard"]
     buckets = max(1.0, trained / (software.bucket_elements or job.bucket_bytes / job.grad_bytes))
     gradients = trained * software.reduce_bytes
     summed = 2 * reduce.pass_seconds(job.gpu, gradients, buckets)
+    # InternEvo assigns whole tensors to ranks: each matrix, and two norms of a layer.
     matrices = sum(1 for spec in job.all_specs.values() if len(spec.shape) > 1)
     tensors = matrices + 2 * job.model.num_layers
-    # a chain to every rank, one message for each rank that has whole tensors; it hides nothing and nothing hides it
-    sent_to_all = trained * job.compute_bytes / shard.bandwidth(job.gpu) + min(
-        shard.size, tensors
-    ) * shard.size * (HOP_BETWEEN if shard.spans_nodes else HOP_INSIDE)
-    gather = sent_to_all if shard.size > 1 else 0.0
-    sent = 2 * gradients * (reduce.size - 1) / reduce.size + trained * job.compute_bytes / max(
-        1, shard.size
+
+    # A chain to every rank, one message for each rank that has whole tensors; nothing is computed
+    # meanwhile.
+    broadcast = 0.0
+    if shard.size > 1:
+        chain_hops = min(shard.size, tensors) * shard.size
+        broadcast = (
+            trained * job.compute_bytes / shard.bandwidth(job.gpu) + chain_hops * shard.hop_seconds
+        )
+
+    sent_gradients = 2 * gradients * (reduce.size - 1) / reduce.size
+    sent_parameters = trained * job.compute_bytes / max(1, shard.size)
+    return AxisTraffic(
+        sent_gradients + sent_parameters,
+        summed + broadcast,
+        exposed(summed, backward) + broadcast,
     )
-    return AxisTraffic(sent, summed + gather, exposed(summed, backward) + gather)
 
 
 def _fsdp(
-    job: PlanJob, trained: int, total: int, forward: float, backward: float, of: str = ""
+    job: PlanJob, trained: int, total: int, forward: float, backward: float, group: str = ""
 ) -> AxisTraffic:
-    """Parameters are gathered block by block, for forward and again for backward; gradients are reduced once a step."""
+    """Parameters are gathered block by block, for forward and again for backward; gradients are
+    reduced once a step."""
     ring = rings(job)
-    shard, copies = ring[of + "shard"], ring[of + "replicate"]
+    shard = ring[group + "shard"]
+    copies = ring[group + "replicate"]
+    # One message for each block, and one for embedding and head.
     blocks = job.model.num_layers + 1
     gather = shard.pass_seconds(job.gpu, total * job.compute_bytes, blocks)
     gradients = trained * job.software.reduce_bytes
     reduce = shard.pass_seconds(job.gpu, gradients, blocks) + 2 * copies.pass_seconds(
         job.gpu, gradients / shard.size, blocks
     )
-    times = job.accumulate
-    again = gather if job.reshard else 0.0
-    cost = times * (exposed(gather, forward) + exposed(again, backward)) + exposed(
-        reduce, max(0.0, backward - again)
-    )
+    microbatches = job.accumulate
+    gather_again = gather if job.reshard else 0.0
+
+    # The last backward has both on the link; what the gathers leave of it hides the gradients'
+    # exchange.
+    gathers_exposed = microbatches * (exposed(gather, forward) + exposed(gather_again, backward))
+    reduce_exposed = exposed(reduce, max(0.0, backward - gather_again))
+
     share = (shard.size - 1) / shard.size
-    sent = times * (2 if job.reshard else 1) * total * job.compute_bytes * share + gradients * share
+    num_gathers = 2 if job.reshard else 1
+    sent = microbatches * num_gathers * total * job.compute_bytes * share + gradients * share
     sent += 2 * gradients / shard.size * (copies.size - 1) / max(1, copies.size)
-    return AxisTraffic(sent, times * (gather + again) + reduce, cost)
+    return AxisTraffic(
+        sent, microbatches * (gather + gather_again) + reduce, gathers_exposed + reduce_exposed
+    )
 
 
 def tensor_traffic(job: PlanJob, layers: int) -> AxisTraffic:
@@ -208,59 +258,77 @@ def tensor_traffic(job: PlanJob, layers: int) -> AxisTraffic:
         return AxisTraffic()
     ring = rings(job)["tensor"]
     size = job.tokens * job.model.hidden_size * job.compute_bytes
-    # with sequence parallelism a gather before and a sum after attention and feed-forward, both ways; else two all-reduces each way
-    passes = 8 + (2 if layout.sequence and job.software.regathers else 0)
-    again = len(job.memory.recomputed_blocks(job.model.num_layers)) / job.model.num_layers
-    passes += 4 * again
+
+    # With sequence parallelism a gather before and a sum after attention and feed-forward, both
+    # ways; else two all-reduces each way, which are two passes each.
+    passes = 8.0
+    if layout.sequence and job.software.regathers:
+        passes += 2
+    passes += 4 * _recomputed_share(job)
+
     seconds = layers * passes * ring.pass_seconds(job.gpu, size)
     sent = layers * passes * size * (ring.size - 1) / ring.size
-    return AxisTraffic(
-        sent, seconds, seconds * (ASYNC_TENSOR if job.software.async_tensor else 1.0)
-    )
+    # Products wait for their inputs: nothing hides these exchanges unless they are pipelined.
+    visible = ASYNC_TENSOR if job.software.async_tensor else 1.0
+    return AxisTraffic(sent, seconds, seconds * visible)
+
+
+def _recomputed_share(job: PlanJob) -> float:
+    """Share of the layers whose forward runs a second time."""
+    return len(job.memory.recomputed_blocks(job.model.num_layers)) / job.model.num_layers
 
 
 def context_traffic(job: PlanJob, layers: int) -> AxisTraffic:
     """Exchanges around attention in some layers, one microbatch."""
-    layout, model = job.layout, job.model
+    layout = job.layout
+    model = job.model
     if layout.context == 1:
         return AxisTraffic()
-    ring, heads = rings(job)["context"], ulysses_size(layout, model)
+    ring = rings(job)["context"]
+    heads = ulysses_size(layout, model)
     query = model.num_heads * model.head_size / layout.tensor
     key = model.kv_heads * model.head_size / min(layout.tensor, model.kv_heads)
-    each = job.tokens * job.compute_bytes
-    again = 1 + 0.5 * len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
-    # q, k, v to heads and the result back, and their gradients
-    exchanged = 2 * again * each * (2 * query + 2 * key) * (heads - 1) / heads
-    rounds = ring_size(layout, model)
-    # keys and values to the next rank; in backward with their gradients
-    passed = (again + 2) * each * 2 * key * (rounds - 1) * heads / max(1, heads)
+    channel_bytes = job.tokens * job.compute_bytes
+    # Recomputation repeats the forward half of the exchanges.
+    passes = 1 + 0.5 * _recomputed_share(job)
+
+    # Ulysses: q, k, v to heads and the result back, and their gradients.
+    exchanged = 2 * passes * channel_bytes * (2 * query + 2 * key) * (heads - 1) / heads
+    # Ring: keys and values to the next rank; in backward with their gradients.
+    turns = ring_size(layout, model)
+    passed = (passes + 2) * channel_bytes * 2 * key * (turns - 1) * heads / max(1, heads)
+
+    # Attention waits for its heads; a ring's next keys travel while it computes with the last ones.
     rate = ring.bandwidth(job.gpu)
-    hop = HOP_BETWEEN if ring.spans_nodes else HOP_INSIDE
-    waits = layers * (exchanged / rate + 8 * ring.hops / max(1, rounds))
-    passing = layers * (passed / rate + 3 * (rounds - 1) * hop)
-    return AxisTraffic(layers * (exchanged + passed), waits + passing, waits + UNHIDDEN * passing)
+    waiting = layers * (exchanged / rate + 8 * ring.hops / max(1, turns))
+    passing = layers * (passed / rate + 3 * (turns - 1) * ring.hop_seconds)
+    return AxisTraffic(
+        layers * (exchanged + passed), waiting + passing, waiting + UNHIDDEN * passing
+    )
 
 
 def expert_traffic(job: PlanJob, mixtures: int) -> AxisTraffic:
     """Tokens of some mixtures to their experts and back, one microbatch, both ways; equal loads."""
-    layout, experts = job.layout, job.model.experts
+    layout = job.layout
+    experts = job.model.experts
     if layout.expert == 1 or experts is None:
         return AxisTraffic()
     ring = rings(job)["expert"]
-    again = 0.5 * len(job.memory.recomputed_blocks(job.model.num_layers)) / job.model.num_layers
-    exchanges = 4 * (1 + again)  # there and back, and their gradients
+    # there and back, and their gradients; recomputation repeats the forward half
+    recomputed = 0.5 * _recomputed_share(job)
+    exchanges = 4 * (1 + recomputed)
     size = job.tokens * experts.per_token * job.model.hidden_size * job.compute_bytes
     share = (ring.size - 1) / ring.size
-    rate = (
-        min(ring.bandwidth(job.gpu), job.gpu.network * NETWORK)
-        if ring.spans_nodes
-        else ring.bandwidth(job.gpu)
-    )
-    hop = HOP_BETWEEN if ring.spans_nodes else HOP_INSIDE
-    # counts are exchanged first, and the host reads them
-    seconds = mixtures * (
-        exchanges * (size * share / rate + hop) + (1 + 2 * again) * (2 * hop + LAUNCH)
-    )
+    rate = ring.bandwidth(job.gpu)
+    if ring.spans_nodes:
+        # an all-to-all is no ring: each rank sends through its own adapter
+        rate = min(rate, job.gpu.network * NETWORK)
+
+    # Counts are exchanged first, and the host reads them: it must know how much will arrive.
+    hop = ring.hop_seconds
+    exchange_seconds = exchanges * (size * share / rate + hop)
+    count_seconds = (1 + 2 * recomputed) * (2 * hop + LAUNCH)
+    seconds = mixtures * (exchange_seconds + count_seconds)
     return AxisTraffic(mixtures * exchanges * size * share, seconds, seconds)
 
 
@@ -270,23 +338,31 @@ def mixtures_in(job: PlanJob, layers: range) -> int:
 
 
 def pipeline_message(job: PlanJob) -> AxisTraffic:
-    """One tensor between two stages."""
+    """One activation, or its gradient, from a stage to the next."""
     layout = job.layout
     if layout.pipeline == 1:
         return AxisTraffic()
     ring = rings(job)["pipeline"]
-    shared = layout.tensor if layout.tensor > 1 and layout.sequence else 1
-    size = job.tokens * job.model.hidden_size * job.compute_bytes / shared
-    rate = job.gpu.network * NETWORK if ring.spans_nodes else ring.bandwidth(job.gpu)
-    seconds = size / rate + (HOP_BETWEEN if ring.spans_nodes else HOP_INSIDE)
+    # with sequence parallelism each tensor rank has and sends only its own tokens
+    senders = layout.tensor if layout.tensor > 1 and layout.sequence else 1
+    size = job.tokens * job.model.hidden_size * job.compute_bytes / senders
+    if ring.spans_nodes:
+        # point to point: one adapter, not those of all members
+        rate = job.gpu.network * NETWORK
+    else:
+        rate = ring.bandwidth(job.gpu)
+    seconds = size / rate + ring.hop_seconds
     return AxisTraffic(size, seconds, seconds)
 
 
 def stages_of_job(job: PlanJob) -> list[PassSeconds]:
     """Every stage with the exchanges inside its layers, which computation waits for."""
-    found: list[PassSeconds] = []
-    for stage, seconds in zip(job.stages, stage_seconds(job), strict=True):
-        inside = tensor_traffic(job, len(stage)).exposed + context_traffic(job, len(stage)).exposed
-        inside += expert_traffic(job, mixtures_in(job, stage)).exposed
-        found.append(seconds + PassSeconds(inside / 3, 2 * inside / 3, 0.0))
-    return found
+    stages: list[PassSeconds] = []
+    for layers, seconds in zip(job.stages, stage_seconds(job), strict=True):
+        waiting = (
+            tensor_traffic(job, len(layers)).exposed + context_traffic(job, len(layers)).exposed
+        )
+        waiting += expert_traffic(job, mixtures_in(job, layers)).exposed
+        # Divided like the arithmetic: a third forward, two thirds backward.
+        stages.append(seconds + PassSeconds(waiting / 3, 2 * waiting / 3, 0.0))
+    return stages

@@ -1,9 +1,12 @@
-"""How the items of raw files become tokens: one reader and one encoder for texts, one reader and one encoder for records of any kind.
+"""How the items of raw files become tokens: one reader and one encoder for texts, one reader and
+one encoder for records of any kind.
 
-A reader yields items with their sizes; an encoder turns a list of items into `Encoded` and runs in worker processes.
+A reader yields items with their sizes; an encoder turns a list of items into `Encoded` and runs in
+worker processes.
 
     text        file or record -> TextPiece -> ids, with the begin and end token
-    records     record -> example of its kind (headway/records) -> conversations -> documents with ids and loss mask
+    records     record -> example of its kind (headway/records) -> conversations
+                -> documents with ids and loss mask
 """
 
 from __future__ import annotations
@@ -57,15 +60,17 @@ class TextReader:
 
     def __call__(self, files: Sequence[Path]) -> Iterator[tuple[TextPiece, int]]:
         for blocks in self._texts(files):
+            # The size decides only where chunks end, so characters will do.
             for piece in self.tokenizer.pieces(blocks):
                 yield piece, len(piece.text)
 
     def _texts(self, files: Sequence[Path]) -> Iterator[Iterator[str]]:
+        """Each text as blocks, so that one longer than memory can be read."""
         if self.clean is None:
-            found = read_blocks(
+            texts = read_blocks(
                 files, text_key=self.text_key, template=self.template, split=self.split
             )
-            return (blocks for _, blocks in found)
+            return (blocks for _, blocks in texts)
         documents = read_documents(
             files, text_key=self.text_key, template=self.template, split=self.split
         )
@@ -89,12 +94,19 @@ class TextEncoder:
     def encode(self, items: list[TextPiece]) -> Encoded:
         """The ids of some texts. The first and the last item may be parts of longer texts."""
         encode = self._tokenizer.encode_pieces
-        # One text at a time keeps a worker on one core; many at once would start as many threads as there are cores in every worker.
-        found = encode(items) if self.threads else [encode([item])[0] for item in items]
+        # One text at a time keeps a worker on one core; many at once would start as many threads as
+        # there are cores in every worker.
+        if self.threads:
+            encoded = encode(items)
+        else:
+            encoded = [encode([item])[0] for item in items]
+
         flat: list[int] = []
         lengths: list[int] = []
-        empty = begin = 0
-        for item, ids in zip(items, found, strict=True):
+        empty = 0
+        begin = 0
+        for item, ids in zip(items, encoded, strict=True):
+            # A whole text without a token is no document; a part of one may well be empty.
             if item.first and item.last and not ids:
                 empty += 1
                 continue
@@ -106,18 +118,23 @@ class TextEncoder:
                     flat.append(self.eos_id)
                 lengths.append(len(flat) - begin)
                 begin = len(flat)
+
+        # ASCII, the usual case, need not be encoded to know its bytes.
         size = sum(
             len(item.text) if item.text.isascii() else len(item.text.encode()) for item in items
         )
         counts = {"bytes": size, "empty": empty}
+        # Tokens of a text whose last piece is not among these items.
+        open_tokens = len(flat) - begin
         return Encoded(
-            np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts, len(flat) - begin
+            np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts, open_tokens
         )
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which records are for validation: those whose hash is at most `threshold`. Its repr is part of the key of an unfinished build."""
+    """Which records are for validation: those whose hash is at most `threshold`. Its repr is part
+    of the key of an unfinished build."""
 
     seed: int
     threshold: int
@@ -129,7 +146,8 @@ class Split:
 
     @staticmethod
     def sides(files: Sequence[Path], fraction: float, seed: int) -> list[Split]:
-        """Both sides: `fraction` of all records, rounded, are for validation, and neither side is empty."""
+        """Both sides: `fraction` of all records, rounded, are for validation, and neither side is
+        empty."""
         hashes = np.fromiter(
             (record_hash(seed, record, number) for record, number in numbered_records(files)),
             np.int64,
@@ -139,10 +157,14 @@ class Split:
     @staticmethod
     def of_hashes(hashes: Longs, files: Sequence[Path], fraction: float, seed: int) -> list[Split]:
         """Both sides, from the hashes of all records."""
+        # Each side needs a record.
         if len(hashes) < 2:
             raise DataError(
-                f"{files[0]}: {len(hashes)} record cannot be split into training and validation data."
+                f"{files[0]}: {len(hashes)} record cannot be split into training and validation "
+                "data."
             )
+        # The `count` records with the lowest hashes validate: exactly the fraction, whatever the
+        # hashes are.
         count = min(max(1, round(len(hashes) * fraction)), len(hashes) - 1)
         threshold = int(np.partition(hashes, count - 1)[count - 1])
         return [Split(seed, threshold, side) for side in SIDES]
@@ -163,20 +185,26 @@ class RecordReader:
 
 
 def numbered_records(files: Sequence[Path]) -> Iterator[tuple[Record, int]]:
-    """The records of some files, each with its number in its file."""
+    """The records of some files, each with its number in its file: the numbers by which
+    `RecordReader` splits."""
     for file in files:
+        # In its file, not overall: a file that is added leaves the hashes of all other records as
+        # they are.
         for number, record in enumerate(read_records([file])):
             yield record, number
 
 
 def record_hash(seed: int, record: Record, number: int) -> int:
-    """A random number that depends on the seed, the file's name and the record's number in it alone."""
+    """A random number that depends on the seed, the file's name and the record's number in it
+    alone."""
+    # The name without its folder: a copy of the data is split the same way.
     return derive(seed, "valid", Path(record.source).name, number)
 
 
 @dataclass(frozen=True)
 class RecordEncoder:
-    """Encodes the records of one kind with a chat template; a worker process opens the tokenizer once."""
+    """Encodes the records of one kind with a chat template; a worker process opens the tokenizer
+    once."""
 
     tokenizer: Path
     template: str
@@ -201,19 +229,24 @@ class RecordEncoder:
                 example = parse_record(self.kind, record, fields)
                 count_unread(example.unread, counts)
                 planned.append((record, example, self.kind.segments(example, template)))
+
+        # One call for all texts of the chunk: the tokenizer is fastest with many at once.
         flat = [segments for _, _, conversations in planned for segments in conversations]
         rendered = iter(encode_segments(flat, template.name, tokenizer, self.threads))
+
         encoder = self.kind.encoder(self.settings)
         context = EncodeContext(tokenizer, template, counts)
         documents: list[EncodedDocument] = []
         for record, example, conversations in planned:
+            # All results of the record are taken before one may raise: the next record's follow.
             results = [next(rendered) for _ in conversations]
             with self._bad_records(record, counts):
-                documents += encoder.documents(
-                    example, [_checked(result) for result in results], context
-                )
-        ids = np.concatenate([np.zeros(0, np.uint32), *(one.ids for one in documents)])
-        mask = np.concatenate([np.zeros(0, np.bool_), *(one.mask for one in documents)])
+                checked = [_checked(result) for result in results]
+                documents += encoder.documents(example, checked, context)
+
+        ids = np.concatenate([np.zeros(0, np.uint32), *(document.ids for document in documents)])
+        mask = np.concatenate([np.zeros(0, np.bool_), *(document.mask for document in documents)])
+        lengths = np.array([len(document.ids) for document in documents], np.int64)
         types = None
         if self.kind.is_typed:
             types = [document.type for document in documents]
@@ -223,7 +256,6 @@ class RecordEncoder:
             tokens=len(ids),
             targets=int(mask.sum()),
         )
-        lengths = np.array([len(document.ids) for document in documents], np.int64)
         media: list[tuple[MediaItem, ...]] = []
         if self.kind.holds_media:
             media = [document.items for document in documents]
@@ -231,10 +263,12 @@ class RecordEncoder:
 
     @contextmanager
     def _bad_records(self, record: Record, counts: Counter[str]) -> Iterator[None]:
-        """Count a bad record with `drop_bad`; else raise its error with the place and the remedy."""
+        """Count a bad record with `drop_bad`; else raise its error with the place and the
+        remedy."""
         try:
             yield
         except DataError as error:
+            # Errors of other types are ours, not the record's, and end the build in any case.
             if not self.settings.drop_bad:
                 raise DataError(f"{with_place(record, error)} {self.kind.remedy}") from None
             counts["bad"] += 1

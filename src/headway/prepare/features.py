@@ -1,12 +1,15 @@
-"""Tables of what a run of several modalities reads. In: samples (a text, a picture, a sound, any of them absent) and an encoder per
-modality; out: one table per modality, and for every sample its row in each.
+"""Tables of what a run of several modalities reads. In: samples (a text, a picture, a sound, any of
+them absent) and an encoder per modality; out: one table per modality, and for every sample its row
+in each.
 
-    records -> samples -> content hashes -> cache/media/<encoder>/<contents>/    features of a frozen encoder, or inputs of a trained one
-                                         -> cache/media/samples-<key>            which rows the samples have
+    records -> samples -> content hashes
+        -> cache/media/<encoder>/<contents>/    features of a frozen encoder, or inputs of a trained
+        -> cache/media/samples-<key>            the content hashes of the samples
 
-A table is named by the encoder's identity, how items are decoded, and the hashes of the contents: the same data is encoded once, wherever
-it lies; rows of other tables of the same encoder are copied. A killed build continues. A file that cannot be read ends the build, or with
-`skip_bad` is left out, counted and listed. Only one process builds; others wait.
+A table is named by the encoder's identity, how items are decoded, and the hashes of the contents:
+the same data is encoded once, wherever it lies; rows of other tables of the same encoder are
+copied. A killed build continues. A file that cannot be read ends the build, or with `skip_bad` is
+left out, counted and listed. Only one process builds; others wait.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ log = logging.getLogger("headway")
 
 FOLDER = "media"
 BATCH_ITEMS = 64
+"""Items that an encoder gets at once."""
 SHOWN_BAD = 10
+"""Items that cannot be read, of which a message lists these many."""
 VIDEO = "video"
 
 
@@ -51,7 +56,7 @@ class RowMaker(Protocol):
 
     @property
     def modality(self) -> str:
-        """Of its items."""
+        """The modality of the items it reads."""
         ...
 
     @property
@@ -61,12 +66,12 @@ class RowMaker(Protocol):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Of a row."""
+        """The shape of one row."""
         ...
 
     @property
     def row_dtype(self) -> str:
-        """Of a row."""
+        """The dtype of a row, as numpy calls it."""
         ...
 
     def read(self, item: Item) -> Array:
@@ -113,31 +118,37 @@ class SampleSet:
     def content_key(self) -> str:
         """Changes with the samples and with the encoders."""
         tables = [table.content_key for table in self.tables]
-        return hashlib.sha256(
-            repr((self.modalities, tables, self.rows.tobytes())).encode()
-        ).hexdigest()
+        parts = (self.modalities, tables, self.rows.tobytes())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def read_samples(
     path: str, modalities: Sequence[str], folder: Path | None = None
 ) -> Iterator[Sample]:
-    """The samples of records: the caption, the first picture and the first sound of each. Conversations and videos are errors."""
+    """The samples of records: the caption, the picture and the sound of each. Conversations, videos
+    and two items of one modality are errors."""
     for record in read_records(path, MediaOptions(folder=folder)):
         if record.caption is None and record.is_conversation:
             raise DataError(
-                f"{record.place}: a conversation; alignment needs captions, e.g. {{text, image, audio}}."
+                f"{record.place}: a conversation; alignment needs captions, e.g. {{text, image, "
+                f"audio}}."
             )
+
         items: dict[str, Item] = {}
+        # A sample is one row of each table.
         for ref in record.media:
             if ref.modality == VIDEO:
                 raise DataError(
-                    f"{record.place}: a video; alignment takes pictures and sounds. Extract frames and sound first."
+                    f"{record.place}: a video; alignment takes pictures and sounds. Extract frames "
+                    "and sound first."
                 )
             if ref.modality in items:
                 raise DataError(
-                    f"{record.place}: two of modality {ref.modality}; a sample has at most one of each."
+                    f"{record.place}: two of modality {ref.modality}; a sample has at most one of "
+                    "each."
                 )
             items[ref.modality] = ref
+
         if record.caption:
             items["text"] = record.caption
         yield Sample(
@@ -156,53 +167,61 @@ def prepare_samples(
     files: Sequence[Path] | None = None,
     check_media: bool = False,
 ) -> SampleSet:
-    """The tables of some samples, from the cache or made now. `files`: those that the samples are read from; with them, samples that are
-    known are not read again, unless `check_media`."""
-    checksums, root = Checksums(cache_dir), cache_dir / FOLDER
+    """The tables of some samples, from the cache or made now. `files`: those that the samples are
+    read from; with them, samples that are known are not read again, unless `check_media`."""
+    checksums = Checksums(cache_dir)
+    root = cache_dir / FOLDER
     note = None
     if files is not None:
         identities = [(maker.modality, maker.identity) for maker in makers]
         note = MediaNote.of(files, repr((identities, skip_bad, limit)), root, checksums)
     if note is not None and not check_media:
-        known = _known_samples(name, note.read(), makers, root, checksums)
-        if known is not None:
-            return known
-    listed = list(islice(samples, limit))
-    folders = _folders_of(listed)
-    hashes, bad = _hashes(listed, makers, root, skip_bad)
+        known_samples = _known_samples(name, note.read(), makers, root, checksums)
+        if known_samples is not None:
+            return known_samples
+
+    # The times of folders from before the files are read: what changes meanwhile invalidates the
+    # note.
+    sample_list = list(islice(samples, limit))
+    folders = _folders_of(sample_list)
+    hashes, bad = _hashes(sample_list, makers, root, skip_bad)
     tables: list[MediaTable] = []
     for maker in makers:
-        wanted = {
-            found: sample
-            for sample, found in zip(listed, hashes[maker.modality], strict=True)
-            if found is not None
+        # Equal contents become one row.
+        sample_by_content = {
+            digest: sample
+            for sample, digest in zip(sample_list, hashes[maker.modality], strict=True)
+            if digest is not None
         }
-        tables.append(_table(maker, wanted, root, checksums, bad, skip_bad))
-    rows = np.full((len(listed), len(makers)), -1, np.int64)
+        tables.append(_table(maker, sample_by_content, root, checksums, bad, skip_bad))
+
+    rows = np.full((len(sample_list), len(makers)), -1, np.int64)
     for column, (maker, table) in enumerate(zip(makers, tables, strict=True)):
-        found = hashes[maker.modality]
-        there = np.array([one is not None for one in found], np.bool_)
-        if there.any():
-            rows[there, column] = table.indices_of([one for one in found if one is not None])
-        told = {one.place for one in bad}
-        gone = [
-            n
-            for n in np.flatnonzero(there & (rows[:, column] < 0)).tolist()
-            if listed[n].place not in told
-        ]
-        bad += [
-            BadItem(
-                listed[n].place, f"its {maker.modality} could not be read when the table was made"
+        digests = hashes[maker.modality]
+        has_item = np.array([digest is not None for digest in digests], np.bool_)
+        if has_item.any():
+            rows[has_item, column] = table.indices_of(
+                [digest for digest in digests if digest is not None]
             )
-            for n in gone
-        ]
+        # A table from the cache lacks what could not be read when it was made.
+        reported = {item.place for item in bad}
+        for number in np.flatnonzero(has_item & (rows[:, column] < 0)).tolist():
+            sample = sample_list[number]
+            if sample.place not in reported:
+                reason = f"its {maker.modality} could not be read when the table was made"
+                bad.append(BadItem(sample.place, reason))
+
     if bad:
-        shown = "".join(f"\n  {one.place}: {one.reason}" for one in bad[:SHOWN_BAD])
-        more = f"\n  and {len(bad) - SHOWN_BAD} more" if len(bad) > SHOWN_BAD else ""
+        shown = "".join(f"\n  {item.place}: {item.reason}" for item in bad[:SHOWN_BAD])
+        more = ""
+        if len(bad) > SHOWN_BAD:
+            more = f"\n  and {len(bad) - SHOWN_BAD} more"
         log.warning(
             "%s: %d items cannot be read and are left out:%s%s", name, len(bad), shown, more
         )
-    places = tuple(sample.place for sample in listed)
+
+    places = tuple(sample.place for sample in sample_list)
+    # Bad items are reported at every start, so such samples are read at every start.
     if note is not None and not bad:
         names = [str(table.folder.relative_to(root)) for table in tables]
         value = {"tables": names, "rows": rows.tolist(), "places": places}
@@ -228,6 +247,7 @@ def _known_samples(
             table.verify(at_once=True)
     except DataError:
         return None
+    # With a shape even where there are no samples.
     rows = np.array(known["rows"], np.int64).reshape(-1, len(makers))
     modalities = tuple(maker.modality for maker in makers)
     return SampleSet(name, modalities, rows, tuple(tables), tuple(known["places"]))
@@ -246,45 +266,48 @@ def _folders_of(samples: Iterable[Sample]) -> dict[str, int | None]:
 def _hashes(
     listed: Sequence[Sample], makers: Sequence[RowMaker], root: Path, skip_bad: bool
 ) -> tuple[dict[str, list[str | None]], list[BadItem]]:
-    """The content hash of every item, by modality; None where there is none. Files are read once: hashes are kept by size and time."""
+    """The content hash of every item, by modality; None where there is none. Files are read once:
+    hashes are kept by size and time."""
     names = [maker.modality for maker in makers]
-    stamps = hashlib.sha256(
-        json.dumps(
-            [[_stamp(sample.items.get(name)) for name in names] for sample in listed]
-        ).encode()
-    ).hexdigest()
-    kept = root / f"samples-{stamps[:32]}"
+    stamps = [[_stamp(sample.items.get(name)) for name in names] for sample in listed]
+    key = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+    path = root / f"samples-{key[:32]}"
     try:
-        stored = read_sealed(kept)
+        stored = read_sealed(path)
     except (OSError, ValueError):
-        log.warning("%s: damaged; reading the files again", kept)
+        log.warning("%s: damaged; reading the files again", path)
         stored = None
     if stored is not None:
         return json.loads(stored), []
-    found: dict[str, list[str | None]] = {name: [] for name in names}
+
+    hashes: dict[str, list[str | None]] = {name: [] for name in names}
     bad: list[BadItem] = []
     with progress("read media", total=len(listed), unit="samples") as advance:
         for sample in listed:
             for name in names:
                 item = sample.items.get(name)
+                digest = None
                 try:
-                    found[name].append(None if item is None else content_hash(item))
+                    if item is not None:
+                        digest = content_hash(item)
                 except DataError as problem:
                     bad.append(_refuse(sample, problem, skip_bad))
-                    found[name].append(None)
+                hashes[name].append(digest)
             advance(1)
     if not bad:
         root.mkdir(parents=True, exist_ok=True)
-        write_sealed(kept, json.dumps(found).encode(), durable=False)
-    return found, bad
+        write_sealed(path, json.dumps(hashes).encode(), durable=False)
+    return hashes, bad
 
 
 def _stamp(item: Item | None) -> list[object] | str | None:
-    """What tells quickly whether an item changed: path, size and time of a file, the content of anything else."""
+    """A value that changes with an item, without reading its file: path, size and time of a file,
+    the content of anything else."""
     if item is None or isinstance(item, str):
         return item
     if item.path is None:
         return content_hash(item)
+    # Without reading the file: this is asked for every item at every start.
     try:
         status = item.path.stat()
     except (OSError, ValueError):
@@ -299,6 +322,7 @@ def _stamp(item: Item | None) -> list[object] | str | None:
 
 
 def _refuse(sample: Sample, problem: HeadwayError, skip_bad: bool) -> BadItem:
+    # The first one ends the build: hours of encoding should not end in a list of mistakes.
     if not skip_bad:
         raise DataError(
             f"{sample.place}: {problem} Mend or remove it, or skip such files with drop_bad: true."
@@ -315,21 +339,19 @@ def _table(
     skip_bad: bool,
 ) -> MediaTable:
     """The table of one modality: named by the encoder and the contents."""
+    # One folder for each encoder, so that its tables find each other's rows.
     home = root / hashlib.sha256(f"{maker.modality} {maker.identity}".encode()).hexdigest()[:32]
+    # Sorted: the order of samples does not matter to a table.
     contents = hashlib.sha256("".join(sorted(wanted)).encode()).hexdigest()
     folder = home / contents[:32]
 
     def fill(writer: MediaTableWriter) -> None:
-        _copy_known(
-            writer,
-            wanted,
-            [one for one in sorted(home.iterdir()) if one != folder and is_table(one)],
-            checksums,
-        )
-        left = [key for key in wanted if key not in writer.known]
-        with progress(f"encode {maker.modality}", total=len(left), unit="items") as advance:
-            for start in range(0, len(left), BATCH_ITEMS):
-                batch = left[start : start + BATCH_ITEMS]
+        others = [path for path in sorted(home.iterdir()) if path != folder and is_table(path)]
+        _copy_known(writer, wanted, others, checksums)
+        missing = [key for key in wanted if key not in writer.known]
+        with progress(f"encode {maker.modality}", total=len(missing), unit="items") as advance:
+            for start in range(0, len(missing), BATCH_ITEMS):
+                batch = missing[start : start + BATCH_ITEMS]
                 inputs: dict[str, Array] = {}
                 for key in batch:
                     try:
@@ -351,15 +373,16 @@ def _copy_known(
 ) -> None:
     """Copy rows that other tables of the same encoder have."""
     for other in others:
-        left = [key for key in wanted if key not in writer.known]
+        missing = [key for key in wanted if key not in writer.known]
         try:
             table = open_table(other, checksums)
-            at = table.indices_of(left)
-            have = np.flatnonzero(at >= 0)
-            for start in range(0, len(have), BATCH_ITEMS):
-                chosen = have[start : start + BATCH_ITEMS]
-                writer.add([left[n] for n in chosen], table.rows(at[chosen]))
+            rows = table.indices_of(missing)
+            known_numbers = np.flatnonzero(rows >= 0)
+            for start in range(0, len(known_numbers), BATCH_ITEMS):
+                batch = known_numbers[start : start + BATCH_ITEMS]
+                writer.add([missing[number] for number in batch], table.rows(rows[batch]))
         except DataError as problem:
+            # A damaged table of others costs time, not the build.
             log.warning("%s; its rows are made again", problem)
 
 
@@ -387,12 +410,12 @@ class InputRows:
         return self.input.read(item)
 
     def rows(self, inputs: Array) -> Array:
-        """The same."""
+        """The decoded items themselves."""
         return inputs
 
 
 class FrozenEncoder(Protocol):
-    """What this module knows of a frozen encoder (model/encoders/base.py)."""
+    """The part of a frozen encoder's interface (model/encoders/base.py) that this module uses."""
 
     modality: str
     input: MediaInputSpec
@@ -433,9 +456,10 @@ class EncoderRows:
 
     def rows(self, inputs: Array) -> Array:
         """Features; a value that is not finite is an error."""
-        found = self.encoder.encode(inputs)
-        if not np.isfinite(found).all():
+        features = self.encoder.encode(inputs)
+        if not np.isfinite(features).all():
             raise DataError(
-                f"{self.encoder.identity}: gave features that are not finite. The encoder's weights are damaged."
+                f"{self.encoder.identity}: gave features that are not finite. The encoder's "
+                "weights are damaged."
             )
-        return found
+        return features

@@ -1,4 +1,5 @@
-"""What encoders read: a picture, a sound or a text comes in, an array of one shape and dtype goes out. Imports without torch.
+"""What encoders read: a picture, a sound or a text comes in, an array of one shape and dtype goes
+out. Imports without torch.
 
     ImageInput      MediaRef -> uint8   [3, size, size]
     MelInput        MediaRef -> float32 [mels, frames]         log-mel in dB
@@ -39,12 +40,12 @@ class MediaInputSpec(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The shape of the array."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Of the array."""
+        """The dtype of the array, as numpy calls it."""
         ...
 
     @property
@@ -59,16 +60,17 @@ class MediaInputSpec(Protocol):
 
 def content_hash(item: Item) -> str:
     """The name of an item's content: equal items have equal names, wherever they come from."""
-    return (
-        item.content_hash()
-        if isinstance(item, MediaRef)
-        else hashlib.sha256(b"text\0" + item.encode()).hexdigest()
-    )
+    if isinstance(item, MediaRef):
+        return item.content_hash()
+    # With a prefix: a text must not have the name of a file with the same bytes.
+    return hashlib.sha256(b"text\0" + item.encode()).hexdigest()
 
 
 def name_of(item: Item) -> str:
-    """How messages call an item."""
-    return item.name if isinstance(item, MediaRef) else f"the text {item[:40]!r}"
+    """The name of an item in messages."""
+    if isinstance(item, MediaRef):
+        return item.name
+    return f"the text {item[:40]!r}"
 
 
 def _media(item: Item) -> MediaRef:
@@ -136,8 +138,10 @@ class PurrSightImageInput:
 
 @dataclass(frozen=True)
 class PurrSightMelInput:
-    """A log-mel as PurrSight prepares it, with the mel filters of the encoder's own file, `[257, 64]`."""
+    """A log-mel as PurrSight prepares it, with the mel filters of the encoder's own file, `[257,
+    64]`."""
 
+    # Not in the key: the filters belong to the encoder, whose identity is part of a table's name.
     filters: Array = field(repr=False, compare=False)
     shape: tuple[int, ...] = (purrsight.MELS, purrsight.FRAMES)
     dtype: str = "float32"
@@ -166,8 +170,8 @@ class WaveInput:
 
     def read(self, item: Item) -> Array:
         """float32 [samples]."""
-        found = decode_waveform(_media(item), self.rate)[: self.samples]
-        return np.pad(found, (0, self.samples - len(found)))
+        wave = decode_waveform(_media(item), self.rate)[: self.samples]
+        return np.pad(wave, (0, self.samples - len(wave)))
 
 
 @dataclass(frozen=True)
@@ -192,11 +196,13 @@ class ByteInput:
 
 @dataclass(frozen=True)
 class TokenInput:
-    """A text as ids of a tokenizer; `encode` gives them with the tokenizer's special tokens, cut to `max_tokens`."""
+    """A text as ids of a tokenizer; `encode` gives them with the tokenizer's special tokens, cut to
+    `max_tokens`."""
 
     max_tokens: int
     fingerprint: str
-    """Of the tokenizer."""
+    """The fingerprint of the tokenizer."""
+    # Neither in the repr nor compared: the fingerprint stands for it in keys.
     encode: Callable[[str], Sequence[int]] = field(repr=False, compare=False)
     dtype: str = "int32"
 
@@ -211,6 +217,7 @@ class TokenInput:
     def read(self, item: Item) -> Array:
         """int32 [max_tokens]."""
         ids = list(self.encode(_text(item)))
+        # `encode` cuts by itself, and an empty text has nothing to embed.
         if not 0 < len(ids) <= self.max_tokens:
             raise DataError(
                 f"{name_of(item)}: {len(ids)} tokens; 1 to {self.max_tokens} are expected."
@@ -219,4 +226,5 @@ class TokenInput:
 
 
 def _padded(ids: list[int], length: int) -> Array:
+    # -1 is no byte and no id, so an encoder can tell padding from content.
     return np.array(ids + [-1] * (length - len(ids)), np.int32)

@@ -1,10 +1,14 @@
-"""Packing before training (`headway data pack`). In: a token store of any kind; out: a store of packs that record the documents inside.
+"""Packing before training (`headway data pack`). In: a token store of any kind; out: a store of
+packs that record the documents inside.
 
 concat    documents one after another, cut every `pack_length` tokens; no token is lost
-best_fit  whole documents (longer ones in slices of a pack), the longest first, each into the fullest pack it fits, section by section
-prulong   as concat, but the rest of a cut document is used only if it is long enough (`min_length`), `overlap` tokens earlier (at most
-          those its document has), or not at all (`intact`); `split_by_lengths` cuts documents to listed lengths first; the last,
-          partly filled pack is dropped unless kept
+best_fit  whole documents (longer ones in slices of a pack), the longest first, each into the
+          fullest pack it fits, section by section
+prulong   as concat, but the rest of a cut document is used only if it is long enough
+          (`min_length`), `overlap` tokens earlier (at most those its document has), or not at all
+          (`intact`);
+          `split_by_lengths` cuts documents to listed lengths first; the last, partly filled pack is
+          dropped unless kept
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,15 +35,19 @@ from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
 SECTION_DOCUMENTS = 1 << 16
+"""Documents whose lengths are read together."""
 BEST_FIT_DOCUMENTS = 1 << 12
 BEST_FIT_PACKS = 1024
+"""Documents are fitted among themselves in sections of at least this many packs: bounds memory."""
 WRITE_TOKENS = 1 << 22
+"""Tokens that a thread reads at once."""
 DocumentSlice = tuple[int, int, int]
 """Document, start, length."""
 
 
 class PackedTokens(NamedTuple):
-    """The tokens of some packs, the lengths of the packs, the mask, the starts of documents, and the types of the packs."""
+    """The tokens of some packs, the lengths of the packs, the mask, the starts of documents, and
+    the types of the packs."""
 
     ids: Ids
     lengths: Longs
@@ -50,7 +58,7 @@ class PackedTokens(NamedTuple):
 
 @dataclass
 class PackReport:
-    """What was packed, cut, dropped and repeated."""
+    """Counts of what was packed, cut, dropped and repeated."""
 
     pack_length: int
     packs: int = 0
@@ -69,14 +77,21 @@ class PackReport:
 
     @property
     def utilisation(self) -> float:
-        """How full packs are."""
-        return self.tokens / (self.packs * self.pack_length) if self.packs else 0.0
+        """The share of the packs' positions that hold a token."""
+        if self.packs:
+            return self.tokens / (self.packs * self.pack_length)
+        return 0.0
 
     def describe(self) -> str:
-        """As one line of text."""
-        cut = f"{self.cut_documents} cuts, {self.dropped_tokens} tokens dropped, {self.repeated_tokens} repeated"
-        short = f", {self.short_documents} short documents left out" if self.short_documents else ""
-        return f"{quantity(self.packs, 'packs')} of {self.pack_length}, {self.utilisation:.2%} full; {cut}{short}"
+        """The report as one line of text."""
+        short = ""
+        if self.short_documents:
+            short = f", {self.short_documents} short documents left out"
+        return (
+            f"{quantity(self.packs, 'packs')} of {self.pack_length}, {self.utilisation:.2%} full; "
+            f"{self.cut_documents} cuts, {self.dropped_tokens} tokens dropped, "
+            f"{self.repeated_tokens} repeated{short}"
+        )
 
 
 @dataclass
@@ -91,41 +106,53 @@ class PackBuffer:
 
     def add(self, document: int, start: int, length: int) -> Iterator[list[DocumentSlice]]:
         """Append a slice of a document; yields every pack that it fills."""
-        given = self.options
+        options = self.options
         while length:
-            taken = min(given.pack_length - self.filled, length)
-            self.pieces.append((document, start, taken))
-            self.filled += taken
-            start, length = start + taken, length - taken
-            if self.filled == given.pack_length:
-                yield self.take()
-                if length:
-                    repeated = (
-                        min(given.overlap, start - self._document_start(document, start))
-                        if given.overlap
-                        else 0
-                    )
-                    start, length = (
-                        (start - repeated, length + repeated)
-                        if self._uses_rest(length, repeated)
-                        else (start, 0)
-                    )
+            num_tokens = min(options.pack_length - self.filled, length)
+            self.pieces.append((document, start, num_tokens))
+            self.filled += num_tokens
+            start += num_tokens
+            length -= num_tokens
+            if self.filled < options.pack_length:
+                continue
+            yield self.take()
+            if not length:
+                continue
+
+            # The document was cut. Its rest begins `repeated` tokens earlier, but not before the
+            # document itself, so that the pack does not begin with another one's tokens.
+            repeated = 0
+            if options.overlap:
+                repeated = min(options.overlap, start - self._document_start(document, start))
+            if not self._uses_rest(length, repeated):
+                return
+            start -= repeated
+            length += repeated
 
     def take(self) -> list[DocumentSlice]:
         """The current pack; a new one begins."""
-        pieces, self.pieces, self.filled = self.pieces, [], 0
+        pieces = self.pieces
+        self.pieces = []
+        self.filled = 0
         return pieces
 
     def _document_start(self, document: int, start: int) -> int:
-        """The start of the original document of token `start`: in a source of packs, the start of one of its spans."""
+        """The start of the original document of token `start`: in a source of packs, the start of
+        one of its spans."""
         spans = self.source.span_starts(document)
-        return 0 if spans is None else int(spans[np.searchsorted(spans, start, side="right") - 1])
+        if spans is None:
+            return 0
+        # The last span that starts at or before the token.
+        return int(spans[np.searchsorted(spans, start, side="right") - 1])
 
     def _uses_rest(self, length: int, repeated: int) -> bool:
-        """Whether the rest of a cut document (`length` tokens after `repeated` ones) is packed; counts the cut."""
-        given, report = self.options, self.report
+        """Whether the rest of a cut document (`length` tokens after `repeated` ones) is packed;
+        counts the cut."""
+        options = self.options
+        report = self.report
         report.cut_documents += 1
-        if given.intact or (given.mode == "prulong" and length + repeated < given.min_length):
+        is_short = options.mode == "prulong" and length + repeated < options.min_length
+        if options.intact or is_short:
             report.dropped_tokens += length
             return False
         report.repeated_tokens += repeated
@@ -144,6 +171,7 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
         ThreadPoolExecutor(options.workers) as readers,
         progress("pack", total=opened.num_tokens, unit="tokens") as advance,
     ):
+        # Threads read ahead; packs are written in the order in which they were planned.
         reading: deque[Future[PackedTokens]] = deque()
         for plan in _plans(opened, options, report):
             reading.append(readers.submit(_read, opened, plan, typed))
@@ -151,11 +179,14 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
                 advance(_write(writer, report, reading.popleft().result()))
         while reading:
             advance(_write(writer, report, reading.popleft().result()))
+
         if not report.packs:
             raise DataError(
                 f"{source}: has too few tokens for a pack of {options.pack_length}. "
                 "Lower --pack-length or --min-length, or use --keep-last."
             )
+
+        # Before the store is complete: its checksums would vouch for what was read.
         opened.require_checked()
         writer.finish()
     return report
@@ -168,6 +199,7 @@ def _writer(
         return MdsTokenWriter(
             out, masked=source.masked, spans=True, compression=options.compression
         )
+    # The ids that occur decide the type: a foreign store may not know its tokenizer.
     return StoreWriter(
         out,
         dtype=dtype_for(source.max_id + 1),
@@ -182,18 +214,12 @@ def _writer(
 def _plans(source: TokenSource, options: PackOptions, report: PackReport) -> Iterator[RowPlan]:
     """Batches of packs, planned from lengths alone."""
     packs_per_plan = max(1, WRITE_TOKENS // options.pack_length)
-    waiting: list[list[DocumentSlice]] = []
-    for packed in (
-        _best_fit(source, options, report)
-        if options.mode == "best_fit"
-        else _concat(source, options, report)
-    ):
-        waiting.append(packed)
-        if len(waiting) == packs_per_plan:
-            yield _plan(waiting)
-            waiting = []
-    if waiting:
-        yield _plan(waiting)
+    if options.mode == "best_fit":
+        packs = _best_fit(source, options, report)
+    else:
+        packs = _concat(source, options, report)
+    while batch := list(islice(packs, packs_per_plan)):
+        yield _plan(batch)
 
 
 def _concat(
@@ -209,9 +235,13 @@ def _concat(
                 continue
             for start, piece in _split(length, options, report):
                 yield from buffer.add(document, start, piece)
-    keep = options.mode != "prulong" if options.keep_last is None else options.keep_last
-    if buffer.filled and keep:
+
+    keeps_last = options.keep_last
+    if keeps_last is None:
+        keeps_last = options.mode != "prulong"
+    if buffer.filled and keeps_last:
         yield buffer.take()
+    # After `take` the buffer is empty, so nothing is counted then.
     report.dropped_tokens += buffer.filled
 
 
@@ -221,9 +251,7 @@ def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tu
         yield 0, length
         return
     start = 0
-    while (
-        fitting := [wanted for wanted in options.split_by_lengths if wanted <= length - start]
-    ) and start < length:
+    while fitting := [size for size in options.split_by_lengths if size <= length - start]:
         yield start, max(fitting)
         start += max(fitting)
     report.short_documents += start == 0
@@ -233,70 +261,76 @@ def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tu
 def _best_fit(
     source: TokenSource, options: PackOptions, report: PackReport
 ) -> Iterator[list[DocumentSlice]]:
+    # A pack may hold any number of documents: each has at least one token.
     shape = RowShape(options.pack_length, options.pack_length, "best_fit")
     documents: list[Longs] = []
     sizes: list[Longs] = []
     tokens = 0
     for first in range(0, source.num_documents, BEST_FIT_DOCUMENTS):
         lengths = source.lengths(first, min(first + BEST_FIT_DOCUMENTS, source.num_documents))
-        keep = lengths >= options.min_length
-        report.short_documents += int((~keep).sum())
-        report.dropped_tokens += int(lengths[~keep].sum())
-        documents.append(np.arange(first, first + len(lengths))[keep])
-        sizes.append(lengths[keep])
-        tokens += int(lengths[keep].sum())
-        if (
-            tokens >= BEST_FIT_PACKS * options.pack_length
-            or first + BEST_FIT_DOCUMENTS >= source.num_documents
-        ):
+        is_long = lengths >= options.min_length
+        report.short_documents += int((~is_long).sum())
+        report.dropped_tokens += int(lengths[~is_long].sum())
+        documents.append(np.arange(first, first + len(lengths))[is_long])
+        sizes.append(lengths[is_long])
+        tokens += int(lengths[is_long].sum())
+
+        is_last = first + BEST_FIT_DOCUMENTS >= source.num_documents
+        if is_last or tokens >= BEST_FIT_PACKS * options.pack_length:
             plan = plan_rows(np.concatenate(documents), np.concatenate(sizes), shape)
             report.cut_documents += int(plan.has_next.sum())
             yield from _pieces(plan)
-            documents, sizes, tokens = [], [], 0
+            documents = []
+            sizes = []
+            tokens = 0
 
 
 def _pieces(plan: RowPlan) -> Iterator[list[DocumentSlice]]:
-    every = list(
+    slices = list(
         zip(plan.document.tolist(), plan.start.tolist(), plan.length.tolist(), strict=True)
     )
     for row in range(plan.num_rows):
-        yield every[plan.first[row] : plan.first[row + 1]]
+        yield slices[plan.first[row] : plan.first[row + 1]]
 
 
 def _plan(packs: Sequence[list[DocumentSlice]]) -> RowPlan:
-    columns = np.array([piece for one in packs for piece in one], np.int64).reshape(-1, 3)
-    first = np.cumsum([0, *(len(one) for one in packs)])
-    return RowPlan(
-        columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first
-    )
+    slices = [piece for pack in packs for piece in pack]
+    columns = np.array(slices, np.int64).reshape(-1, 3)
+    first = np.cumsum([0, *(len(pack) for pack in packs)])
+    # A pack is written as it is, without the token that would follow it.
+    has_next = np.zeros(len(columns), np.bool_)
+    return RowPlan(columns[:, 0], columns[:, 1], columns[:, 2], has_next, first)
 
 
 def _read(source: TokenSource, plan: RowPlan, typed: bool) -> PackedTokens:
-    """The tokens of some packs; packs of the source are split into documents. A pack with several types has them joined by `+`."""
+    """The tokens of some packs; packs of the source are split into documents. A pack with several
+    types has them joined by `+`."""
     plan = split_spans(plan, source)
     ids, mask = source.gather(plan.document, plan.start, plan.length)
+    # `split_spans` has kept the rows, so a row is still a pack.
     lengths = np.add.reduceat(plan.length, plan.first[:-1])
     types: list[str] | None = None
     if typed:
-        kinds = [source.type_of(document) for document in plan.document.tolist()]
-        types = ["+".join(dict.fromkeys(kinds[a:b])) for a, b in pairwise(plan.first.tolist())]
+        names = [source.type_of(document) for document in plan.document.tolist()]
+        types = [
+            "+".join(dict.fromkeys(names[first:last]))
+            for first, last in pairwise(plan.first.tolist())
+        ]
     return PackedTokens(ids, lengths, mask, np.cumsum(plan.length) - plan.length, types)
 
 
 def _write(writer: StoreWriter | MdsTokenWriter, report: PackReport, packs: PackedTokens) -> int:
+    """Write some packs; returns their number of tokens."""
     ids, lengths, mask, spans, types = packs
-    if isinstance(writer, StoreWriter):
-        writer.add_many(ids, lengths, mask, spans, types=types)
-    else:
-        ends = np.cumsum(lengths).tolist()
-        for i, (a, b) in enumerate(pairwise([0, *ends])):
-            starts = spans[(spans >= a) & (spans < b)] - a
-            writer.add(
-                ids[a:b],
-                None if mask is None else mask[a:b],
-                starts,
-                "" if types is None else types[i],
-            )
     report.packs += len(lengths)
     report.tokens += len(ids)
+    if isinstance(writer, StoreWriter):
+        writer.add_many(ids, lengths, mask, spans, types=types)
+        return len(ids)
+    ends = np.cumsum(lengths).tolist()
+    for number, (begin, end) in enumerate(pairwise([0, *ends])):
+        starts = spans[(spans >= begin) & (spans < end)] - begin
+        pack_mask = None if mask is None else mask[begin:end]
+        pack_type = "" if types is None else types[number]
+        writer.add(ids[begin:end], pack_mask, starts, pack_type)
     return len(ids)

@@ -43,7 +43,8 @@ class PackOptions:
         written="",
         read=_lengths,
     )
-    """Each document is cut into slices of the longest of these lengths that fits; a shorter rest is dropped."""
+    """Each document is cut into slices of the longest of these lengths that fits; a shorter rest is
+    dropped."""
     intact: bool = option(False, "prulong: drop the rest of a cut document.", "--intact")
     keep_last: bool | None = option(
         None,
@@ -62,19 +63,26 @@ class PackOptions:
         for name, least in (("pack_length", 2), ("min_length", 1), ("workers", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+
+        # An option that would do nothing is refused, not ignored.
         for name in ("overlap", "split_by_lengths", "intact"):
             if getattr(self, name) and self.mode != "prulong":
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; only mode prulong uses it. Use --mode prulong, or leave it out."
+                    f"{name} is {getattr(self, name)!r}; only mode prulong uses it. Use --mode "
+                    "prulong, or leave it out."
                 )
+
+        # With an overlap of a whole pack, packing a cut document would never end.
         if not 0 <= self.overlap < self.pack_length:
             raise ConfigError(
-                f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}."
+                f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = "
+                f"{self.pack_length - 1}."
             )
         if any(length < 1 for length in self.split_by_lengths):
             raise ConfigError(
                 f"split_by_lengths is {list(self.split_by_lengths)}; lengths must be positive."
             )
+
         if self.to not in ("headway", "mds"):
             raise ConfigError(f"--to is {self.to!r}; packs are written as headway or mds.")
         if self.compression is not None and self.to != "mds":

@@ -1,7 +1,9 @@
-"""Checks raw data record by record (`headway data validate`). In: files and their kind; out: every bad record.
+"""Checks raw data record by record (`headway data validate`). In: files and their kind; out: every
+bad record.
 
-Lengths are counted in tokens if a tokenizer is given, else in characters. A file that cannot be read further (truncated JSON, damaged
-compression) is one bad record where reading ended. A .jsonl file is read line by line, so one bad line hides no other.
+Lengths are counted in tokens if a tokenizer is given, else in characters. A file that cannot be
+read further (truncated JSON, damaged compression) is one bad record where reading ended. A .jsonl
+file is read line by line, so one bad line hides no other.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
 
 BATCH_RECORDS = 256
+"""Records that a tokenizer gets at once."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,12 @@ class ValidationReport:
         """Lengths by powers of two, from the shortest to the longest."""
         if not self.sizes:
             return []
-        bits = range(min(self.sizes), max(self.sizes) + 1)
-        return [HistogramBin(1 << (b - 1) if b else 0, (1 << b) - 1, self.sizes[b]) for b in bits]
+        bins: list[HistogramBin] = []
+        for bits in range(min(self.sizes), max(self.sizes) + 1):
+            low = 1 << (bits - 1) if bits else 0
+            high = (1 << bits) - 1
+            bins.append(HistogramBin(low, high, self.sizes[bits]))
+        return bins
 
     def count(self, length: int) -> None:
         """Add a good record."""
@@ -105,12 +112,13 @@ class ValidationReport:
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """What records must be, and how their lengths are counted."""
+    """The kind that records must have, and how their lengths are counted."""
 
     kind: str
     tokenizer: Tokenizer | None = None
     template: str | None = None
-    """The chat template; None: the tokenizer's own, else chatml; without a tokenizer no template is applied."""
+    """The chat template; None: the tokenizer's own, else chatml; without a tokenizer no template is
+    applied."""
     keys: KeyMap = KeyMap()
     text: TextOf = field(default_factory=TextOf)
 
@@ -121,21 +129,21 @@ def validate(paths: Sequence[Path | str], options: ValidateOptions) -> Validatio
     report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
     measure = _measure(options, kind)
     files = expand(list(paths))
-    with progress(
-        "validate", total=sum(file.stat().st_size for file in files), unit="bytes"
-    ) as advance:
+    total = sum(file.stat().st_size for file in files)
+    with progress("validate", total=total, unit="bytes") as advance:
         for file in files:
             report.files += 1
             parsed = _parsed(file, kind, RecordFields(options.keys, options.text))
             while batch := list(islice(parsed, BATCH_RECORDS)):
-                report.bad += [one for one in batch if isinstance(one, BadRecord)]
-                good = [one for one in batch if not isinstance(one, BadRecord)]
-                for one, found in zip(good, measure(good), strict=True):
-                    if isinstance(found, BadRecord):
-                        report.bad.append(found)
+                report.bad += [entry for entry in batch if isinstance(entry, BadRecord)]
+                records = [entry for entry in batch if not isinstance(entry, BadRecord)]
+                # A record of the right shape may still be refused by the chat template.
+                for record, length in zip(records, measure(records), strict=True):
+                    if isinstance(length, BadRecord):
+                        report.bad.append(length)
                         continue
-                    report.count(found)
-                    count_unread(one.example.unread, report.unread)
+                    report.count(length)
+                    count_unread(record.example.unread, report.unread)
             advance(file.stat().st_size)
     return report
 
@@ -162,17 +170,17 @@ def _parsed(
 
 
 def _entries(file: Path, kind: RecordKind) -> Iterator[Record | Document | BadRecord]:
+    # In .jsonl a bad line hides no other; files of other formats end at their first damage.
     raw = RawFile.at(file)
     format_name = FORMATS.get(raw.suffix)
     if format_name == "jsonl":
         yield from read_lines(raw)
         return
     try:
-        yield from (
-            read_documents([file])
-            if format_name == "txt" and kind.is_text
-            else read_records([file])
-        )
+        if format_name == "txt" and kind.is_text:
+            yield from read_documents([file])
+        else:
+            yield from read_records([file])
     except DataError as error:
         yield ended_at(str(file), error)
 
@@ -186,34 +194,31 @@ def read_lines(raw: RawFile) -> Iterator[Record | BadRecord]:
                 if not line.strip():
                     continue
                 try:
-                    yield Record(
-                        parse_object(decode(line, raw.name, number), raw.name, number),
-                        raw.name,
-                        number,
-                    )
+                    data = parse_object(decode(line, raw.name, number), raw.name, number)
+                    yield Record(data, raw.name, number)
                 except DataError as error:
                     yield BadRecord(raw.name, number, _without(str(error), f"{raw.name}:{number}"))
     except DataError as error:
         yield BadRecord(raw.name, number or None, _without(str(error), raw.name))
+    # An empty file is most likely a mistake, so it is no file without bad records.
     if number == 0:
         yield BadRecord(raw.name, None, "no records; the file is empty.")
 
 
 def ended_at(file: str, error: DataError) -> BadRecord:
     """The error that ended a file, with the line and record that its message names."""
-    found = re.match(r":(\d+)(?: \(record (\d+)\))?: ", rest := str(error).removeprefix(file))
-    if found is None:
+    message = str(error).removeprefix(file)
+    # Readers begin their messages with `file:line (record n): `.
+    matched = re.match(r":(\d+)(?: \(record (\d+)\))?: ", message)
+    if matched is None:
         return BadRecord(file, None, _without(str(error), file))
-    return BadRecord(file, int(found[1]), rest[found.end() :], int(found[2]) if found[2] else None)
+    record = int(matched[2]) if matched[2] else None
+    return BadRecord(file, int(matched[1]), message[matched.end() :], record)
 
 
-def _bad(one: Record | Document, error: DataError) -> BadRecord:
-    return BadRecord(
-        one.source,
-        one.line,
-        _without(str(error), one.place),
-        one.number if isinstance(one, Record) else None,
-    )
+def _bad(entry: Record | Document, error: DataError) -> BadRecord:
+    number = entry.number if isinstance(entry, Record) else None
+    return BadRecord(entry.source, entry.line, _without(str(error), entry.place), number)
 
 
 def _without(message: str, place: str) -> str:
@@ -226,17 +231,19 @@ def _measure(
     """A function that measures records, in tokens or in characters."""
     tokenizer = options.tokenizer
     if tokenizer is None and (kind.is_text or options.template is None):
-        return lambda batch: (_characters(kind, one.example) for one in batch)
+        return lambda batch: (_characters(kind, record.example) for record in batch)
     if tokenizer is not None and kind.is_text:
         return lambda batch: (
-            len(ids) for ids in tokenizer.encode_batch([one.example.text for one in batch])
+            len(ids) for ids in tokenizer.encode_batch([record.example.text for record in batch])
         )
     if tokenizer is not None:
         template = find_template(options.template or default_template(tokenizer), tokenizer)
         return lambda batch: _rendered(batch, kind, template, tokenizer)
+    # A template alone can refuse a record; only built-in ones need no tokenizer.
     if options.template not in BUILT_IN:
         raise ConfigError(
-            f"--template {options.template} needs a tokenizer with its special tokens. Give --tokenizer."
+            f"--template {options.template} needs a tokenizer with its special tokens. Give "
+            "--tokenizer."
         )
     return lambda batch: _written(batch, kind, BUILT_IN[str(options.template)])
 
@@ -244,29 +251,30 @@ def _measure(
 def _rendered(
     batch: list[ParsedRecord], kind: RecordKind, template: ChatTemplate, tokenizer: Tokenizer
 ) -> Iterator[int | BadRecord]:
-    for one in batch:
+    """Lengths in tokens of records that the template accepts; of a pair, of its longer side."""
+    for record in batch:
         try:
-            found = encode_segments(kind.segments(one.example, template), template.name, tokenizer)
-            for rendered in found:
+            segments = kind.segments(record.example, template)
+            lengths: list[int] = []
+            for rendered in encode_segments(segments, template.name, tokenizer):
                 if isinstance(rendered, DataError):
                     raise rendered
-            yield max(
-                len(rendered.ids) for rendered in found if not isinstance(rendered, DataError)
-            )
+                lengths.append(len(rendered.ids))
+            yield max(lengths)
         except DataError as error:
-            yield _bad(one.place, error)
+            yield _bad(record.place, error)
 
 
 def _written(
     batch: list[ParsedRecord], kind: RecordKind, template: ChatTemplate
 ) -> Iterator[int | BadRecord]:
     """Lengths in characters of records that the template accepts."""
-    for one in batch:
+    for record in batch:
         try:
-            kind.segments(one.example, template)
-            yield _characters(kind, one.example)
+            kind.segments(record.example, template)
+            yield _characters(kind, record.example)
         except DataError as error:
-            yield _bad(one.place, error)
+            yield _bad(record.place, error)
 
 
 def _characters(kind: RecordKind, example: Any) -> int:

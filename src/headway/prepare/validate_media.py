@@ -1,7 +1,9 @@
-"""Checks multimodal records (`headway data validate --kind multimodal`). In: files, folders, tars; out: every bad record and broken file.
+"""Checks multimodal records (`headway data validate --kind multimodal`). In: files, folders, tars;
+out: every bad record and broken file.
 
-Each record is parsed as training would parse it, every picture, sound and video that it names is decoded whole, and its answer is checked
-against a schema if one is given. A file that many records name is decoded once. Nothing is skipped: a record is good or in the report.
+Each record is parsed as training would parse it, every picture, sound and video that it names is
+decoded whole, and its answer is checked against a schema if one is given. A file that many records
+name is decoded once. Nothing is skipped: a record is good or in the report.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from headway.text.record_keys import KeyMap
 REMEMBERED = 100_000
 """Files whose result is kept for other records that name them."""
 RECORDS_PER_THREAD = 4
+"""Records that wait for each thread."""
 MOST_THREADS = 8
+DECODED_SIZE = ImageSpec(64, 64)
+"""Every pixel of a picture is decoded; what is thrown away afterwards may be small."""
 
 
 @dataclass(frozen=True)
 class ValidateMediaOptions:
-    """What records must be."""
+    """How records are parsed, and the schema that their answers must follow."""
 
     media: MediaOptions = MediaOptions(video_frames=0)
     """Videos stay whole, so that each is decoded once."""
@@ -83,6 +88,7 @@ def validate_media(
     report = MediaReport()
     check = _Checker(options)
     files = source_files(list(paths))
+    # Threads, not processes: decoders work outside of Python's lock.
     threads = min(MOST_THREADS, usable_cores())
     with (
         progress("validate", total=len(files), unit="files") as advance,
@@ -92,13 +98,14 @@ def validate_media(
             report.files += 1
             entries = _entries(file, options)
             while batch := list(islice(entries, RECORDS_PER_THREAD * threads)):
-                for entry, found in zip(batch, pool.map(check, batch), strict=True):
-                    _count(report, entry, found)
+                for entry, result in zip(batch, pool.map(check, batch), strict=True):
+                    _count(report, entry, result)
             advance(1)
     return report
 
 
 def _entries(file: Path, options: ValidateMediaOptions) -> Iterator[Record | BadRecord]:
+    # In .jsonl a bad line hides no other; files of other formats end at their first damage.
     raw = RawFile.at(file)
     if not file.is_dir() and FORMATS.get(raw.suffix) == "jsonl":
         yield from read_lines(raw)
@@ -124,34 +131,32 @@ class _Checker:
             parsed = self._parse(entry)
         except DataError as error:
             return [str(error).removeprefix(f"{entry.place}: ")]
-        wrong = [
-            *parsed.problems,
-            *(
-                found.removeprefix(f"{entry.place}: ")
-                for ref in parsed.media
-                if (found := self._decode(ref))
-            ),
-        ]
-        return wrong or parsed
+        problems = list(parsed.problems)
+        for ref in parsed.media:
+            problem = self._decode(ref)
+            if problem:
+                problems.append(problem.removeprefix(f"{entry.place}: "))
+        return problems or parsed
 
     def _parse(self, record: Record) -> _Parsed:
         schema = self.options.schema
         has_rule = schema is not None and schema.records is not None
-        if (
-            schema is not None
-            and not self.options.keys.names
-            and (missing := schema.record_problems(record.data))
-        ):
-            return _Parsed((), False, (), tuple(missing))
-        found = parse_media_record(record, self.options.media)
-        if not found.is_conversation:
+        # A schema's rule about records names their usual keys, so it cannot judge renamed ones.
+        if schema is not None and not self.options.keys.names:
+            missing = schema.record_problems(record.data)
+            if missing:
+                return _Parsed((), False, (), tuple(missing))
+
+        parsed = parse_media_record(record, self.options.media)
+        if not parsed.is_conversation:
             caption_problems: tuple[str, ...] = ()
             if schema is not None and has_rule:
                 caption_problems = (
                     f"a caption without a question and an answer, which {schema.name} needs.",
                 )
-            return _Parsed(found.media, True, (), caption_problems)
-        conversation = parse_media(found, self.options.keys)
+            return _Parsed(parsed.media, True, (), caption_problems)
+
+        conversation = parse_media(parsed, self.options.keys)
         problems: list[str] = []
         if schema is not None:
             problems = [f"{problem}." for problem in schema.problems(conversation.answer)]
@@ -162,6 +167,7 @@ class _Checker:
     def _decode(self, ref: MediaRef) -> str | None:
         if ref.path is not None and ref.path in self._known:
             return self._known[ref.path]
+        # Two threads may decode the same file at once; both get the same result.
         try:
             self._decode_whole(ref)
             problem = None
@@ -176,26 +182,26 @@ class _Checker:
     def _decode_whole(self, ref: MediaRef) -> None:
         limits = self.options.media.limits
         if ref.modality == "image":
-            decode_image(ref, ImageSpec(64, 64), limits)
+            decode_image(ref, DECODED_SIZE, limits)
         elif ref.modality == "audio":
             read_samples(ref, limits)
         else:
             check_video(ref, limits)
 
 
-def _count(report: MediaReport, entry: Record | BadRecord, found: _Parsed | list[str]) -> None:
-    if isinstance(found, list):
+def _count(report: MediaReport, entry: Record | BadRecord, result: _Parsed | list[str]) -> None:
+    if isinstance(result, list):
         report.bad_records += 1
         if isinstance(entry, BadRecord):
             report.bad.append(entry)
         else:
             report.bad += [
-                BadRecord(entry.source, entry.line, message, entry.number) for message in found
+                BadRecord(entry.source, entry.line, message, entry.number) for message in result
             ]
         return
     report.good += 1
-    report.captions += found.is_caption
-    report.conversations += not found.is_caption
-    report.media.update(ref.modality for ref in found.media)
-    report.text_only += not found.media
-    count_unread(found.unread, report.unread)
+    report.captions += result.is_caption
+    report.conversations += not result.is_caption
+    report.media.update(ref.modality for ref in result.media)
+    report.text_only += not result.media
+    count_unread(result.unread, report.unread)

@@ -1,10 +1,15 @@
 """What a kind of raw records is, and how a kind is found by its name.
 
-    Record -> parse -> example -> conversations -> segments (chat template) -> tokens -> documents of a store
-                           `-> show: its parts for people
+    Record --parse--> example --segments--> text, control tokens --tokenizer--> Rendered
+                         |     (chat template)                                      |
+                         `--show--> parts for people       documents of a store <--encoder--'
 
-A kind's module has a class `Kind` derived from `RecordKind`: `kind: chat` is headway/records/chat.py, `kind: my_lab.quiz` a module of the
-user, `kind: ./quiz.py` a file. Everybody asks the kind and nobody compares names. Imports no torch, and worker processes import it.
+A kind's module has a class `Kind` derived from `RecordKind`: `kind: chat` is
+headway/records/chat.py, `kind: my_lab.quiz` a module of the user, `kind: ./quiz.py` a file.
+
+Invariant: other packages ask the kind (`kind.is_text`, `kind.mark`) and never compare its name, so
+that a user's kind works everywhere. This module is imported by worker processes and imports no
+torch.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ from headway.config.kinds import kind_module
 from headway.errors import ConfigError, DataError, HeadwayError, first_line
 from headway.records import KINDS
 from headway.text.document import Record, TextOf
-from headway.text.read import expand, read_records
 from headway.text.record_keys import KeyMap, is_empty
 
 if TYPE_CHECKING:
@@ -36,22 +40,31 @@ if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
 
 FOR_TEXT = ("text_key", "template", "split")
+"""Settings of a source that only plain text has."""
 FOR_RECORDS = ("chat_template", "keys", "drop_bad")
+"""Settings of a source that only records with a chat template have."""
 RAW_SETTINGS = (*FOR_TEXT, *FOR_RECORDS, "format")
-"""Settings of a source for raw text, for raw records with a chat template, and all settings that apply to some raw files only."""
+"""All settings that apply to some kinds of raw files only."""
 CHAT_MARK = "kind=chat"
-"""Starts the first `sources` entry in the manifest of a store of conversations."""
+PREFERENCE_MARK = "kind=preference"
+UNPAIRED_MARK = "kind=unpaired"
+"""Start the first `sources` entry in the manifest of a store: of conversations, of preference pairs, of labelled answers."""
 CHAT_TARGETS = ("headway", "internlm", "zero2all", "mds")
+"""The store formats that can say which tokens carry loss."""
 HEADWAY_ONLY = ("headway",)
 UNREAD = "unread:"
-MAX_UNREAD, SHOWN_UNREAD = 64, 12
+"""Prefix of the counts of unread keys, which share a Counter with the other counts of a build."""
+MAX_UNREAD = 64
+"""Names of unread keys that are counted; keys may be data (ids, dates) and then have no end."""
+SHOWN_UNREAD = 12
+"""Names of unread keys in a message."""
 
 TooLong = Literal["truncate_right", "truncate_left", "drop"]
 
 
 @dataclass(frozen=True)
 class RecordFields:
-    """Which value of a record is what."""
+    """Where in a record its content is: what `RecordKind.parse` needs besides the record."""
 
     keys: KeyMap = KeyMap()
     text: TextOf = field(default_factory=TextOf)
@@ -62,7 +75,7 @@ class RecordFields:
 
 @dataclass(frozen=True)
 class DocumentSettings:
-    """How examples become documents."""
+    """How examples become documents: what `RecordKind.encoder` is built from."""
 
     max_length: int | None = None
     """Upper bound of tokens in a document; None: any."""
@@ -117,11 +130,15 @@ class CacheKeyParts(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How well the keys of a record fit a kind. Of several fits above 0 the highest counts; one of 0 stands beside it, so that a record
-    with both is not clear."""
+    """How well the keys of a record fit a kind.
+
+    The highest score above 0 wins: pairs (3) over labelled answers (2) over conversations (1),
+    because a pair may also have the keys of a conversation. A score of 0 (plain text) neither wins
+    nor loses: a record with such a fit and another one is ambiguous, and the user is asked.
+    """
 
     keys: tuple[str, ...]
-    """The keys that say so."""
+    """The keys that decided, for the report."""
     score: int
 
 
@@ -137,9 +154,12 @@ class EncodedDocument(NamedTuple):
     """A document as tokens and loss mask."""
 
     ids: Ids
+    """[tokens]"""
     mask: Flags
+    """[tokens]: True for loss targets."""
     type: str = ""
     items: tuple[MediaItem, ...] = ()
+    """Pictures and sounds in the document, in order."""
 
 
 class EncodeContext(NamedTuple):
@@ -151,23 +171,36 @@ class EncodeContext(NamedTuple):
 
 
 class ExampleEncoder(Protocol):
-    """Turns rendered examples into documents. It holds settings alone: it is sent to worker processes, and its repr is part of the keys of
-    caches and unfinished builds. A dataclass has such a repr; renaming it or its fields loses existing caches."""
+    """Turns rendered examples into documents.
+
+    It holds settings only, because it is sent to worker processes, and because its repr is part of
+    the keys of caches and unfinished builds. Write it as a dataclass. Renaming the class or its
+    fields changes the repr, so existing caches would no longer be found.
+    """
 
     def documents(
         self, example: Any, rendered: list[Rendered], context: EncodeContext
     ) -> list[EncodedDocument]:
-        """The documents of an example; `rendered` has its conversations as tokens. None are left of one that is dropped."""
+        """The documents of an example; an empty list drops it.
+
+        `rendered` has one entry for each of `RecordKind.segments`.
+        """
         ...
 
 
 class RecordKind:
-    """A kind of raw records. A user's kind derives from this class, or from the kind that it resembles."""
+    """A kind of raw records.
+
+    A user's kind derives from this class, or from the kind that it resembles.
+    """
 
     name: str = ""
     """As a recipe names it."""
     mark: ClassVar[str | None] = CHAT_MARK
-    """What the manifest of a store says about its documents: how they are read later. None: nothing, which is text."""
+    """The first `sources` entry in the manifest of a store, which says how its documents are read
+    later. None: no entry, which means text."""
+
+    # What reports say about these records.
     unit: ClassVar[str] = "conversations"
     """What is counted in reports."""
     content: ClassVar[str] = "conversations"
@@ -175,9 +208,11 @@ class RecordKind:
     counted: ClassVar[str] = "documents"
     """The ending of `train_...` and `valid_...` in reports."""
     left_out: ClassVar[tuple[str, ...]] = ("truncated", "dropped", "without_targets", "bad")
-    """The counts of reports."""
+    """The counts that a report lists besides documents and tokens."""
     shows_share: ClassVar[bool] = True
     """A report gives the share of the targets instead of their number."""
+
+    # How a record becomes documents.
     documents: ClassVar[int] = 1
     """Documents of one record."""
     least_length: ClassVar[int] = 2
@@ -187,13 +222,15 @@ class RecordKind:
     is_text: ClassVar[bool] = False
     """Plain text: files are cut into documents, and long ones are read in pieces."""
     is_typed: ClassVar[bool] = False
-    """Documents have types."""
+    """Documents have types (`EncodedDocument.type`), which the store keeps."""
     has_tokens: ClassVar[bool] = True
     """Records become documents of a token store."""
     holds_media: ClassVar[bool] = False
     """Records name pictures, sounds or videos."""
     may_drop_long: ClassVar[bool] = False
     """What happens to too long documents can be chosen (`too_long`)."""
+
+    # What a user may state about these records, and what to advise.
     settings: ClassVar[tuple[str, ...]] = (*FOR_RECORDS, "format")
     """The settings of a source that apply."""
     targets: ClassVar[tuple[str, ...] | None] = CHAT_TARGETS
@@ -202,18 +239,28 @@ class RecordKind:
     large_recipe: ClassVar[str | None] = "lora"
     """The recipes in laptop/ that train on such data, for small and large models."""
     remedy: ClassVar[str] = (
-        "`headway data validate` lists all such records; --drop-bad (in a recipe drop_bad: true) leaves them out."
+        "`headway data validate` lists all such records; --drop-bad (in a recipe drop_bad: true) "
+        "leaves them out."
     )
     """What to do about a bad record."""
+    refusal: ClassVar[str | None] = None
+    """Why its stores are not for a task that reads single documents, after the name of the store; None: they are."""
     length_setting: ClassVar[str] = "--max-length (in a recipe: data.seq_len)"
-    """What makes documents longer."""
+    """The setting that allows longer documents, for messages."""
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
-        """How well the keys of a record fit; None: not at all. A user's kind is named, never detected."""
+        """How well the keys of a record fit; None: not at all.
+
+        A user's kind is named, never detected.
+        """
         return None
 
     def parse(self, record: Record, fields: RecordFields) -> Any:
-        """The example of a record; a DataError with its place and the reason. An example has `unread`: the keys that were not read."""
+        """The example of a record; raises a DataError with file, line and reason.
+
+        The type of an example is the kind's choice. It must have `unread`: the keys of the record
+        that were not read.
+        """
         raise self._lacks("parse")
 
     def conversations(self, example: Any) -> list[list[Turn]]:
@@ -230,7 +277,8 @@ class RecordKind:
 
     def _lacks(self, method: str) -> ConfigError:
         return ConfigError(
-            f"{self.name}: its class Kind has no method {method}. Write one, or derive it from headway.records.chat.Kind."
+            f"{self.name}: its class Kind has no method {method}. Write one, or derive it from "
+            "headway.records.chat.Kind."
         )
 
     def show(self, example: Any) -> list[list[ShownPart]]:
@@ -241,24 +289,36 @@ class RecordKind:
         ]
 
     def max_length(self, seq_len: int, packing: str, reads: tuple[str, ...]) -> int | None:
-        """The longest document for rows of `seq_len` tokens; None: any. `reads`: the kinds that the task reads."""
+        """The longest document for rows of `seq_len` tokens; None: any.
+
+        `reads`: the kinds that the task reads.
+        """
         if packing in ("best_fit", "pad"):
-            # A conversation truncated to a row keeps its beginning; the rest would be answers to questions that are not there.
+            # A conversation truncated to a row keeps its beginning; the rest would be answers to
+            # questions that are not there.
             return seq_len
         return None
 
     def cache_key(self, origin: str, parts: CacheKeyParts) -> str:
-        """What decides a cached store besides the files. Existing caches are found by it, so its form never changes."""
+        """What decides a cached store besides the content of its files.
+
+        Existing caches are found by it, so its form must never change.
+        """
         encoder = self.encoder(parts.settings)
-        dropped = parts.settings.drop_bad
-        return repr((origin, parts.fingerprint, parts.template_key, encoder, dropped))
+        return repr(
+            (origin, parts.fingerprint, parts.template_key, encoder, parts.settings.drop_bad)
+        )
 
     def files(self, paths: Sequence[Path | str]) -> list[Path]:
         """The files that hold the records of some files, folders or globs."""
+        from headway.text.read import expand
+
         return expand(list(paths))
 
     def read(self, files: Sequence[Path]) -> Iterator[Record]:
         """The records of some files."""
+        from headway.text.read import read_records
+
         return read_records(files)
 
     def size_of(self, record: Record) -> int:
@@ -281,7 +341,8 @@ class RecordKind:
         return [name for name in RAW_SETTINGS if name in stated and name not in self.settings]
 
     def is_stand_in(self, reads: tuple[str, ...]) -> bool:
-        """Whether a task takes these records in place of the kind that it is made for."""
+        """Whether a task takes these records in place of the kind that it prefers, `reads[0]`."""
+        # Compared by mark, so that a user's kind that derives from one of these counts as well.
         return self.mark in [record_kind(name).mark for name in reads[1:]]
 
 
@@ -290,32 +351,47 @@ def _is_learned(turn: Turn) -> bool:
 
 
 def record_kind(name: str) -> RecordKind:
-    """The kind of that name: headway's, a user's module by its dotted name, or a file such as ./my_kind.py."""
+    """The kind of that name: headway's, a user's module by its dotted name, or a file such as
+    ./my_kind.py.
+    """
     module = kind_module("headway.records", name)
     kind = getattr(module, "Kind", None)
+
     if not (isinstance(kind, type) and issubclass(kind, RecordKind)):
         raise ConfigError(
-            f"{name} has no class Kind derived from headway.records.base.RecordKind; a kind of records needs one."
+            f"{name} has no class Kind derived from headway.records.base.RecordKind; a kind of "
+            "records needs one."
         )
+
+    # Text and media take their own ways through headway/prepare (pieces of long files, scans of
+    # media), where `parse` of a user's class would not be called as it expects.
     if is_user_kind(name) and (kind.is_text or kind.holds_media):
         raise ConfigError(
-            f"{name} derives from a kind of text or media, whose files are read in other ways. Derive it from the kind chat, preference or "
-            "unpaired; for texts write a format (data.train.0.format)."
+            f"{name} derives from a kind of text or media, whose files are read in other ways. "
+            "Derive it from the kind chat, preference or unpaired; for texts write a format "
+            "(data.train.0.format)."
         )
-    found = kind()
-    found.name = name
-    return found
+
+    # A user's kind may derive from one of headway's, so a class does not know its own name.
+    instance = kind()
+    instance.name = name
+    return instance
 
 
 def parse_record(kind: RecordKind, record: Any, fields: RecordFields) -> Any:
-    """The example of a record; whatever goes wrong in a user's kind is a DataError with the place."""
+    """The example of a record; any exception of a user's kind becomes a DataError with file and
+    line.
+    """
     try:
         return kind.parse(record, fields)
     except HeadwayError:
         raise
-    except Exception as error:  # a user's code may raise anything
+    except Exception as error:
+        # A user's code may raise anything. In headway's own kinds such an exception is a bug, which
+        # needs its traceback.
         if not is_user_kind(kind.name):
             raise
+
         raise DataError(
             f"{record.place}: {kind.name} failed: {type(error).__name__}: {first_line(error)}."
         ) from error
@@ -326,6 +402,8 @@ def is_user_kind(name: str) -> bool:
     return "." in name
 
 
+# A `Literal` would refuse names of user modules, and a plain `str` would accept misspelled names of
+# built-in kinds. Hence this validator.
 class KindName:
     """Marks a recipe field that holds the name of a kind, headway's or a user's, or `auto`."""
 
@@ -375,27 +453,35 @@ def check_tokenized(name: str) -> RecordKind:
 
 
 def with_place(record: Record, error: DataError) -> str:
-    """The message of an error of a record, beginning with its place."""
+    """The message of an error of a record, beginning with file and line."""
     text = str(error)
+    # Errors of parsing already have it; those of the chat template and the tokenizer do not.
     if text.startswith(record.place):
         return text
+
     return f"{record.place}: {text}"
 
 
 def count_unread(unread: Sequence[str], counts: Counter[str]) -> None:
-    """Count the unread keys of a record by name; of very many names only the first."""
+    """Count the unread keys of a record by name, at most `MAX_UNREAD` different names."""
     for key in unread:
-        if UNREAD + key in counts or sum(name.startswith(UNREAD) for name in counts) < MAX_UNREAD:
+        is_known = UNREAD + key in counts
+        if is_known or sum(name.startswith(UNREAD) for name in counts) < MAX_UNREAD:
             counts[UNREAD + key] += 1
 
 
 def describe_unread(counts: Mapping[str, int]) -> str | None:
     """One line that lists the unread keys; None if every key was read."""
-    found = sorted(
+    unread = sorted(
         (name.removeprefix(UNREAD), number)
         for name, number in counts.items()
         if name.startswith(UNREAD)
     )
-    listed = ", ".join(f"{key} ({number} records)" for key, number in found[:SHOWN_UNREAD])
-    more = f" and {len(found) - SHOWN_UNREAD} more" if len(found) > SHOWN_UNREAD else ""
-    return f"unread keys: {listed}{more}" if found else None
+    if not unread:
+        return None
+
+    listed = ", ".join(f"{key} ({number} records)" for key, number in unread[:SHOWN_UNREAD])
+    more = ""
+    if len(unread) > SHOWN_UNREAD:
+        more = f" and {len(unread) - SHOWN_UNREAD} more"
+    return f"unread keys: {listed}{more}"

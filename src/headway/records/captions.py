@@ -1,6 +1,7 @@
-"""Captions with pictures and sounds, which are aligned: a record becomes a sample of items, not a document of tokens.
+"""Captions of pictures and sounds, for training an aligner (objective contrastive).
 
-`prepare/features.py` reads them.
+A record becomes a sample of items (caption, picture, sound), not a document of tokens:
+`prepare/features.py` reads the samples, and no token store is built.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Kind(RecordKind):
-    """Captions."""
+    """Captions; they have no documents, so nothing about chat templates or lengths applies."""
 
     mark = None
     unit = "samples"
@@ -37,6 +38,8 @@ class Kind(RecordKind):
         return [[ShownPart("caption", example.caption or "", True)]]
 
     def check_positions(self, path: str, positions: MediaPositions | None) -> None:
+        # Only runs that tokenize their data ask this, and they cannot use captions.
         raise ConfigError(
-            f"data: {path} has kind captions, which objective contrastive reads (model.aligner). Set another kind."
+            f"data: {path} has kind captions, which objective contrastive reads (model.aligner). "
+            "Set another kind."
         )

@@ -1,13 +1,16 @@
-"""Conversations with pictures and sounds. In: records; out: documents of tokens in which items have positions, and items by content hash.
+"""Conversations with pictures and sounds. In: records; out: documents of tokens in which items
+have positions, and items by content hash.
 
     {"image": "a.png", "instruction": "What is it?", "response": "A cat."}
         -> user "<image>\\nWhat is it?", assistant "A cat.", media (a.png,)
 
-A store holds tokens and content hashes, no media: features are found by hash (`data/media.py`). Its name in the cache depends on the
-records, the sizes and times of the media files, the tokenizer, the template and the tokens of an item.
+A store holds tokens and content hashes, no media: features are found by hash (`data/media.py`).
+Its name in the cache depends on the records, the sizes and times of the media files, the
+tokenizer, the template and the tokens of an item.
 
-Validation (`parse_media`) is stricter than training: a record without any mark gets its marks before the first question, pictures first;
-otherwise each modality must have as many marks as media, and any difference is an error with file and line.
+Validation (`parse_media`) is stricter than training: a record without any mark gets its marks
+before the first question, pictures first; otherwise each modality must have as many marks as
+media, and any difference is an error with file and line.
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, Turn
 
 MARK = re.compile("|".join(MARKS.values()))
-OF_MARK: dict[str, Modality] = {mark: modality for modality, mark in MARKS.items()}
+MODALITY_OF_MARK: dict[str, Modality] = {mark: modality for modality, mark in MARKS.items()}
 RECORD_BYTES = 4096
-"""What a record counts for in a chunk of work: reading and hashing its media takes far longer than its text."""
+"""What a record counts for in a chunk of work: reading and hashing its media takes far longer
+than its text."""
 DESCRIBE = "Describe it."
 """The question before a caption."""
 
@@ -60,7 +64,7 @@ class MediaConversation:
 
     @property
     def answer(self) -> str:
-        """The last turn of the assistant."""
+        """The last turn of the assistant, which a schema for answers is checked against."""
         return next(turn.content for turn in reversed(self.turns) if turn.role == "assistant")
 
 
@@ -70,44 +74,51 @@ def parse_media(record: MediaRecord, keys: KeyMap = KeyMap()) -> MediaConversati
     turns = conversation.turns
     marks = [mark for turn in turns for mark in _marks(turn, record.place)]
     if not marks and record.media:
-        turns, marks = _marked(turns, record)
+        turns, marks = _with_marks(turns, record)
+
     waiting = {modality: list(record.of(modality)) for modality in MODALITIES}
     for modality, mark in MARKS.items():
         if marks.count(mark) != len(waiting[modality]):
             raise DataError(
-                f"{record.place}: {marks.count(mark)} {mark} marks in the texts, but {len(waiting[modality])} {modality} files; "
-                "write one mark for each file, or no mark at all."
+                f"{record.place}: {marks.count(mark)} {mark} marks in the texts, but "
+                f"{len(waiting[modality])} {modality} files; write one mark for each file, or no "
+                "mark at all."
             )
-    media = tuple(waiting[OF_MARK[mark]].pop(0) for mark in marks)
+
+    # The n-th mark of a modality stands for the n-th file of this modality.
+    media = tuple(waiting[MODALITY_OF_MARK[mark]].pop(0) for mark in marks)
     return MediaConversation(replace(conversation, turns=turns), media)
 
 
 def _marks(turn: Turn, place: str) -> list[str]:
-    found = [mark for text in (turn.content, turn.context) for mark in MARK.findall(text)]
-    if found and turn.role != "user":
+    """The marks in a turn; only the user's turns may have some."""
+    marks = [mark for text in (turn.content, turn.context) for mark in MARK.findall(text)]
+    if marks and turn.role != "user":
         raise DataError(
-            f"{place}: a mark {found[0]} stands in a turn of the {turn.role}; media stand in questions of the user."
+            f"{place}: a mark {marks[0]} stands in a turn of the {turn.role}; media stand in "
+            "questions of the user."
         )
-    return found
+    return marks
 
 
-def _marked(turns: tuple[Turn, ...], record: MediaRecord) -> tuple[tuple[Turn, ...], list[str]]:
+def _with_marks(turns: tuple[Turn, ...], record: MediaRecord) -> tuple[tuple[Turn, ...], list[str]]:
     """The turns with all marks at the beginning of the first question."""
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
     if first is None:
         raise DataError(f"{record.place}: no turn of the user that the media could belong to.")
     marks = [MARKS[ref.modality] for ref in record.media]
     text = "".join(f"{mark}\n" for mark in marks) + turns[first].content
-    return (*turns[:first], replace(turns[first], content=text), *turns[first + 1 :]), marks
+    question = replace(turns[first], content=text)
+    return (*turns[:first], question, *turns[first + 1 :]), marks
 
 
-def turns_of(found: MediaRecord, keys: KeyMap = KeyMap()) -> tuple[Turn, ...]:
-    """The conversation of a record; a caption is the answer to `Describe it.`"""
-    if found.caption is not None:
-        return (Turn("user", DESCRIBE), Turn("assistant", found.caption))
-    conversation = parse_conversation(found.record, keys)
+def turns_of(record: MediaRecord, keys: KeyMap = KeyMap()) -> tuple[Turn, ...]:
+    """The turns of a record, in which marks may stand; a caption is the answer to `Describe it.`"""
+    if record.caption is not None:
+        return (Turn("user", DESCRIBE), Turn("assistant", record.caption))
+    conversation = parse_conversation(record.record, keys)
     if conversation.tools:
-        raise DataError(f"{found.place}: tools are not read in conversations with media.")
+        raise DataError(f"{record.place}: tools are not read in conversations with media.")
     return conversation.turns
 
 
@@ -121,16 +132,22 @@ def refs_of(record: Record) -> tuple[MediaRef, ...]:
 
 @dataclass(frozen=True)
 class MediaExample:
-    """A conversation with a mark for every item, and the items in the order of their marks: modality and content hash."""
+    """A conversation with a mark for every item, and the items in the order of their marks:
+    modality and content hash.
+    """
 
     turns: tuple[Turn, ...]
     items: tuple[tuple[str, str | None], ...]
     unread: tuple[str, ...] = ()
+    """Every example has this field; keys that are not read are not reported for this kind."""
 
 
 @dataclass(frozen=True)
 class MediaBuild:
-    """One record becomes one document with items. The repr of this class is part of cache keys: do not rename it or its fields."""
+    """One record becomes one document with items.
+
+    The repr of this class is part of cache keys: do not rename it or its fields.
+    """
 
     positions: MediaPositions
     chat_template: str = "chatml"
@@ -159,7 +176,10 @@ class Kind(RecordKind):
     recipe = None
     large_recipe = None
     length_setting = "data.seq_len"
-    remedy = "`headway data validate --kind multimodal` lists all such records; drop_bad: true leaves them out."
+    remedy = (
+        "`headway data validate --kind multimodal` lists all such records; drop_bad: true leaves "
+        "them out."
+    )
 
     def files(self, paths: Sequence[Path | str]) -> list[Path]:
         return source_files(paths)
@@ -172,16 +192,20 @@ class Kind(RecordKind):
 
     def parse(self, record: Record, fields: RecordFields) -> MediaExample:
         assert fields.positions is not None, "checked before records are read"
-        found = parse_media_record(record)
-        media = [(str(ref.modality), ref.content_hash()) for ref in found.media]
-        placed = place_media(turns_of(found, fields.keys), media, fields.positions)
+        media_record = parse_media_record(record)
+
+        # Hashing reads every media file once, here in a worker process. Features are found by it.
+        media = [(str(ref.modality), ref.content_hash()) for ref in media_record.media]
+        placed = place_media(turns_of(media_record, fields.keys), media, fields.positions)
         return MediaExample(placed.turns, placed.items)
 
     def conversations(self, example: MediaExample) -> list[list[Turn]]:
         return [list(example.turns)]
 
     def segments(self, example: MediaExample, template: ChatTemplate) -> list[list[Segment]]:
-        """The texts between the items."""
+        """The texts between the items, each encoded by itself: `MediaEncoder` joins them with the
+        items.
+        """
         return media_pieces(template.segments(example.turns), len(example.items), template.name)
 
     def encoder(self, settings: DocumentSettings) -> MediaBuild:
@@ -199,8 +223,13 @@ class Kind(RecordKind):
         return [media_mark(settings.positions.tokens)]
 
     def cache_key(self, origin: str, parts: CacheKeyParts) -> str:
-        # Without a scan this is the key of a note, which knows the media in another way (prepare/media_notes.py).
-        stamps = None if parts.scan is None else parts.scan.stamps
+        # A store depends on the media files too. Their sizes and times stand for their content,
+        # which would take long to read. Without a scan this is the key of a note, which knows the
+        # media by the times of their folders (prepare/media_notes.py).
+        stamps = None
+        if parts.scan is not None:
+            stamps = parts.scan.stamps
+
         encoder = self.encoder(parts.settings)
         key = repr(("multimodal", parts.fingerprint, parts.template_key, encoder, stamps))
         return key + repr([file.name for file in parts.files])
@@ -212,21 +241,29 @@ class Kind(RecordKind):
         for record in read_sources(files):
             count += 1
             for ref in refs_of(record):
-                # The folder first: what changes after this line makes the note of this scan invalid.
+                # The folder first: what changes after this line makes the note of this scan
+                # invalid.
                 if ref.path is not None:
                     note_folder(folders, ref.path)
+
                 stamps.update(repr(_stamp(ref)).encode())
+
         return MediaScan(stamps.hexdigest(), count, folders)
 
     def check_positions(self, path: str, positions: MediaPositions | None) -> None:
         if positions is None:
             raise ConfigError(
-                f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind."
+                f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. "
+                "Set it, or another kind."
             )
 
 
 def _stamp(ref: MediaRef) -> tuple[str, int, int]:
-    """What changes with a media file, without reading it."""
+    """What changes with a media file, without reading it: its name, size and time.
+
+    A file that cannot be looked at has the size -1: it may be repaired later, which then changes
+    the stamp.
+    """
     if ref.path is None:
         return ref.modality, len(ref.data or b""), 0
     try:

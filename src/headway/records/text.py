@@ -1,4 +1,8 @@
-"""Plain text: a text file, or the text under a key of a record."""
+"""Plain text: a text file, or the text under a key of a record.
+
+Text takes its own way through headway/prepare: it has no chat template and no loss mask, every
+token is a target, and long files are read in pieces. So this kind has no encoder.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from headway.text.document import Document, Record
 
 @dataclass(frozen=True)
 class PlainText:
-    """A text."""
+    """The example of this kind; other keys of a record are metadata, and not reported as unread."""
 
     text: str
     unread: tuple[str, ...] = ()
@@ -33,14 +37,19 @@ class Kind(RecordKind):
     large_recipe = "pretrain"
 
     def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
+        # A source that states text_key or template is text, even where this record lacks the key:
+        # reading it then reports the missing key, which says more than a failed detection.
         if any(name in context.settings for name in FOR_TEXT):
-            return Fit((context.text_key,), 0)  # reading it says so where a record lacks the key
+            return Fit((context.text_key,), 0)
         if isinstance(data.get("text"), str):
             return Fit(("text",), 0)
         return None
 
     def parse(self, record: Record | Document, fields: RecordFields) -> PlainText:
-        text = record.text if isinstance(record, Document) else fields.text(record).text
+        if isinstance(record, Document):
+            text = record.text
+        else:
+            text = fields.text(record).text
         if not text.strip():
             raise DataError(f"{record.place}: the text is empty.")
         return PlainText(text)
@@ -49,4 +58,5 @@ class Kind(RecordKind):
         return [[ShownPart("text", example.text, True)]]
 
     def max_length(self, seq_len: int, packing: str, reads: tuple[str, ...]) -> int | None:
+        # Packing cuts a text that is longer than a row and trains on all of its pieces.
         return None

@@ -1,8 +1,10 @@
 """Labelled answers: a prompt, an answer to it, and whether the answer is good.
 
-    label | kto_tag     true or false, of the answer in any form of chat.py, or of a whole dialogue's last answer
+    {"prompt": "Hi", "completion": "Hello!", "label": true}
+        -> one document of type "desirable", loss on the answer
 
-A record becomes one document, whose type is its label. A missing value, one of another type and unread content are DataErrors.
+`label` or `kto_tag` belongs to the answer in any form of chat.py, or to the last answer of a whole
+dialogue. A missing value, one of another type and unread content are DataErrors.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from headway.errors import DataError
 from headway.records.base import (
     HEADWAY_ONLY,
+    UNPAIRED_MARK,
     DetectContext,
     DocumentSettings,
     EncodeContext,
@@ -45,10 +48,10 @@ from headway.text.record_keys import (
 )
 from headway.tokenizer.chat import Rendered, Turn
 
-UNPAIRED_MARK = "kind=unpaired"
 """Starts the first `sources` entry in the manifest of a store of labelled answers."""
-GOOD, BAD = "desirable", "undesirable"
-"""The types of its documents."""
+GOOD = "desirable"
+BAD = "undesirable"
+"""The types of its documents, in KTO's words."""
 UNPAIRED_SHAPES = (
     "prompt, completion and label (true or false); or a whole conversation (messages) and label"
 )
@@ -66,78 +69,116 @@ class LabelledAnswer:
 
 
 def parse_unpaired(record: Record, keys: KeyMap = KeyMap()) -> LabelledAnswer:
-    """The labelled answer of a record."""
-    fields, reader = Fields(record, keys), TurnReader(keys)
-    place, is_good = fields.place, label_of(fields)
+    """The labelled answer of a record; the prompt must end with the turn to answer."""
+    fields = Fields(record, keys)
+    reader = TurnReader(keys)
+    location = fields.place
+    is_good = label_of(fields)
     prompt, answer = _prompt_and_answer(fields, reader)
     if not prompt:
-        raise DataError(f"{place}: the answer has no prompt. Expected {UNPAIRED_SHAPES}.")
+        raise DataError(f"{location}: the answer has no prompt. Expected {UNPAIRED_SHAPES}.")
     if not answer or answer[0].role != "assistant" or answer[-1].role != "assistant":
-        raise DataError(f"{place}: the turns after the prompt must be an answer of the assistant.")
-    prompt = with_system(prompt, fields.take(fields.first(SYSTEMS)), place)
+        raise DataError(
+            f"{location}: the turns after the prompt must be an answer of the assistant."
+        )
+
+    prompt = with_system(prompt, fields.take(fields.first(SYSTEMS)), location)
+
+    # The system prompt is already in front, so the checks see the whole conversation.
     turns = [*prompt, *answer]
-    refuse_empty(turns, place)
+    refuse_empty(turns, location)
     if prompt[-1].role == "assistant":
         raise DataError(
-            f"{place}: the prompt ends with the assistant; the turn to answer must come last."
+            f"{location}: the prompt ends with the assistant; the turn to answer must come last."
         )
-    tools = tools_of(fields.take(fields.first(TOOLS)), place)
-    refuse_bad_unicode(turns, tools, place)
+
+    tools = tools_of(fields.take(fields.first(TOOLS)), location)
+    refuse_bad_unicode(turns, tools, location)
     return LabelledAnswer(
         tuple(prompt), tuple(answer), is_good, tools, unread_keys(fields, reader, turns)
     )
 
 
 def label_of(fields: Fields) -> bool:
-    """Whether an answer is good: KTO's label."""
+    """Whether an answer is good: KTO's label.
+
+    Unlike in chat data, a label that is neither true nor false is an error: this kind needs it.
+    """
     key = fields.first(LABELS)
     if key is None:
         raise DataError(
             f"{fields.place}: no label; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}."
         )
-    given = fields.take(key)
-    value = BINARY.get(str(given).lower())
+
+    label = fields.take(key)
+    value = BINARY.get(str(label).lower())
     if value is None:
         raise DataError(
-            f"{fields.place}: {key} is {str(given)[:40]!r}; it must be true (a good answer) or false (a bad one)."
+            f"{fields.place}: {key} is {str(label)[:40]!r}; it must be true (a good answer) or "
+            "false (a bad one)."
         )
+
     return value
 
 
 def _prompt_and_answer(fields: Fields, reader: TurnReader) -> tuple[list[Turn], list[Turn]]:
-    place = fields.place
-    listed, question, key = fields.first(LISTS), fields.first(QUESTIONS), fields.first(ANSWERS)
-    if listed is not None:
-        turns = reader.turns(fields.take(listed), f"{place}: {listed}")
+    """The turns before the labelled answer, and those of the answer.
+
+    The prompt is a list of turns or a question. Where an answer is a whole dialogue, or a list of
+    turns ends with the assistant, the last answer of the dialogue is the labelled one.
+    """
+    location = fields.place
+    list_key = fields.first(LISTS)
+    question_key = fields.first(QUESTIONS)
+    answer_key = fields.first(ANSWERS)
+    if list_key is not None:
+        turns = reader.turns(fields.take(list_key), f"{location}: {list_key}")
         if turns and turns[-1].role == "assistant":
             return _last_answer(turns)
-        if key is None:
+
+        if answer_key is None:
             raise DataError(
-                f"{place}: {listed} ends without an answer of the assistant. Expected {UNPAIRED_SHAPES}."
+                f"{location}: {list_key} ends without an answer of the assistant. Expected "
+                f"{UNPAIRED_SHAPES}."
             )
-        return turns, answer_turns(fields.take(key), f"{place}: {key}", reader)
-    if key is None:
+
+        return turns, answer_turns(fields.take(answer_key), f"{location}: {answer_key}", reader)
+
+    if answer_key is None:
         raise DataError(
-            f"{place}: no answer; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}."
+            f"{location}: no answer; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}."
         )
+
     answer = answer_turns(
-        fields.take(key), f"{place}: {key}", reader, may_be_transcript=question is None
+        fields.take(answer_key),
+        f"{location}: {answer_key}",
+        reader,
+        may_be_transcript=question_key is None,
     )
-    if question is not None:
-        return question_turns(question, fields, reader), answer
+    if question_key is not None:
+        return question_turns(question_key, fields, reader), answer
+
     return _last_answer(answer)
 
 
 def _last_answer(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
-    """A whole dialogue, cut after the last turn of the user."""
+    """A whole dialogue, cut after the last turn of the user.
+
+    What follows is the labelled answer, with its tool calls and their results. Without a user the
+    prompt is empty, which the caller refuses.
+    """
+    # The last one, because only the last answer carries the label.
     last = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=-1)
     return turns[: last + 1], turns[last + 1 :]
 
 
 @dataclass(frozen=True)
 class UnpairedEncoder:
-    """One record becomes one document, truncated as `PairEncoder` truncates. Loss is on the answer, good or bad. The repr is part of cache
-    keys: do not rename it or its fields."""
+    """One record becomes one document, truncated as `PairEncoder` truncates.
+
+    Loss is on the answer, good or bad. The repr is part of cache keys: do not rename it or its
+    fields.
+    """
 
     max_length: int | None
     max_prompt_length: int
@@ -157,6 +198,10 @@ class Kind(RecordKind):
     """Labelled answers; loss is on the answer."""
 
     mark = UNPAIRED_MARK
+    refusal = (
+        "holds answers labelled good or bad, which objective kto reads; others would train on the bad answers, too. "
+        "Set objective.kind: kto, or other data."
+    )
     unit = "labelled answers"
     content = "labelled answers"
     counted = "answers"
@@ -178,6 +223,7 @@ class Kind(RecordKind):
         # For any other task such a record is a conversation.
         if self.name not in context.reads:
             return None
+
         label = context.first(data, LABELS)
         turns = context.first(data, LISTS)
         answer = context.first(data, ANSWERS)
@@ -185,6 +231,7 @@ class Kind(RecordKind):
             return None
         if turns is not None:
             return Fit((turns, label), 2)
+
         question = context.first(data, QUESTIONS)
         return Fit(tuple(key for key in (question, answer, label) if key is not None), 2)
 

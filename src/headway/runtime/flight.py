@@ -1,10 +1,13 @@
-"""torch's flight recorder: NCCL keeps its last collectives in memory and writes them out, a file for each rank, when one takes too long.
+"""torch's flight recorder: NCCL keeps its last collectives in memory and writes them out, a file
+for each rank, when one takes too long.
 
     rank 0  ... all_reduce 16 done   all_reduce 17 waits ─┐
-    rank 1  ... all_reduce 16 done   (never came)         ├─▶ logs/flight-rank-N ─▶ one sentence: who waited in what, and who was missing
+    rank 1  ... all_reduce 16 done   (never came)         ├─▶ logs/flight-rank-N ─▶ one sentence:
+                                                              who waited in what, who was missing
 
-The host does not wait in an NCCL collective, so that a heartbeat cannot name it; these files can. They are pickles of plain values, and
-are read by a reader that accepts nothing else: a file with anything more is left alone.
+The host does not wait in an NCCL collective, so that a heartbeat cannot name it; these files can.
+They are pickles of plain values, and are read by a reader that accepts nothing else: a file with
+anything more is left alone.
 """
 
 from __future__ import annotations
@@ -23,11 +26,16 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_DESYNC_DEBUG": "1",
 }
+"""Variables of torch: how many collectives it keeps, and that it writes them on a timeout."""
 MAX_NAMED = 8
+"""Ranks that the sentence names as waiting; thousands may."""
 
 
 def flight_recorder(run_dir: Path) -> dict[str, str]:
-    """Variables that turn it on; its files can also be read with `python -m torch.distributed.flight_recorder.fr_trace`."""
+    """Variables that turn it on.
+
+    Its files can also be read with `python -m torch.distributed.flight_recorder.fr_trace`.
+    """
     return {
         **SETTINGS,
         "TORCH_FR_DUMP_TEMP_FILE": str((run_dir / "logs" / "flight-rank-").absolute()),
@@ -46,11 +54,12 @@ class Collective:
 
     def describe(self) -> str:
         """As one line of text."""
-        return (
-            f"{self.name} {self.number}"
-            + (f" of {self.shape}" if self.shape else "")
-            + (f" in {self.group}" if self.group else "")
-        )
+        text = f"{self.name} {self.number}"
+        if self.shape:
+            text += f" of {self.shape}"
+        if self.group:
+            text += f" in {self.group}"
+        return text
 
 
 class _PlainValues(pickle.Unpickler):
@@ -61,15 +70,16 @@ class _PlainValues(pickle.Unpickler):
 
 
 def read_flight(path: Path) -> list[Collective]:
-    """The collectives in a dump, oldest first; none where it cannot be read: its process died while writing, or it is another file."""
+    """The collectives in a dump, oldest first.
+
+    Empty where it cannot be read: its process died while writing, or it is another file.
+    """
     try:
         with open(path, "rb", opener=regular_only) as file:
             entries = _PlainValues(file).load()["entries"]
-        return [
-            _collective(one)
-            for one in sorted(entries, key=lambda one: one["record_id"])
-            if not one.get("is_p2p")
-        ]
+        entries = sorted(entries, key=lambda entry: entry["record_id"])
+        # Sends between two ranks have numbers of their own, which others do not share.
+        return [_collective(entry) for entry in entries if not entry.get("is_p2p")]
     except (
         OSError,
         pickle.UnpicklingError,
@@ -85,42 +95,58 @@ def read_flight(path: Path) -> list[Collective]:
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
+    """One entry of torch's dump, in the words of `Collective`."""
     sizes = [" x ".join(map(str, size)) or "1" for size in entry.get("input_sizes", [])]
-    kinds = list(entry.get("input_dtypes", []))
-    shape = ", ".join(sizes) if len(sizes) <= 2 else f"{len(sizes)} tensors"
+    shape = ", ".join(sizes)
+    if len(sizes) > 2:
+        shape = f"{len(sizes)} tensors"
+    dtypes = list(entry.get("input_dtypes", []))
+    if dtypes:
+        shape = f"{shape} {dtypes[0]}".strip()
     return Collective(
         group=str(entry["process_group"][1]),
         number=int(entry["collective_seq_id"]),
-        name=str(entry["profiling_name"]).rpartition(":")[2],
-        shape=f"{shape} {kinds[0]}".strip() if kinds else shape,
+        name=str(entry["profiling_name"]).rpartition(":")[2],  # of "nccl:all_reduce"
+        shape=shape,
         is_done=entry["state"] == "completed" or bool(entry.get("retired")),
     )
 
 
 def explain_flight(logs: Path, since: float = 0.0) -> str:
-    """Which ranks waited in which collective and which never joined it, from the dumps written after `since`; empty without dumps."""
+    """Which ranks waited in which collective and which never joined it, from the dumps written
+    after `since`; empty without dumps.
+    """
     if not logs.is_dir():
         return ""
-    dumps = {
-        int(match.group(1)): path
-        for path in logs.iterdir()
-        if (match := FILE.fullmatch(path.name)) and path.stat().st_mtime >= since
-    }
-    seen = {rank: found for rank, path in sorted(dumps.items()) if (found := read_flight(path))}
-    waiting = {
-        rank: next(one for one in found if not one.is_done)
-        for rank, found in seen.items()
-        if not all(one.is_done for one in found)
-    }
+    dumps: dict[int, Path] = {}
+    for path in logs.iterdir():
+        match = FILE.fullmatch(path.name)
+        if match and path.stat().st_mtime >= since:
+            dumps[int(match.group(1))] = path
+
+    by_rank = {rank: read_flight(path) for rank, path in sorted(dumps.items())}
+    by_rank = {rank: collectives for rank, collectives in by_rank.items() if collectives}
+
+    # Collectives of a group run in order: the first that is not done is the one a rank hangs in.
+    waiting: dict[int, Collective] = {}
+    for rank, collectives in by_rank.items():
+        unfinished = [collective for collective in collectives if not collective.is_done]
+        if unfinished:
+            waiting[rank] = unfinished[0]
     if not waiting:
         return ""
-    first = min(waiting.values(), key=lambda one: one.number)
-    lines = [f"rank {rank} waited in {one.describe()}" for rank, one in waiting.items()][:MAX_NAMED]
-    for rank, found in seen.items():
-        last = max((one.number for one in found if one.group == first.group), default=None)
-        if last is None or last < first.number:
+
+    # Ranks may hang in different collectives. The one with the lowest number holds up the others.
+    first = min(waiting.values(), key=lambda collective: collective.number)
+    lines = [f"rank {rank} waited in {waited.describe()}" for rank, waited in waiting.items()]
+    lines = lines[:MAX_NAMED]
+    for rank, collectives in by_rank.items():
+        numbers = [item.number for item in collectives if item.group == first.group]
+        last = max(numbers, default=None)
+        if last is None:
+            lines.append(f"rank {rank} never came to {first.name} {first.number}")
+        elif last < first.number:
             lines.append(
-                f"rank {rank} never came to {first.name} {first.number}"
-                + (f", its last was {last}" if last is not None else "")
+                f"rank {rank} never came to {first.name} {first.number}, its last was {last}"
             )
     return f"NCCL: {'; '.join(lines)}. (logs/flight-rank-*)"

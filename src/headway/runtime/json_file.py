@@ -1,6 +1,8 @@
-"""JSON files that others wrote, or that a crash truncated: returns a value or raises one of two errors.
+"""JSON files that others wrote, or that a crash truncated: returns a value or raises one of two
+errors.
 
-One rule for every reader: only regular files, of a bounded size, and nesting of any depth is an ordinary error.
+One rule for every reader: only regular files, of a bounded size, and nesting of any depth is an
+ordinary error.
 """
 
 import errno
@@ -13,21 +15,28 @@ from headway.config.regular_file import regular_only
 from headway.errors import HeadwayError
 
 LARGEST_BYTES = 1 << 28
+"""Larger than any JSON file that headway expects."""
 
 
 def read_bounded(path: Path, largest: int = LARGEST_BYTES) -> bytes:
-    """The bytes of a regular file; a device, a pipe and a file beyond `largest` bytes are an OSError like any other."""
+    """The bytes of a regular file.
+
+    A device, a pipe and a file beyond `largest` bytes are an OSError like any other.
+    """
     with open(path, "rb", opener=regular_only) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
             raise OSError(
                 errno.EFBIG, f"has {size} bytes; at most {largest} are expected", str(path)
             )
-        return file.read(size + 1)
+        return file.read(size + 1)  # bounded also if the file grows meanwhile
 
 
 def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:
-    """The value in a JSON file. Raises only OSError if it cannot be read and ValueError if it is not JSON."""
+    """The value in a JSON file.
+
+    Raises only OSError if it cannot be read and ValueError if it is not JSON.
+    """
     content = read_bounded(path, largest)
     try:
         return json.loads(content.decode("utf-8-sig"))
@@ -38,13 +47,16 @@ def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:
 
 
 def read_object(path: Path, error: type[HeadwayError]) -> dict[str, Any]:
-    """The object in a JSON file; what is damaged, too deep or too large, or another value, is an `error` that names the file."""
+    """The object in a JSON file.
+
+    What is damaged, too deep or too large, or another value, is an `error` that names the file.
+    """
     try:
-        found = load_json(path)
+        value = load_json(path)
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror or problem}.") from None
     except ValueError as problem:
         raise error(f"{path}: not JSON: {' '.join(str(problem).split())[:200]}.") from None
-    if not isinstance(found, dict):
-        raise error(f"{path}: must contain a mapping, not a {type(found).__name__}.")
-    return cast(dict[str, Any], found)
+    if not isinstance(value, dict):
+        raise error(f"{path}: must contain a mapping, not a {type(value).__name__}.")
+    return cast(dict[str, Any], value)

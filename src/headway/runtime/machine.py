@@ -1,4 +1,7 @@
-"""Facts about this machine: processors, memory, GPU peak FLOP/s, GPU load. Unknown values are None, never a guess."""
+"""Facts about this machine: processors, memory, GPU peak FLOP/s, GPU load.
+
+Unknown values are None, never a guess.
+"""
 
 import functools
 import importlib.util
@@ -16,12 +19,17 @@ from typing import Any
 from headway import __version__
 
 PACKAGES = (
-    "torch", "numpy", "safetensors", "tokenizers", "sentencepiece", "transformers", "pyarrow", "pydantic", "ruamel.yaml", "typer",
-    "rich", "jinja2", "tensorboard", "zstandard", "huggingface_hub", "triton",
+    "torch", "numpy", "safetensors", "tokenizers", "sentencepiece", "transformers", "pyarrow",
+    "pydantic", "ruamel.yaml", "typer", "rich", "jinja2", "tensorboard", "zstandard",
+    "huggingface_hub", "triton",
 )  # fmt: skip
+"""Packages whose versions environment.json records."""
+GIT_SECONDS = 10
+"""How long a call of git may take, e.g. on a slow network file system."""
 
-# Dense peak in TFLOP/s (bf16, fp16, tf32, fp32) from NVIDIA's data sheets, fp32 accumulation; None where the device has no such unit
-# or the sheet does not say. Patterns match a whole device name: a laptop part, a MIG slice or a cut-down variant is not its namesake.
+# Dense peak in TFLOP/s (bf16, fp16, tf32, fp32) from NVIDIA's data sheets, fp32 accumulation; None
+# where the device has no such unit or the sheet does not say. Patterns match a whole device name: a
+# laptop part, a MIG slice or a cut-down variant is not its namesake.
 PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float | None]], ...] = (
     (r"A[18]00-(SXM4?-(40|80)GB|PCIE-(40|80)GB)|A[18]00 (40|80)GB PCIe", (312, 312, 156, 19.5)),
     (r"H[18]00 PCIe|H100.* HBM2e", (756, 756, 378, 51)),
@@ -49,17 +57,24 @@ PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float | 
     (r"T4", (None, 65, None, 8.1)),
 )
 KINDS = ("bf16", "fp16", "tf32", "fp32")
+"""The columns of PEAKS."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a GPU by the name torch gives it, in bf16, fp16, tf32 or fp32; None if it is not known."""
-    name = re.sub(r"^(NVIDIA|Tesla|GeForce) ", "", re.sub(r"^NVIDIA ", "", device_name.strip()))
+    """Peak FLOP/s of a GPU by the name torch gives it, in bf16, fp16, tf32 or fp32.
+
+    None if it is not known.
+    """
+    name = re.sub(r"^NVIDIA ", "", device_name.strip())
+    name = re.sub(r"^(NVIDIA|Tesla|GeForce) ", "", name)
     if " MIG " in name:
-        return None
+        return None  # a slice of a GPU has a share of its peak that the name does not say
     for pattern, peaks in PEAKS:
         if re.fullmatch(pattern, name):
             peak = peaks[KINDS.index(dtype)]
-            return None if peak is None else peak * 1e12
+            if peak is None:
+                return None
+            return peak * 1e12
     return None
 
 
@@ -73,7 +88,9 @@ class GpuLoad:
 
 
 def gpu_load(index: int = 0) -> GpuLoad:
-    """Ask the driver about CUDA device `index` of this process (microseconds; needs the package nvidia-ml-py)."""
+    """Ask the driver about CUDA device `index` of this process (microseconds; needs the package
+    nvidia-ml-py).
+    """
     handle = _nvml_handle(index)
     if handle is None:
         return GpuLoad()
@@ -88,8 +105,8 @@ def gpu_load(index: int = 0) -> GpuLoad:
     rates = ask(pynvml.nvmlDeviceGetUtilizationRates)
     power = ask(pynvml.nvmlDeviceGetPowerUsage)
     return GpuLoad(
-        None if rates is None else rates.gpu / 100,
-        None if power is None else power / 1000,
+        utilisation=None if rates is None else rates.gpu / 100,  # from percent
+        power_watts=None if power is None else power / 1000,  # from milliwatts
     )
 
 
@@ -123,7 +140,10 @@ def resident_bytes() -> int | None:
 
 
 def ram_bytes() -> tuple[int | None, int | None]:
-    """RAM this process may use: all of it, and what is available now; in a container or a batch job that is what its group has."""
+    """RAM this process may use: all of it, and what is available now.
+
+    In a container or a batch job that is what its group has.
+    """
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:
@@ -131,56 +151,64 @@ def ram_bytes() -> tuple[int | None, int | None]:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
         except (ValueError, OSError):
             return None, None
-    total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+
+    # In kilobytes: "MemTotal:       65802148 kB".
+    total = int(fields["MemTotal"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
     for limit, used in _group_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
-        total, available = min(total, limit), min(available, max(0, limit - used))
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
     return total, available
 
 
 def _group_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, what is used and cannot be given back) of this process's control groups that have a limit, version 2 or 1."""
+    """(limit, what is used and cannot be given back) of this process's control groups that have a
+    limit, version 2 or 1.
+    """
     try:
         paths = dict(line.split(":", 2)[1:] for line in membership.read_text().splitlines())
     except (OSError, ValueError):
         return []
-    found: list[tuple[int, int]] = []
-    for controller, base, names in (
-        ("", root, ("memory.max", "memory.current", "inactive_file")),
-        (
-            "memory",
-            root / "memory",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ),
-    ):
-        inside = Path(paths.get(controller, "/").lstrip("/"))
-        for group in (inside, *inside.parents):
+
+    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    version_2 = ("memory.max", "memory.current", "inactive_file")
+    limits: list[tuple[int, int]] = []
+    for controller, base, names in (("", root, version_2), ("memory", root / "memory", version_1)):
+        limit_file, usage_file, cache_entry = names
+        # The limits of all groups above count as well.
+        innermost = Path(paths.get(controller, "/").lstrip("/"))
+        for group in (innermost, *innermost.parents):
+            folder = base / group
             try:
-                limit, used = (
-                    int((base / group / name).read_text()) for name in names[:2]
-                )  # "max" is not a number
-                kinds = dict(
-                    line.split() for line in (base / group / "memory.stat").read_text().splitlines()
-                )
+                limit = int((folder / limit_file).read_text())  # "max" is not a number
+                used = int((folder / usage_file).read_text())
+                lines = (folder / "memory.stat").read_text().splitlines()
+                entries = dict(line.split() for line in lines)
             except (OSError, ValueError):
                 continue
-            found.append((limit, used - int(kinds.get(names[2], 0))))
-    return found
+            # Cached pages of files are counted as used, but the kernel drops them on demand.
+            limits.append((limit, used - int(entries.get(cache_entry, 0))))
+    return limits
 
 
 def cpu_name() -> str:
     """The processor's model name, or its architecture where the system does not say."""
     try:
-        found = re.search(
+        match = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
         )
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        match = None
+    if match:
+        return match.group(1).strip()
+    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:
     """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def driver_version() -> str | None:
@@ -189,16 +217,22 @@ def driver_version() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return found.group(1) if found else None
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    if match:
+        return match.group(1)
+    return None
 
 
 def describe() -> dict[str, Any]:
-    """This machine in plain data: Python, torch, CUDA, driver, GPUs, CPU, RAM. Nothing that names its user or host."""
+    """This machine in plain data: Python, torch, CUDA, driver, GPUs, CPU, RAM.
+
+    Nothing that names its user or host.
+    """
     import torch
 
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus: list[dict[str, Any]] = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(num_gpus):
         properties = torch.cuda.get_device_properties(index)
         gpus.append(
             {
@@ -230,21 +264,27 @@ def package_version(name: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """What environment.json holds: headway, git commit, packages, command line, machine. No environment variables, so no secrets."""
-    found = {name: package_version(name) for name in PACKAGES}
+    """What environment.json holds: headway, git commit, packages, command line, machine.
+
+    No environment variables, so no secrets.
+    """
+    versions = {name: package_version(name) for name in PACKAGES}
     return {
         "headway": __version__,
         "git": git_state(Path.cwd()),
-        "packages": {name: version for name, version in found.items() if version is not None},
+        "packages": {name: version for name, version in versions.items() if version is not None},
         "command": sys.argv,
         "machine": describe(),
     }
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit a folder is at and whether tracked files differ from it; None outside of a repository or without git.
+    """The commit a folder is at and whether tracked files differ from it.
 
-    A repository of unknown origin may name programs in its config (a file-system monitor, hooks, filters): none of them runs.
+    None outside of a repository or without git.
+
+    A repository of unknown origin may name programs in its config (a file-system monitor, hooks,
+    filters): none of them runs.
     """
     safe = [
         "git",
@@ -258,51 +298,67 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     ]
 
     def git(*arguments: str, filters: Sequence[str] = ()) -> str | None:
-        off = [text for key in filters for text in ("-c", f"{key}=")]
+        switched_off: list[str] = []
+        for key in filters:
+            switched_off += ["-c", f"{key}="]
         try:
-            done = subprocess.run(
-                [*safe, *off, *arguments],
+            process = subprocess.run(
+                [*safe, *switched_off, *arguments],
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=10,
+                timeout=GIT_SECONDS,
                 check=False,
             )
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        if process.returncode == 0:
+            return process.stdout.strip()
+        return None
 
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    named = (
-        git("config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$")
-        or ""
+
+    # `status` runs the filters of changed files, each by the program that the config names.
+    filters = git(
+        "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$"
     )
     changed = git(
         "status",
         "--porcelain",
         "--untracked-files=no",
         "--ignore-submodules=all",
-        filters=named.splitlines(),
+        filters=(filters or "").splitlines(),
     )
     return {"commit": commit, "changed": bool(changed)}
 
 
-CUDA_TORCH = "pip install --force-reinstall 'torch=={}' (PyPI's build for Linux has CUDA; others: https://pytorch.org/get-started)"
+CUDA_TORCH = (
+    "pip install --force-reinstall 'torch=={}' (PyPI's build for Linux has CUDA; others: "
+    "https://pytorch.org/get-started)"
+)
+"""A remedy: how to get a torch with CUDA in this version."""
 
 
 def torch_release() -> str | None:
     """The installed version of torch without the name of its build: 2.13.0 for 2.13.0+cpu."""
-    found = package_version("torch")
-    return None if found is None else found.partition("+")[0]
+    version = package_version("torch")
+    if version is None:
+        return None
+    return version.partition("+")[0]
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version the installed torch was built for; None: it has no CUDA. Read from its version file: loading torch takes seconds."""
+    """The CUDA version the installed torch was built for; None: it has no CUDA.
+
+    Read from its version file: loading torch takes seconds.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    found = re.search(r"(?m)^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text)
-    return found[1] if found else None
+    match = re.search(r"(?m)^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text)
+    if match:
+        return match[1]
+    return None

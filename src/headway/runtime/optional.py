@@ -1,10 +1,16 @@
-"""Packages that only some work needs, each in an extra of the installation. A missing one is named in one line with the extra.
+"""Packages that only some work needs, each in an extra of the installation.
 
-need("pyarrow", "data.parquet")     raises: data.parquet needs pyarrow, which is not installed. Run pip install -e '/src/headway[parquet]'.
-how_to_get("matplotlib")            None if it is installed, else the same remedy, for work that continues without it
+A missing one is named in one line with the extra.
 
-The command repeats how headway itself was installed: from a checkout, a wheel, a repository or an index.
-Triton is in none of them: torch's builds for CUDA bring theirs, and no other Triton works with it.
+    need("pyarrow", "data.parquet")
+        raises: data.parquet needs pyarrow, which is not installed.
+        Run pip install -e '/src/headway[parquet]'.
+    how_to_get("matplotlib")
+        None if it is installed, else the same remedy, for work that continues without it
+
+The command repeats how headway itself was installed: from a checkout, a wheel, a repository or an
+index. Triton is in none of them: torch's builds for CUDA bring theirs, and no other Triton works
+with it.
 """
 
 import importlib.util
@@ -66,6 +72,7 @@ NAMES = {
 
 def is_installed(package: str) -> bool:
     """Whether a package can be found; it is not imported."""
+    # None in there blocks an import, which tests use.
     if package in sys.modules:
         return sys.modules[package] is not None
     try:
@@ -76,11 +83,16 @@ def is_installed(package: str) -> bool:
 
 def how_to_get(package: str) -> str | None:
     """The command that installs a package, None if it is there."""
-    return None if is_installed(package) else install_command(EXTRAS[package])
+    if is_installed(package):
+        return None
+    return install_command(EXTRAS[package])
 
 
 def install_command(extra: str, checkout: Path = Path(__file__).parents[3]) -> str:
-    """The command that adds an extra to this installation. `checkout`: where the source tree is, if headway runs from one."""
+    """The command that adds an extra to this installation.
+
+    `checkout`: where the source tree is, if headway runs from one.
+    """
     try:
         installed = distribution("headway")
     except PackageNotFoundError:
@@ -95,8 +107,10 @@ def install_command(extra: str, checkout: Path = Path(__file__).parents[3]) -> s
 
 def _origin(installed: Distribution | None) -> dict[str, Any]:
     """Where headway was installed from (PEP 610); empty for an index, or if it is not known."""
+    if installed is None:
+        return {}
     try:
-        origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")
     except (OSError, ValueError):
         return {}
     return origin if isinstance(origin, dict) else {}
@@ -119,7 +133,8 @@ def _requirement(extra: str, origin: dict[str, Any]) -> str:
 
 def _installer(installed: Distribution | None) -> str:
     """pip of this environment: by its short name if that is the one the shell would start."""
-    if (installed is not None and (installed.read_text("INSTALLER") or "").strip()) == "uv":
+    # uv makes environments without pip.
+    if installed is not None and (installed.read_text("INSTALLER") or "").strip() == "uv":
         return "uv pip install"
     program = shutil.which("pip")
     if program is not None and Path(program).parent == Path(sys.executable).parent:
@@ -127,9 +142,9 @@ def _installer(installed: Distribution | None) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install"
 
 
-def need(package: str, what: str) -> None:
-    """Refuse `what` in one line if the package that it needs is not installed."""
+def need(package: str, feature: str) -> None:
+    """Refuse a feature in one line if the package that it needs is not installed."""
     if (command := how_to_get(package)) is not None:
         raise ConfigError(
-            f"{what} needs {NAMES.get(package, package)}, which is not installed. Run {command}."
+            f"{feature} needs {NAMES.get(package, package)}, which is not installed. Run {command}."
         )

@@ -1,10 +1,13 @@
 """Standard output and standard error of a process that outlives their readers.
 
-    standard error    for people: a line that cannot be written is dropped (a reader that left, a closed terminal, a full disk)
-    standard output   results: a reader that left ends the verb quietly; anything else that cannot be written is one error
+    standard error    for people: a line that cannot be written is dropped (a reader that left, a
+                      closed terminal, a full disk)
+    standard output   results: a reader that left ends the verb quietly; anything else that cannot
+                      be written is one error
 
-Inside `standard_streams` no write to either raises an OSError, in any library, and descriptors 0 to 2 are open, so that no file the
-process opens gets one of their numbers and with it the lines that libraries print.
+Inside `standard_streams` no write to either raises an OSError, in any library, and descriptors 0 to
+2 are open, so that no file the process opens gets one of their numbers and with it the lines that
+libraries print.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Status(Protocol):
 
 
 class Lossy(io.TextIOBase):
-    """A terminal stream: output that cannot be written is dropped, and every later write is attempted."""
+    """A terminal stream: output that cannot be written is dropped, and every later write is
+    attempted.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
@@ -54,7 +59,7 @@ class Lossy(io.TextIOBase):
             elif self.status is not None:
                 self.status.write_above(text)
         except (OSError, ValueError) as problem:
-            self._lost(problem)
+            self._on_failure(problem)
         return len(text)
 
     def flush(self) -> None:
@@ -63,10 +68,10 @@ class Lossy(io.TextIOBase):
             if self.stream is not None:
                 self.stream.flush()
         except (OSError, ValueError) as problem:
-            self._lost(problem)
+            self._on_failure(problem)
 
-    def _lost(self, problem: Exception) -> None:
-        """What a failure means: nothing."""
+    def _on_failure(self, problem: Exception) -> None:
+        """Called when output could not be written. Nothing happens; `Results` raises."""
 
     def isatty(self) -> bool:
         """Whether a terminal shows it."""
@@ -88,7 +93,9 @@ class Lossy(io.TextIOBase):
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """That of the stream below."""
-        return (self.stream.encoding if self.stream is not None else None) or "utf-8"
+        if self.stream is None:
+            return "utf-8"
+        return self.stream.encoding or "utf-8"
 
     @property
     def errors(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -106,7 +113,7 @@ class Lossy(io.TextIOBase):
 class Results(Lossy):
     """A stream for results: a failure is an OutputError, which no library catches by mistake."""
 
-    def _lost(self, problem: Exception) -> None:
+    def _on_failure(self, problem: Exception) -> None:
         if not isinstance(problem, OSError):
             raise problem
         if isinstance(problem, BrokenPipeError):
@@ -119,22 +126,31 @@ class Results(Lossy):
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """In the block nothing that is printed can fail with an OSError; at its end nothing is left that could."""
+    """In the block nothing that is printed can fail with an OSError.
+
+    At its end nothing is left that could.
+    """
     _open_descriptors()
-    out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Results(out), Lossy(err)
+    out = sys.stdout
+    err = sys.stderr
+    sys.stdout = Results(out)
+    sys.stderr = Lossy(err)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = out, err
+        sys.stdout = out
+        sys.stderr = err
         for stream in (out, err):
-            _settle(stream)
+            _flush_or_discard(stream)
 
 
 def flush_streams() -> None:
-    """Flush the buffers where possible, for a process that is about to exit without the interpreter's shutdown."""
+    """Flush the buffers where possible, for a process that is about to exit without the
+    interpreter's shutdown.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # pyright: ignore[reportUnnecessaryComparison] # it is, where the descriptor was closed
+        # It is None where the descriptor was closed before Python started.
+        if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]
             try:
                 stream.flush()
             except (OSError, ValueError, OutputError):
@@ -142,35 +158,43 @@ def flush_streams() -> None:
 
 
 def say(text: str) -> None:
-    """One line to standard error past Python's streams, for signal handlers; dropped where it cannot be written."""
+    """One line to standard error past Python's streams, for signal handlers.
+
+    Dropped where it cannot be written.
+    """
     try:
-        begin = (
-            "\r\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else ""
-        )  # over a line that stays there
+        begin = ""
+        if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb":
+            begin = "\r\x1b[K"  # clears a status line
         os.write(2, f"{begin}{text}\n".encode())
     except OSError:
         return
 
 
 def _open_descriptors() -> None:
+    """Open those of descriptors 0 to 2 that are closed."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            # `open` takes the lowest number that is free, which is this one.
+            os.open(os.devnull, os.O_RDWR)
 
 
-def _settle(stream: TextIO | None) -> None:
-    """Flush; what cannot go out goes nowhere, so that the interpreter does not fail of it at its very end with exit code 120."""
+def _flush_or_discard(stream: TextIO | None) -> None:
+    """Flush; what cannot be written goes to /dev/null.
+
+    Otherwise the interpreter would fail to write it when it exits, with exit code 120.
+    """
     if stream is None:
         return
     try:
         stream.flush()
     except (OSError, ValueError):
         try:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
             stream.flush()
         except (OSError, ValueError):
             return

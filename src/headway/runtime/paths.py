@@ -1,4 +1,7 @@
-"""Locations: a local path or a prefix in S3. InternLM's `local:PATH` and `boto3:s3://bucket.ENDPOINT/dir` are read too."""
+"""Locations: a local path or a prefix in S3.
+
+InternLM's `local:PATH` and `boto3:s3://bucket.ENDPOINT/dir` are read too.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,21 @@ from typing import TypeAlias
 
 from headway.errors import ConfigError
 
-LOCAL, BOTO3 = "local:", "boto3:"
+LOCAL = "local:"
+BOTO3 = "boto3:"
 S3_TEXT = re.compile(r"s3:/{1,2}([^/]+)(?:/(.*))?")
 """One slash too: a command line's Path swallows the other."""
 
 
 def cache_home() -> Path:
-    """The folder of a user's caches: XDG_CACHE_HOME, or ~/.cache; a relative path there means nothing, as its rules say."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    """The folder of a user's caches: XDG_CACHE_HOME, or ~/.cache.
+
+    A relative path there means nothing, as its rules say.
+    """
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(configured):
+        return Path(configured)
+    return Path.home() / ".cache"
 
 
 @dataclass(frozen=True, order=True)
@@ -50,29 +59,31 @@ class S3Path:
 AnyPath: TypeAlias = Path | S3Path
 
 
-def parse_path(text: str | AnyPath) -> AnyPath:
-    """What a text or a path means."""
-    if isinstance(text, S3Path):
-        return text
-    given = str(text)
-    plain = given.removeprefix(LOCAL).removeprefix(BOTO3)
+def parse_path(path: str | AnyPath) -> AnyPath:
+    """What a text or a path means. A Path may hold the text of an S3 path: options give Paths."""
+    if isinstance(path, S3Path):
+        return path
+    text = str(path)
+    plain = text.removeprefix(LOCAL).removeprefix(BOTO3)
+
     match = S3_TEXT.fullmatch(plain)
     if match is None:
-        if given.startswith(BOTO3) or plain.startswith("s3:"):
-            raise ConfigError(f"{given}: not an S3 path. Write s3://bucket/prefix.")
-        return (
-            Path(plain)
-            if isinstance(text, str)
-            else Path(plain)
-            if given.startswith(LOCAL)
-            else text
-        )
-    bucket, endpoint = match.group(1), None
+        if text.startswith(BOTO3) or plain.startswith("s3:"):
+            raise ConfigError(f"{text}: not an S3 path. Write s3://bucket/prefix.")
+        if isinstance(path, Path) and not text.startswith(LOCAL):
+            return path
+        return Path(plain)
+
+    bucket = match.group(1)
+    endpoint = None
+    # s3://KEY:SECRET@bucket: paths are logged and stored, secrets must not be.
     if "@" in bucket:
         raise ConfigError(
-            f"{given}: an S3 path contains no credentials. Write s3://bucket/prefix and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            f"{text}: an S3 path contains no credentials. Write s3://bucket/prefix and set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
-    if given.startswith(BOTO3) and "." in bucket:
+    # InternLM writes the endpoint into the bucket: boto3:s3://bucket.10.0.0.7:9000/dir.
+    if text.startswith(BOTO3) and "." in bucket:
         bucket, _, host = bucket.partition(".")
         endpoint = f"http://{host}"
     return S3Path(bucket, (match.group(2) or "").strip("/"), endpoint)

@@ -1,10 +1,13 @@
-"""A line that stays at the bottom of a terminal, such as a progress bar. In: a function that writes it for a width; out: the screen.
+"""A line that stays at the bottom of a terminal, such as a progress bar.
+
+In: a function that writes it for a width; out: the screen.
 
     loss 2.31 after 100 steps          lines of the log, warnings, prints of libraries: above
     ━━━━━━━━━━━━━━━━  120/500          the line, drawn again below each of them
 
-Standard error inside `standard_streams` puts everything it is given above the line. No thread draws. A closed terminal costs nothing, and
-the width is read again each time, so that a resized window is right with the next line.
+Standard error inside `standard_streams` puts everything it is given above the line. No thread
+draws. A closed terminal costs nothing, and the width is read again each time, so that a resized
+window is right with the next line.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Callable, Mapping
 from headway.runtime.output import Lossy
 
 NARROWEST = 20
+"""Columns. A window that says it is narrower is taken to be this wide."""
 Render = Callable[[int], str]
 """Writes the line for a number of columns; it may hold colours, which take no room."""
 
@@ -31,7 +35,8 @@ class StatusLine:
     """The line. `show` draws it, `close` leaves it where it is and gives the terminal back."""
 
     def __init__(self, stream: Lossy) -> None:
-        self._screen, self._lock = stream, threading.RLock()
+        self._screen = stream
+        self._lock = threading.RLock()
         self._below = Lossy(stream.stream)
         """The terminal itself, without the line."""
         self._render: Render | None = None
@@ -41,15 +46,20 @@ class StatusLine:
 
     @staticmethod
     def on_terminal() -> StatusLine | None:
-        """A line on standard error if that is a terminal which can erase; None elsewhere, where plain lines are right."""
+        """A line on standard error if that is a terminal which can erase.
+
+        None elsewhere, where plain lines are right.
+        """
         stream = sys.stderr
         if not isinstance(stream, Lossy) or stream.status is not None or not stream.isatty():
             return None
-        return None if os.environ.get("TERM", "dumb") in ("", "dumb") else StatusLine(stream)
+        if os.environ.get("TERM", "dumb") in ("", "dumb"):
+            return None
+        return StatusLine(stream)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the terminal takes ASCII alone."""
+        """Whether the terminal takes ASCII alone, so that a bar must not use block characters."""
         return "utf" not in self._screen.encoding.lower()
 
     def show(self, render: Render) -> None:
@@ -60,7 +70,10 @@ class StatusLine:
             self._below.flush()
 
     def write_above(self, text: str) -> None:
-        """Write a text above the line; a text without a line end holds the line back until one comes."""
+        """Write a text above the line.
+
+        A text without a line end holds the line back until one comes.
+        """
         with self._lock:
             self._erase()
             self._below.write(text)
@@ -70,16 +83,19 @@ class StatusLine:
     def close(self) -> None:
         """Leave the line as the last thing that was said."""
         with self._lock:
+            # Another line may have taken the stream meanwhile.
             if self._screen.status is self:
                 self._screen.status = None
             if self._drawn:
                 self._below.write("\n")
                 self._below.flush()
-            self._drawn, self._render = 0, None
+            self._drawn = 0
+            self._render = None
 
     def _draw(self) -> None:
         if self._render is None:
             return
+        # One column stays free: a terminal may go to the next line after the last one.
         width = self._width()
         text = self._render(width - 1)
         self._erase(width)
@@ -90,8 +106,10 @@ class StatusLine:
         """Clear the line; in a window that became narrower it has been folded into several."""
         if not self._drawn:
             return
+        # Up to the first of the folded lines, then clear from there to the end of the screen.
         folded = (self._drawn - 1) // max(1, width or self._width())
-        self._below.write((f"\x1b[{folded}A" if folded else "") + "\r\x1b[J")
+        up = f"\x1b[{folded}A" if folded else ""
+        self._below.write(f"{up}\r\x1b[J")
         self._drawn = 0
 
     def _width(self) -> int:
@@ -110,8 +128,9 @@ def columns(text: str) -> int:
     """The columns a text takes, without its colours."""
     from rich.cells import cell_len
 
-    plain, at = "", 0
-    while (begin := text.find("\x1b[", at)) >= 0:
-        plain += text[at:begin]
-        at = text.find("m", begin) + 1
-    return cell_len(plain + text[at:])
+    plain = ""
+    position = 0
+    while (begin := text.find("\x1b[", position)) >= 0:
+        plain += text[position:begin]
+        position = text.find("m", begin) + 1
+    return cell_len(plain + text[position:])

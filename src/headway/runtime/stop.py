@@ -1,9 +1,10 @@
-"""Graceful stop: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) makes the loop finish its step, save and exit;
-a second Ctrl-C stops at once.
+"""Graceful stop: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) makes the
+loop finish its step, save and exit; a second Ctrl-C stops at once.
 
-Python runs a signal's handler only when its main thread returns from its current call, and a collective or a compiler may block it
-for long. So the interpreter also writes each signal's number into a pipe at once. A thread reads the pipe and does what a blocked main
-thread cannot: a second Ctrl-C ends the process, and so does the end of the grace period, unless a save is in progress.
+Python runs a signal's handler only when its main thread returns from its current call, and a
+collective or a compiler may block it for long. So the interpreter also writes each signal's number
+into a pipe at once. A thread reads the pipe and does what a blocked main thread cannot: a second
+Ctrl-C ends the process, and so does the end of the grace period, unless a save is in progress.
 """
 
 from __future__ import annotations
@@ -28,37 +29,47 @@ SIGNALS = tuple(
 NOTHING_TO_SAVE_SECONDS = 3.0
 """How long a process that has nothing to save may take to leave by itself."""
 AT_ONCE_SECONDS = 1.0
+"""How long the main thread has to leave by itself after a second Ctrl-C."""
 POLL_SECONDS = 0.2
+"""How often the thread looks whether the time is over, once there was a signal."""
+SIGNAL_EXIT = 128
+"""Shells give a process that a signal ended this exit code plus the signal's number."""
 
 
 def handled_signals() -> list[int]:
-    """The signals that request a stop; one that the parent ignored, as nohup and shells do, stays ignored."""
+    """The signals that request a stop.
+
+    One that the parent ignored, as nohup and shells do, stays ignored.
+    """
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def raise_for_signal(name: str | None, message: str, summary: Mapping[str, Any]) -> None:
-    """Report a handled signal to the program that called us; nothing happens for what is no signal (None, a request from outside).
+    """Report a handled signal to the program that called us.
 
-    A handler that the program installed itself is called, and decides. Otherwise Interrupted (SIGINT) or Terminated is raised.
+    Nothing happens for what is no signal (None, a request from outside).
+
+    A handler that the program installed itself is called, and decides. Otherwise Interrupted
+    (SIGINT) or Terminated is raised.
     """
     if name is None or name not in signal.Signals.__members__:
         return
     number = signal.Signals[name]
     handler = signal.getsignal(number)
-    if (
-        callable(handler)
-        and handler is not signal.default_int_handler
-        and threading.current_thread() is threading.main_thread()
-    ):
+    is_custom = callable(handler) and handler is not signal.default_int_handler
+    if is_custom and threading.current_thread() is threading.main_thread():
         signal.raise_signal(number)
     elif number == signal.SIGINT:
         raise Interrupted(message, summary)
     else:
-        raise Terminated(message, 128 + number, summary)
+        raise Terminated(message, SIGNAL_EXIT + number, summary)
 
 
 class StopBeforeStart(BaseException):
-    """A stop was requested before there was anything to save. A BaseException, so that no library swallows it."""
+    """A stop was requested before there was anything to save.
+
+    A BaseException, so that no library swallows it.
+    """
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
@@ -66,10 +77,13 @@ class StopBeforeStart(BaseException):
 
 
 class StopSignal:
-    """A context in which signals are requests. `requested` is the first signal's name, None before; the old handlers come back at the end.
+    """A context in which signals are requests.
 
-    Python delivers signals to the main thread only; in any other thread the context does nothing. While `starting`, a signal raises
-    StopBeforeStart instead of waiting for a step that is far away.
+    `requested` is the first signal's name, None before; the old handlers come back at the end.
+
+    Python delivers signals to the main thread only; in any other thread the context does nothing.
+    While `starting`, a signal raises StopBeforeStart instead of waiting for a step that is far
+    away.
     """
 
     def __init__(self, *, grace_seconds: float | None = None, starting: bool = False) -> None:
@@ -82,20 +96,23 @@ class StopSignal:
         self.saved_step: Callable[[], int] = lambda: 0
         """The step of the newest checkpoint; 0 = there is none."""
         self.before_exit: Callable[[], None] = lambda: None
-        self._before: dict[int, Any] = {}
+        """Called before this process ends itself without the interpreter's shutdown."""
+        self._old_handlers: dict[int, Any] = {}
         self._is_leaving = False
+        """Whether the user was informed that the process stops at once."""
         self._pipe: tuple[int, int] | None = None
-        self._before_pipe = -1
+        self._old_wakeup = -1
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             wanted = handled_signals()
+            # The interpreter writes to the pipe inside its C handler, so the end must not block.
             self._pipe = os.pipe()
             for end in self._pipe:
                 os.set_blocking(end, False)
-            self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, self._receive) for number in wanted}
+            self._old_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._old_handlers = {number: signal.signal(number, self._receive) for number in wanted}
             self._thread = threading.Thread(
                 target=self._watch, args=(self._pipe[0],), name="headway-stop", daemon=True
             )
@@ -103,11 +120,12 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._old_handlers = {}
         if self._pipe is not None and self._thread is not None:
-            signal.set_wakeup_fd(self._before_pipe)
+            # The pipe may be closed only when neither the interpreter nor the thread uses it.
+            signal.set_wakeup_fd(self._old_wakeup)
             os.write(self._pipe[1], b"\0")
             self._thread.join()
             for end in self._pipe:
@@ -128,9 +146,12 @@ class StopSignal:
         return f"the checkpoint of step {step} is kept"
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler of all signals, in the main thread."""
         if self.requested is None:
-            self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
+            self.requested = signal.Signals(number).name
+            self.requested_at = time.monotonic()
             if self.starting:
+                # Imports, compilation and data preparation may take minutes, with nothing to save.
                 raise StopBeforeStart(self.requested)
             # os.write, because a handler may interrupt a logging call that holds the stream.
             say(f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.")
@@ -141,29 +162,40 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self, reading: int) -> None:
-        """Read the signals as they arrive, even while the main thread is blocked; b"\\0" is the end."""
+        """Read the signals as they arrive, even while the main thread is blocked.
+
+        A zero byte is the end.
+        """
         first: int | None = None
-        first_at, leave_at = 0.0, float("inf")
+        first_at = 0.0
+        leave_at = float("inf")
         while True:
-            if select.select([reading], [], [], None if first is None else POLL_SECONDS)[0]:
-                got = os.read(reading, 256)
-                if 0 in got:
+            # Before the first signal there is no deadline: sleep until something arrives.
+            timeout = None if first is None else POLL_SECONDS
+            if select.select([reading], [], [], timeout)[0]:
+                numbers = os.read(reading, 256)
+                if 0 in numbers:
                     return
-                for number in got:
+                for number in numbers:
                     if first is None and number in SIGNALS:
-                        first, first_at = number, time.monotonic()
+                        first = number
+                        first_at = time.monotonic()
                     elif number == signal.SIGINT:
                         leave_at = min(leave_at, time.monotonic() + AT_ONCE_SECONDS)
-            if first is not None:
-                now = time.monotonic()
-                if now > leave_at:
-                    self._leave(signal.SIGINT, "stopped at once")
-                if self._is_late(now - first_at):
-                    self._leave(first, f"the grace period is over ({now - first_at:.0f} s)")
+            if first is None:
+                continue
+
+            # If the main thread leaves by itself before this is true, `__exit__` ends this thread.
+            now = time.monotonic()
+            if now > leave_at:
+                self._leave(signal.SIGINT, "stopped at once")
+            if self._is_late(now - first_at):
+                self._leave(first, f"the grace period is over ({now - first_at:.0f} s)")
 
     def _is_late(self, seconds: float) -> bool:
+        """Whether the process must end, this long after the first signal."""
         if self.is_saving():
-            return False
+            return False  # a save that ends at all is worth more than the grace period
         if self.starting or not self.has_something_to_save():
             return seconds > NOTHING_TO_SAVE_SECONDS
         return self.grace_seconds is not None and seconds > self.grace_seconds
@@ -172,4 +204,4 @@ class StopSignal:
         if not self._is_leaving:
             say(f"{why}; {self.kept()}")
         self.before_exit()
-        os._exit(128 + number)
+        os._exit(SIGNAL_EXIT + number)

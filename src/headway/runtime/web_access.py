@@ -1,11 +1,17 @@
-"""Who may ask a web server of headway: an address to listen on and the head of a request come in; yes, or why not, goes out.
+"""Who may ask a web server of headway: an address to listen on and the head of a request come in.
+
+Yes, or why not, goes out.
 
 - Loopback needs no token, unless one is given. Any other address does.
-- The Host header must name this machine, so that a page of another site whose name now points here (DNS rebinding) gets nothing.
-- A request that another site's page makes (Origin, Sec-Fetch-Site) is refused; no CORS header is ever sent.
-- Names of headers are compared without case, as HTTP defines them. A header that decides and is given twice is refused.
+- The Host header must name this machine, so that a page of another site whose name now points here
+  (DNS rebinding) gets nothing.
+- A request that another site's page makes (Origin, Sec-Fetch-Site) is refused; no CORS header is
+  ever sent.
+- Names of headers are compared without case, as HTTP defines them. A header that decides and is
+  given twice is refused.
 
-`ConnectionTable` decides which connections a server keeps: a connection whose request never completes makes room for another one.
+`ConnectionTable` decides which connections a server keeps: a connection whose request never
+completes makes room for another one.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from urllib.parse import urlsplit
 from headway.errors import ConfigError
 
 SHORTEST_TOKEN = 16
+"""Characters."""
 SINGLE_HEADERS = (
     "host",
     "origin",
@@ -30,7 +37,10 @@ SINGLE_HEADERS = (
     "sec-fetch-mode",
     "sec-fetch-dest",
 )
-"""Headers that decide who may ask. With two values, a proxy in front may have checked the other one."""
+"""Headers that decide who may ask.
+
+With two values, a proxy in front may have checked the other one.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,13 +61,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_token(given: str, where: str) -> str:
+def check_token(token: str, where: str) -> str:
     """A token that is long enough and fits into a header, a cookie and an address."""
-    if len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isalnum():
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isalnum():
         raise ConfigError(
-            f"{where} must have at least {SHORTEST_TOKEN} characters, letters and digits only. Set a longer one, or unset it."
+            f"{where} must have at least {SHORTEST_TOKEN} characters, letters and digits only. "
+            "Set a longer one, or unset it."
         )
-    return given
+    return token
 
 
 class Access:
@@ -72,7 +83,10 @@ class Access:
         what: str = "board",
         verb: str = "board",
     ) -> None:
-        self.host, self.token, self.what, self.verb = host, token, what, verb
+        self.host = host
+        self.token = token
+        self.what = what
+        self.verb = verb
         self.cookie = f"headway-{verb}"
         """Carries the token of a browser."""
         self.is_loopback = is_loopback(host)
@@ -87,8 +101,11 @@ class Access:
         *,
         is_page: bool = False,
     ) -> Refusal | None:
-        """None if the request may be answered. `pairs`: names and values of its headers. `is_page`: a person may follow a link from
-        elsewhere to it."""
+        """None if the request may be answered.
+
+        `pairs`: names and values of its headers. `is_page`: a person may follow a link from
+        elsewhere to it.
+        """
         headers, repeated = read_headers(pairs)
         if repeated is not None:
             return Refusal(400, f"The header {repeated} is given twice.")
@@ -96,11 +113,15 @@ class Access:
         if not self._is_our_host(host):
             return Refusal(
                 403,
-                f"The Host header does not name this {self.what}. Open it by its address, or pass --allow-host NAME.",
+                f"The Host header does not name this {self.what}. Open it by its address, or pass "
+                "--allow-host NAME.",
             )
+        # A browser sends it with every request that could change something.
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return Refusal(403, "Requests from other sites are refused.")
+
+        # Browsers send these three themselves; other clients do not, and are not what this is for.
         site = headers.get("sec-fetch-site", "same-origin")
         is_navigation = (
             is_page
@@ -109,18 +130,22 @@ class Access:
         )
         if site not in ("same-origin", "none") and not is_navigation:
             return Refusal(403, "Requests from other sites are refused.")
+
         if self.token is not None and not self._has_token(headers, given_token):
             return Refusal(
                 401,
-                f"This {self.what} needs its token: open the address that `headway {self.verb}` printed, with ?token=.",
+                f"This {self.what} needs its token: open the address that `headway {self.verb}` "
+                "printed, with ?token=.",
             )
         return None
 
     def _is_our_host(self, host: str) -> bool:
+        """Whether a Host header names this machine."""
         try:
             name = urlsplit(f"//{host}").hostname
         except ValueError:
             return False
+        # Characters that end the host part of an address: parsers disagree about them.
         if not name or any(character in host for character in "/@?#\\"):
             return False
         if name.lower() in self.names:
@@ -129,35 +154,38 @@ class Access:
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
-        # an address cannot be rebound; on loopback only loopback's own count
+        # An address cannot be rebound. A server on loopback accepts only addresses of loopback.
         return address.is_loopback or not self.is_loopback
 
-    def _has_token(self, headers: Mapping[str, str], given: str | None) -> bool:
-        kind, _, bearer = headers.get("authorization", "").partition(" ")
-        found = [
-            given or "",
-            bearer.strip() if kind.lower() == "bearer" else "",
-            self._cookie(headers.get("cookie", "")),
-        ]
-        return any(is_same(one, self.token or "") for one in found)
+    def _has_token(self, headers: Mapping[str, str], query_token: str | None) -> bool:
+        """Whether the address, the Authorization header or the cookie carries the token."""
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        bearer = ""
+        if scheme.lower() == "bearer":
+            bearer = credentials.strip()
+        candidates = [query_token or "", bearer, self._cookie(headers.get("cookie", ""))]
+        return any(is_same(candidate, self.token or "") for candidate in candidates)
 
     def _cookie(self, text: str) -> str:
         try:
             cookie = SimpleCookie(text)
         except CookieError:
             return ""
-        return cookie[self.cookie].value if self.cookie in cookie else ""
+        if self.cookie in cookie:
+            return cookie[self.cookie].value
+        return ""
 
 
 def read_headers(pairs: Iterable[tuple[str, str]]) -> tuple[dict[str, str], str | None]:
-    """Headers by their names in lower case, and the name of a deciding header that is given twice."""
+    """Headers by their names in lower case, and the name of a deciding header that came twice."""
     headers: dict[str, str] = {}
     for name, value in pairs:
         key = name.lower()
         if key in SINGLE_HEADERS and key in headers:
             return headers, key
         if key == "cookie" and key in headers:
-            headers[key] += f"; {value}"  # HTTP allows to send each cookie in a header of its own
+            # HTTP/2 allows to send each cookie in a header of its own.
+            headers[key] += f"; {value}"
         else:
             headers[key] = value
     return headers, None
@@ -177,15 +205,19 @@ class _Connection:
 
 
 class ConnectionTable:
-    """The open connections of a server, at most `most`, of one client address at most three quarters of them.
+    """The open connections of a server, at most `most`, of one client address at most three
+    quarters of them.
 
-    Where one too many arrives, the connection that has waited longest for its request gives way: of the client that has most, and first
-    those that never sent a whole request. So half-open connections lock nobody out, also where clients share an address (a proxy,
-    loopback). Connections whose request is being answered are never closed; if there are no others, the new one is refused.
+    Where one too many arrives, the connection that has waited longest for its request gives way: of
+    the client that has most, and first those that never sent a whole request. So half-open
+    connections lock nobody out, also where clients share an address (a proxy, loopback).
+    Connections whose request is being answered are never closed; if there are no others, the new
+    one is refused.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
+        # A quarter stays for other clients.
         self.most_of_client = most - most // 4
         self._known: dict[Hashable, _Connection] = {}
 
@@ -196,6 +228,7 @@ class ConnectionTable:
         """Whether a new connection may stay, and the connection to close for it."""
         counts = Counter(known.client for known in self._known.values())
         closed: Hashable | None = None
+        # A client over its share gives way itself; otherwise the client with most connections does.
         if counts[client] >= self.most_of_client:
             closed = self._waiting_longest((client,))
             if closed is None:
@@ -230,6 +263,7 @@ class ConnectionTable:
     def _waiting_longest(self, clients: Sequence[str]) -> Hashable | None:
         """The connection that gives way: of the first of these clients that has one."""
         for client in clients:
+            # The number decides between equal times; keys need not be comparable.
             waiting = [
                 (known.was_useful, known.since, number, key)
                 for number, (key, known) in enumerate(self._known.items())
@@ -240,8 +274,20 @@ class ConnectionTable:
         return None
 
 
-def is_same(one: str, other: str) -> bool:
+def is_same(text: str, other: str) -> bool:
     """Compared in constant time; an empty one is never the same."""
-    return bool(one) and hmac.compare_digest(
-        one.encode(errors="replace"), other.encode(errors="replace")
+    # A comparison that ends at the first difference would tell how much of a guess is right.
+    return bool(text) and hmac.compare_digest(
+        text.encode(errors="replace"), other.encode(errors="replace")
     )
+
+
+def page_address(host: str, port: int) -> str:
+    """The address to open; all interfaces are shown as this machine's name."""
+    if host in ("0.0.0.0", "::"):
+        shown = socket.gethostname()
+    elif ":" in host:
+        shown = f"[{host}]"
+    else:
+        shown = host
+    return f"http://{shown}:{port}/"

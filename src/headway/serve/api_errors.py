@@ -14,7 +14,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 
 
 class ApiError(HeadwayError):
-    """A request that is not answered."""
+    """A request that is not answered. `param` is the field at fault, `code` a word for programs."""
 
     exit_code = 2
 
@@ -27,24 +27,24 @@ class ApiError(HeadwayError):
         retry_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_seconds = status, param, code, retry_seconds
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_seconds = retry_seconds
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = TYPES.get(self.status, default)
         return {
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         }
 
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
-        return (
-            {}
-            if self.retry_seconds is None
-            else {"Retry-After": str(max(1, round(self.retry_seconds)))}
-        )
+        """When to try again, for errors that pass by themselves."""
+        if self.retry_seconds is None:
+            return {}
+        return {"Retry-After": str(max(1, round(self.retry_seconds)))}
 
 
 def bad_field(param: str, problem: str) -> ApiError:

@@ -1,4 +1,6 @@
-"""The body of /v1/chat/completions: bytes come in, a `ChatCall` goes out, or an ApiError that names the field."""
+"""The body of /v1/chat/completions: bytes come in, a `ChatCall` goes out, or an ApiError that names
+the field.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ from headway.tokenizer.chat_template import Call, Role, Turn
 
 ROLES: dict[str, Role] = {
     "system": "system",
+    # OpenAI's newer name for it; chat templates know the old one.
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
@@ -51,7 +54,7 @@ class ChatCall:
     media: tuple[MediaRef, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str = "auto"
-    """auto; required: some tool must be called; =NAME: this one."""
+    """auto; none; required: some tool must be called; =NAME: this one, even if it is `auto`."""
     parallel_calls: bool = True
     """False: the answer ends after one call."""
     schema: Any = None
@@ -139,7 +142,9 @@ class Tool(RequestBody):
 
 
 def _as_sent(tool: Any, check: Callable[[Any], Any]) -> Any:
-    # Chat templates show tools as the client wrote them.
+    """A tool, checked, but with the keys and the order that the client wrote: chat templates show
+    it to the model as JSON.
+    """
     check(tool)
     return tool
 
@@ -178,6 +183,7 @@ class ResponseFormat(RequestBody):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
+    # fail_fast: the first wrong element is reported; the others of a long list are not read.
     messages: Annotated[tuple[ChatMessage, ...], Field(fail_fast=True)] = ()
     # The names and meanings of these two are vLLM's.
     continue_final_message: Flag = False
@@ -188,6 +194,8 @@ class ChatBody(GenerationBody):
     tool_choice: Any = None
     parallel_tool_calls: Flag = True
     response_format: ResponseFormat | None = None
+
+    # Read only to refuse them with a message that says what to use instead.
     modalities: Any = None
     functions: Any = None
     function_call: Any = None
@@ -196,26 +204,32 @@ class ChatBody(GenerationBody):
 def read_chat(data: bytes, max_n: int) -> ChatCall:
     """Read a request."""
     body = parse_body(ChatBody, data)
-    media: list[MediaRef] = []
     _check_continuation(body)
+    media: list[MediaRef] = []
     turns = _turns(body, media)
+
     logprobs = None
     if body.logprobs:
         logprobs = body.top_logprobs or 0
     elif body.top_logprobs is not None:
         raise bad_field("top_logprobs", "is only allowed with logprobs: true.")
+
     fields = generation_fields(body, max_n=max_n, default_max_tokens=None, logprobs=logprobs)
     if len(body.tools) > MAX_TOOLS:
         raise bad_field("tools", f"has {len(body.tools)} tools; at most {MAX_TOOLS} are read.")
+
     tools = body.tools
     choice = _tool_choice(body)
     if choice == "none":
+        # The chat template then does not show them, so that the model does not know of them.
         tools = ()
+
     schema = _schema(body.response_format)
     if schema is not None and choice not in ("auto", "none"):
         raise bad_field(
             "tool_choice", "and response_format both constrain the answer. Give one of them."
         )
+
     if body.modalities not in (None, ["text"]):
         raise bad_field("modalities", 'must be ["text"]; this server answers in text.')
     if body.functions or body.function_call:
@@ -234,13 +248,16 @@ def read_chat(data: bytes, max_n: int) -> ChatCall:
 
 
 def _check_continuation(body: ChatBody) -> None:
+    """The two flags of vLLM say one thing twice; they must agree."""
     if body.add_generation_prompt is None:
         return
+
     if body.continue_final_message and body.add_generation_prompt:
         raise bad_field(
             "add_generation_prompt",
             "must be false with continue_final_message: true: the answer has begun already.",
         )
+
     if not body.continue_final_message and not body.add_generation_prompt:
         raise bad_field(
             "add_generation_prompt",
@@ -249,24 +266,29 @@ def _check_continuation(body: ChatBody) -> None:
 
 
 def _turns(body: ChatBody, media: list[MediaRef]) -> tuple[Turn, ...]:
+    """The messages as turns of a conversation; their pictures and sounds are added to `media`."""
     if not body.messages:
         raise bad_field(
             "messages",
             'must be a list of messages, such as [{"role": "user", "content": "Hello"}].',
         )
+
     if len(body.messages) > MAX_MESSAGES:
         raise bad_field(
             "messages", f"has {len(body.messages)} messages; at most {MAX_MESSAGES} are read."
         )
+
     turns: list[Turn] = []
     for number, message in enumerate(body.messages):
         content = ""
         if message.content is not None:
             content = joined_content(message.content, f"messages[{number}].content", media)
+
         calls = tuple(
             Call(call.function.name, call.function.arguments) for call in message.tool_calls
         )
         turns.append(Turn(ROLES[message.role], content, calls=calls))
+
     last = turns[-1]
     continues = body.continue_final_message
     if continues and (last.role != "assistant" or last.calls):
@@ -274,21 +296,28 @@ def _turns(body: ChatBody, media: list[MediaRef]) -> tuple[Turn, ...]:
             "messages",
             "must end with a text of the assistant, because continue_final_message is true.",
         )
+
     if last.role == "assistant" and not continues:
         raise bad_field(
             "messages",
-            "ends with the assistant's message, so nothing waits for an answer. Leave it out, or let the answer continue it: "
+            "ends with the assistant's message, so nothing waits for an answer. Leave it out, or "
+            "let the answer continue it: "
             "continue_final_message: true and add_generation_prompt: false.",
         )
+
+    # In training, too, media stand in questions of the user.
     if media and any(MARK.search(turn.content) and turn.role != "user" for turn in turns):
         raise bad_field(
             "messages",
-            "must have pictures, sounds, and their marks <image> and <audio>, only in messages of the user.",
+            "must have pictures, sounds, and their marks <image> and "
+            "<audio>, only in messages of the user.",
         )
+
     return tuple(turns)
 
 
 def _tool_choice(body: ChatBody) -> str:
+    """`ChatCall.tool_choice` of a body."""
     choice = body.tool_choice
     if choice is None:
         return "auto"
@@ -298,17 +327,21 @@ def _tool_choice(body: ChatBody) -> str:
         raise bad_field("tool_choice", "is only allowed with tools.")
     if choice == "required":
         return choice
+
+    # An object: {"type": "function", "function": {"name": NAME}}.
     name: Any = None
     if isinstance(choice, dict):
         function = cast(dict[str, Any], choice).get("function")
         if isinstance(function, dict):
             name = cast(dict[str, Any], function).get("name")
+
     if name not in [tool["function"]["name"] for tool in body.tools]:
         raise wrong_value(
             "tool_choice",
             choice,
             "none, auto, required or an object that names one of the tools",
         )
+
     return f"={name}"
 
 
@@ -318,23 +351,29 @@ def _schema(form: ResponseFormat | None) -> Any:
         return None
     if form.json_schema is None:
         return {"type": "object"}
-    named = form.json_schema
-    if named.rules is None and named.name in SHIPPED:
-        return closed_schema(load_schema(named.name).rules)
-    if not isinstance(named.rules, dict):
+
+    named_schema = form.json_schema
+
+    # A schema that comes with headway is chosen by its name.
+    if named_schema.rules is None and named_schema.name in SHIPPED:
+        return closed_schema(load_schema(named_schema.name).rules)
+
+    if not isinstance(named_schema.rules, dict):
         raise bad_field(
             "response_format.json_schema.schema", "must be a JSON schema, which is an object."
         )
-    if named.strict:
-        return closed_schema(named.rules)
-    return cast(dict[str, Any], named.rules)
+
+    # OpenAI's strict mode: objects have no keys but those of the schema.
+    if named_schema.strict:
+        return closed_schema(named_schema.rules)
+    return cast(dict[str, Any], named_schema.rules)
 
 
 def needs_template(name: str) -> ApiError:
     """The error of a model that has no chat template."""
     return ApiError(
         400,
-        f"model {name!r} has no chat template, so it was not trained on conversations. Use /v1/completions, or start the server with "
-        "--chat-template.",
+        f"model {name!r} has no chat template, so it was not trained on conversations. Use "
+        "/v1/completions, or start the server with --chat-template.",
         "model",
     )

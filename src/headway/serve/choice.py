@@ -1,7 +1,8 @@
-"""One answer as it grows: ids that arrived come in; text, tool calls and log-probabilities for the client go out.
+"""One answer as it grows: ids that arrived come in; text, tool calls and log-probabilities for the
+client go out.
 
-An answer ends with the engine's request, at a stop text, or after one tool call where only one is wanted; then the engine's request is
-cancelled.
+An answer ends with the engine's request, at a stop text, or after one tool call where only one is
+wanted; then the engine's request is cancelled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from headway.serve.tool_calls import ToolCall, ToolCallReader
 from headway.tokenizer.load import Tokenizer
 
 LEAST_LOGPROB = -9999.0
+"""Stands for -inf, as in OpenAI's answers."""
 REASONS = {
     "eos": "stop",
     "stop": "stop",
@@ -26,7 +28,9 @@ REASONS = {
 
 
 class ChoicePiece(NamedTuple):
-    """What an answer gained."""
+    """What an answer gained since the last look: text for the client, whole calls,
+    log-probabilities.
+    """
 
     text: str
     calls: list[ToolCall]
@@ -34,12 +38,27 @@ class ChoicePiece(NamedTuple):
 
 
 class Choice:
-    """One answer of a request."""
+    """One answer of a request: the engine's stream of ids, and the text and calls made of it so
+    far.
+    """
 
     __slots__ = (
-        "_one_call", "_reader", "_special_ids", "_text", "call_number", "echo", "finish", "index", "is_begun", "num_tokens", "offsets",
-        "prompt", "sample", "stream", "was_cut",
-    )  # fmt: skip
+        "_one_call",
+        "_reader",
+        "_special_ids",
+        "_text",
+        "call_number",
+        "echo",
+        "finish",
+        "index",
+        "is_begun",
+        "num_tokens",
+        "offsets",
+        "prompt",
+        "sample",
+        "stream",
+        "was_cut",
+    )
 
     def __init__(
         self,
@@ -78,18 +97,26 @@ class Choice:
         stream = self.stream
         if self.finish is not None or not (stream.tokens or stream.finished is not None):
             return None
+
+        # The text may lag behind the tokens: the end of it may be a part of a character or of a
+        # stop text.
         tokens, logprobs = stream.take()
         text = self._text.add(tokens)
         self.num_tokens += len(tokens)
         if self._text.stopped:
-            logprobs = logprobs[: len(logprobs) - max(0, self.num_tokens - self._text.num_tokens)]
+            # Tokens behind the stop text arrived with it; they are no part of the answer.
+            surplus = max(0, self.num_tokens - self._text.num_tokens)
+            logprobs = logprobs[: len(logprobs) - surplus]
             self.num_tokens = self._text.num_tokens
-            self.finish, self.was_cut = "stop", stream.finished is None
+            self.finish = "stop"
+            self.was_cut = stream.finished is None
         elif stream.finished is not None:
+            # The text that was kept back may hold a stop text after all.
             text += self._text.finish()
-            self.finish = (
-                REASONS.get(stream.finished, stream.finished) if not self._text.stopped else "stop"
-            )
+            self.finish = REASONS.get(stream.finished, stream.finished)
+            if self._text.stopped:
+                self.finish = "stop"
+
             # A grammar ends an answer after a token of its text; an end token is no part of it.
             if (
                 stream.finished in ("eos", "stop")
@@ -97,28 +124,39 @@ class Choice:
                 and logprobs[-1][0] in self._special_ids
             ):
                 logprobs = logprobs[:-1]
+
         return self._with_calls(text, logprobs)
 
     def _with_calls(self, text: str, logprobs: list[Any]) -> ChoicePiece:
+        """A piece with the calls of tools taken out of its text."""
         reader = self._reader
         if reader is None:
             return ChoicePiece(text, [], logprobs)
-        said, calls = reader.add(text)
+
+        visible_text, calls = reader.add(text)
         if self.finish is not None:
-            rest, more = reader.finish()
-            said, calls = said + rest, calls + more
+            last_text, last_calls = reader.finish()
+            visible_text += last_text
+            calls = calls + last_calls
+
         if self._one_call and calls:
+            # parallel_tool_calls: false. The first call ends the answer, whatever would follow.
             calls = calls[: 1 - self.call_number]
             self.was_cut = self.finish is None
             self.finish = "tool_calls"
+
         self.call_number += len(calls)
+        # OpenAI's reason for an answer that ends with calls.
         if self.finish == "stop" and self.call_number:
             self.finish = "tool_calls"
-        return ChoicePiece(said, calls, logprobs)
+        return ChoicePiece(visible_text, calls, logprobs)
 
 
 class TokenOffsets:
-    """How many characters of the text precede each token. A token inside a character has the offset of that character."""
+    """How many characters of the text precede each token.
+
+    A token inside a character has the offset of that character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int] = ()) -> None:
         self._text = RequestText(tokenizer, prompt_tail)
@@ -139,18 +177,21 @@ def _json_logprob(logprob: float) -> float:
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text, or as OpenAI spells the bytes of a part of a character: two tokens never look the same."""
+    """A token as text, or as OpenAI spells the bytes of a part of a character: two tokens never
+    look the same.
+    """
     data = tokenizer.decode_bytes([token])
     try:
         return data.decode()
     except UnicodeDecodeError:
+        # A key of `top_logprobs` is the token's text: two parts of characters must not become one.
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokenizer: Tokenizer, found: Sequence[Any]) -> dict[str, Any]:
-    """Log-probabilities as chat completions have them."""
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[Any]) -> dict[str, Any]:
+    """Log-probabilities as chat completions have them, from (token, value, likely tokens)."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
         spelled = tokenizer.decode_bytes([token])
         return {
             "token": spelled.decode("utf-8", "replace"),
@@ -158,32 +199,31 @@ def chat_logprobs(tokenizer: Tokenizer, found: Sequence[Any]) -> dict[str, Any]:
             "bytes": list(spelled),
         }
 
-    return {
-        "content": [
-            {**one(token, value), "top_logprobs": [one(*each) for each in top]}
-            for token, value, top in found
-        ],
-        "refusal": None,
-    }
+    content: list[dict[str, Any]] = []
+    for token, value, top in logprobs:
+        likely = [entry(likely_token, logprob) for likely_token, logprob in top]
+        content.append({**entry(token, value), "top_logprobs": likely})
+    return {"content": content, "refusal": None}
 
 
 def text_logprobs(
-    tokenizer: Tokenizer, found: Sequence[Any], offsets: TokenOffsets
+    tokenizer: Tokenizer, logprobs: Sequence[Any], offsets: TokenOffsets
 ) -> dict[str, Any]:
     """Log-probabilities as text completions have them; the first token of a prompt has none."""
     tokens: list[str] = []
     starts: list[int] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
-    for token, value, top in found:
+    for token, value, top in logprobs:
         tokens.append(_spelled(tokenizer, token))
         starts.append(offsets.next(token))
         if value is None:
             values.append(None)
             tops.append(None)
-        else:
-            values.append(_json_logprob(value))
-            tops.append(
-                {_spelled(tokenizer, likely): _json_logprob(logprob) for likely, logprob in top}
-            )
+            continue
+        values.append(_json_logprob(value))
+        tops.append(
+            {_spelled(tokenizer, likely): _json_logprob(logprob) for likely, logprob in top}
+        )
+
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}

@@ -1,11 +1,14 @@
-"""Answers that follow a JSON schema or are a tool call: a schema comes in, a grammar goes out; and a grammar becomes a `TokenConstraint`.
+"""Answers that follow a JSON schema or are a tool call: a schema comes in, a grammar goes out; and
+a grammar becomes a `TokenConstraint`.
 
     HTTP process       schema_grammar, call_grammar -> text, of a bounded size
-    grammar process    grammar_check.py: whether the text can be used, by computing its first mask within bounds of time and memory
-    engine process     constraint_factory(tokenizer) -> text -> which tokens may follow, at each step
+    grammar process    grammar_check.py: whether the text can be used, by computing its first mask
+                       within bounds of time and memory
+    engine process     constraint_factory(tokenizer) -> text -> which tokens may follow, per step
 
-llguidance (extra `serve`) does all of it. Its limits bound the steps of a mask, but not the time that a grammar takes to compile: that is
-why another process tries it first. What a grammar raises later ends its own request.
+llguidance (extra `serve`) does all of it. Its limits bound the steps of a mask, but not the time
+that a grammar takes to compile: that is why another process tries it first. What a grammar raises
+later ends its own request.
 """
 
 from __future__ import annotations
@@ -33,21 +36,31 @@ MAX_GRAMMAR = 256 << 10
 """Characters of a grammar."""
 CHECKED_TOKENS = 8
 MAX_FORCED_BYTES = 4096
-"""A check follows one answer through the text with which every answer begins, up to this length, and a few tokens more."""
+"""A check follows one answer through the text with which every answer begins, up to this length,
+and a few tokens more.
+"""
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.005
-"""CPU time that the masks of one answer may take: so much, and for each of its tokens so much more. Masks of usual grammars take 0.1 ms."""
+"""CPU time that the masks of one answer may take: so much, and for each of its tokens so much more.
+
+Masks of usual grammars take 0.1 ms.
+"""
 
 
 def schema_grammar(schema: Any) -> str:
-    """The grammar of the JSON texts that follow a schema; `GrammarChecker` says whether it can be used."""
+    """The grammar of the JSON texts that follow a schema.
+
+    `GrammarChecker` says whether it can be used.
+    """
     if len(_json_text(schema, "response_format")) > MAX_GRAMMAR:
         raise bad_field(
             "response_format", f"has a schema of more than {MAX_GRAMMAR >> 10} Ki characters."
         )
+
     _need("response_format")
     from llguidance import LLMatcher
 
+    # Flexible white space would let a model write spaces until its answer is full.
     try:
         return LLMatcher.grammar_from_json_schema(
             without_conditions(schema), overrides={"whitespace_flexible": False}
@@ -66,42 +79,56 @@ def _json_text(value: Any, field: str) -> str:
 
 
 def call_grammar(form: ToolFormat, tools: Sequence[Mapping[str, Any]], name: str | None) -> str:
-    """The grammar of one call of a tool: of `name`, or of any; `GrammarChecker` says whether it can be used."""
+    """The grammar of one call of a tool: of `name`, or of any.
+
+    `GrammarChecker` says whether it can be used.
+    """
     _need("tool_choice")
     from llguidance import LLMatcher
 
     functions = [
         tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
     ]
+
+    # As the templates of the two formats write it.
     key = "arguments" if form == "tags" else "parameters"
     schemas = [
         {
             "type": "object",
             "properties": {
-                "name": {"const": one["name"]},
-                key: one.get("parameters") or {"type": "object"},
+                "name": {"const": function["name"]},
+                key: function.get("parameters") or {"type": "object"},
             },
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for one in functions
+        for function in functions
     ]
-    joined = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    joined: dict[str, Any] = {"anyOf": schemas}
+    if len(schemas) == 1:
+        joined = schemas[0]
+
     schema = _json_text({**joined, "x-guidance": {"whitespace_flexible": False}}, "tools")
     if len(schema) > MAX_GRAMMAR:
         raise bad_field(
             "tools",
-            f"have schemas of more than {MAX_GRAMMAR >> 10} Ki characters, too many for tool_choice.",
+            f"have schemas of more than {MAX_GRAMMAR >> 10} Ki "
+            "characters, too many for tool_choice.",
         )
-    around = (f'"{OPEN}\\n" ', f' "\\n{CLOSE}"') if form == "tags" else ("", "")
-    return LLMatcher.grammar_from_lark(f"start: {around[0]}call{around[1]}\ncall: %json {schema}\n")
+
+    # Llguidance's dialect of Lark: literals in quotes, and %json for a schema.
+    start = "call"
+    if form == "tags":
+        start = f'"{OPEN}\\n" call "\\n{CLOSE}"'
+    return LLMatcher.grammar_from_lark(f"start: {start}\ncall: %json {schema}\n")
 
 
 def _need(field: str) -> None:
     if not is_installed("llguidance"):
         raise ApiError(
             400,
-            f"{field} needs llguidance, which this server does not have. Install headway[serve] there.",
+            f"{field} needs llguidance, which this server does not "
+            "have. Install headway[serve] there.",
             field,
         )
 
@@ -119,12 +146,15 @@ class GrammarFault(ConfigError):
 
 
 class GrammarFactory:
-    """Makes the constraints of one model."""
+    """Makes the constraints of one model: a call with a grammar gives that of one answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int], *, is_timed: bool = True
     ) -> None:
-        """`is_timed`: an answer whose masks take too long fails. Ranks that share the layers must agree, and their clocks do not."""
+        """`is_timed`: an answer whose masks take too long fails.
+
+        Ranks that share the layers must agree, and their clocks do not.
+        """
         self.tokenizer = tokenizer
         self.vocab = vocab
         self.end_ids = end_ids
@@ -136,7 +166,7 @@ class GrammarFactory:
         return _guidance_tokenizer(self.tokenizer, self.vocab, self.end_ids)
 
     def __call__(self, grammar: str) -> GrammarConstraint:
-        """A fresh constraint."""
+        """The constraint of a new answer."""
         return GrammarConstraint(
             self.guidance_tokenizer, grammar, self.end_ids, is_timed=self.is_timed
         )
@@ -146,23 +176,27 @@ class GrammarFactory:
         self.check(schema_grammar({"type": "object"}))
 
     def check(self, grammar: str) -> None:
-        """Compute the first mask of a grammar, and some masks of one answer; what that raises says why the grammar cannot be used."""
+        """Compute the first mask of a grammar, and some masks of one answer; what that raises says
+        why the grammar cannot be used.
+        """
         import numpy as np
 
         constraint = self(grammar)
         for step in range(CHECKED_TOKENS):
-            mask = np.zeros(-(-self.vocab // 32), dtype=np.int32)
+            mask = np.zeros(-(-self.vocab // 32), dtype=np.int32)  # one bit per token
             constraint.fill_mask(mask)
             if step == 0:
-                # Faults often stand behind the text with which every answer begins, as that of a tool call.
+                # Faults often stand behind the text with which every answer begins, as that of a
+                # tool call.
                 constraint.accept_forced_text(self.guidance_tokenizer)
             else:
-                allowed = np.flatnonzero(
-                    np.unpackbits(mask.view(np.uint8), bitorder="little")
-                ).tolist()
-                texts = [token for token in allowed if token not in self.end_ids]
-                if texts:
-                    constraint.accept(texts[-1])
+                # Any allowed token continues the answer; the highest id will do.
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                allowed = np.flatnonzero(bits).tolist()
+                text_tokens = [token for token in allowed if token not in self.end_ids]
+                if text_tokens:
+                    constraint.accept(text_tokens[-1])
+
             if constraint.is_finished:
                 return
 
@@ -182,7 +216,10 @@ def constraint_factory(
 
 
 def constraints_of(loaded: LoadedModel) -> GrammarFactory | None:
-    """Of a loaded model, ready for the first grammar; every rank that shares its layers makes its own."""
+    """What makes the constraints of a loaded model, ready for the first grammar.
+
+    Every rank that shares its layers makes its own.
+    """
     factory = constraint_factory(
         loaded.tokenizer, loaded.config.vocab, loaded.end_ids, is_timed=loaded.part is None
     )
@@ -192,33 +229,37 @@ def constraints_of(loaded: LoadedModel) -> GrammarFactory | None:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants one: the bytes of every id, and a function from text to ids."""
+    """A tokenizer as llguidance wants one: the bytes of every id, and a function from text to its
+    ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, end: int) -> None:
-        self.eos_token_id, self.bos_token_id = end, tokenizer.bos_id
-        special = set(tokenizer.special_tokens.values())
-        self.special_token_ids = sorted(special)
-        self.tokens = [
-            b""
-            if number >= tokenizer.vocab_size or number in special
-            else _bytes_of(tokenizer, number)
-            for number in range(vocab)
-        ]
-        for spelled, number in tokenizer.special_tokens.items():
-            self.tokens[number] = spelled.encode()
+        self.eos_token_id = end
+        self.bos_token_id = tokenizer.bos_id
+        special_ids = set(tokenizer.special_tokens.values())
+        self.special_token_ids = sorted(special_ids)
+
+        # A model may have more embeddings than its tokenizer has ids; these have no bytes.
+        self.tokens = [b""] * vocab
+        for token in range(min(vocab, tokenizer.vocab_size)):
+            if token not in special_ids:
+                self.tokens[token] = _bytes_of(tokenizer, token)
+        for spelled, token in tokenizer.special_tokens.items():
+            self.tokens[token] = spelled.encode()
+
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(
-            text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        )
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text)
 
 
-def _bytes_of(tokenizer: Tokenizer, number: int) -> bytes:
+def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
     table = tokenizer._token_bytes
     if table is not None:
-        return table.get(number, b"")
-    return tokenizer.fast.decode([number]).encode()
+        return table.get(token, b"")
+    return tokenizer.fast.decode([token]).encode()
 
 
 def _guidance_tokenizer(tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int]) -> LLTokenizer:
@@ -229,7 +270,7 @@ def _guidance_tokenizer(tokenizer: Tokenizer, vocab: int, end_ids: frozenset[int
 
 
 class GrammarConstraint:
-    """Which tokens may follow in one answer."""
+    """Which tokens may follow in one answer: `fill_mask` before each token, `accept` after it."""
 
     def __init__(
         self,
@@ -249,10 +290,13 @@ class GrammarConstraint:
 
     def fill_mask(self, mask: np.ndarray) -> None:
         """Set the bits of the tokens that may follow."""
+        # CPU time: a busy machine must not fail a grammar.
         began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         if self._allowance is not None:
+            # A bucket that each token refills a little: long answers may take longer, but never
+            # much at once.
             self._allowance += MASK_SECONDS_PER_TOKEN - (time.thread_time() - began)
             if self._allowance < 0:
                 raise GrammarFault(
@@ -260,7 +304,8 @@ class GrammarConstraint:
                 )
 
     def accept(self, token: int) -> None:
-        """The next token of the answer."""
+        """Take the next token of the answer."""
+        # The engine ends the answer here: no mask follows.
         if token in self._end_ids:
             return
         self._matcher.consume_token(token)
@@ -284,9 +329,8 @@ class GrammarConstraint:
         if not self._matcher.is_error():
             return
         # The first part says what happened; a dump of the parser's state follows.
-        problem = " ".join(self._matcher.get_error().split("<state>")[0].split())[:300].rstrip(
-            " .;"
-        )
+        message = self._matcher.get_error().split("<state>")[0]
+        problem = " ".join(message.split())[:300].rstrip(" .;")
         if problem.startswith("NoExtension"):
             problem = "it describes no text that ends"
         raise GrammarFault(problem)

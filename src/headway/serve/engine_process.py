@@ -1,12 +1,17 @@
-"""The process that owns a model and its device: `python -m headway.serve.engine_process`. Commands on stdin, events on stdout.
+"""The process that owns a model and its device: `python -m headway.serve.engine_process`. Commands
+on stdin, events on stdout.
 
-    in     EngineSetup, then lists of ("submit", id, EngineRequest, decoded media) and ("cancel", id)
-    out    ("ready", EngineFacts) or ("failed", exit code, message); then ("accepted", id), ("refused", id, status, message, code),
-           ("events", [(id, tokens, logprobs, finished, cached, more), ...]) once per step, ("stats", {...}) about once a second;
-           ("ended", reason) where the engine itself failed, before the process ends with exit code 1
+    in     EngineSetup, then lists of
+           ("submit", id, EngineRequest, decoded media) and ("cancel", id)
+    out    ("ready", EngineFacts) or ("failed", exit code, message); then
+           ("accepted", id), ("refused", id, status, message, code),
+           ("events", [(id, tokens, logprobs, finished, cached, more), ...]) once per step,
+           ("stats", {...}) about once a second;
+           ("ended", reason) where the engine itself failed, before the process ends with 1
 
-Whatever a request raises while it is taken refuses that request alone. The loop receives, steps and sends; it has no other thread.
-The end of stdin is the end of the process. What libraries print goes to stderr.
+Whatever a request raises while it is taken refuses that request alone. The loop receives, steps and
+sends; it has no other thread. The end of stdin is the end of the process. What libraries print goes
+to stderr.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ STATS_SECONDS = 0.5
 READ_BYTES = 1 << 20
 log = logging.getLogger("headway")
 ENCODED_AT_ONCE = 8
+"""Pictures or sounds in one call of an encoder, between two steps of the engine."""
 KEPT_FEATURE_BYTES = 256 << 20
 """Features of pictures and sounds that are kept for the next requests."""
 Encode = Callable[[EngineRequest, Mapping[str, DecodedMedia]], EngineRequest | None]
@@ -76,29 +82,34 @@ def main(opening: Callable[[EngineSetup], OpenedEngine] | None = None) -> int:
     """Serve one model until stdin ends. `opening` loads it; `open_engine` by default."""
     for number in SIGNALS:  # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
+
+    # Messages have a descriptor of their own: what libraries print to stdout goes to stderr.
     channel = EngineChannel(os.dup(0), os.dup(1))
-    os.dup2(2, 1)  # what libraries print is no message
-    found = channel.first()
-    if found is None:
+    os.dup2(2, 1)
+    setup = channel.first()
+    if setup is None:
         return 0
+
     try:
-        engine, facts, encode = (opening or open_engine)(found)
+        engine, facts, encode = (opening or open_engine)(setup)
     except HeadwayError as problem:
         channel.send([("failed", problem.exit_code, str(problem))])
         return 0
     except Exception as problem:
-        log.exception("%s: the model cannot be loaded", found.name)
+        log.exception("%s: the model cannot be loaded", setup.name)
         channel.send(
-            [("failed", 1, f"{found.path}: {type(problem).__name__}: {first_line(problem)}.")]
+            [("failed", 1, f"{setup.path}: {type(problem).__name__}: {first_line(problem)}.")]
         )
         return 0
+
     channel.send([("ready", facts)])
     try:
         EngineLoop(engine, channel, encode).run()
     except Exception as problem:
-        log.exception("%s: the engine failed", found.name)
+        log.exception("%s: the engine failed", setup.name)
         channel.send([("ended", _reason(problem))])
         return 1
+
     return 0
 
 
@@ -107,7 +118,10 @@ def _reason(problem: BaseException) -> str:
 
 
 def open_engine(setup: EngineSetup) -> OpenedEngine:
-    """Load a model. Returns its engine, what clients may know of it, and what puts media into a request."""
+    """Load a model.
+
+    Returns its engine, what clients may know of it, and what puts media into a request.
+    """
     from headway.infer.engine.ranks import build_engine, load_on_ranks
     from headway.model.layout import num_parameters
     from headway.serve.constraints import can_constrain, constraints_of
@@ -115,14 +129,17 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     loaded = load_on_ranks(setup.path, setup.tensor, setup.device, setup.precision)
     if setup.masks is not None:
         loaded = loaded.with_mask_choice(setup.masks)
+
     engine = build_engine(
         loaded,
         setup.options,
         {name: Path(path) for name, path in setup.adapters.items()},
         constraints_of,
     )
+    # Before the first request: kernels are compiled, decoding steps recorded.
     engine.warm_up()
-    # a request that leaves its length open may fill the context, but never more than the cache
+
+    # A request that leaves its length open may fill the context, but never more than the cache.
     room = min(engine.context, engine.cache.pool.num_pages * setup.options.page_tokens)
     if room < engine.context:
         log.warning(
@@ -131,7 +148,17 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
             room,
             engine.context,
         )
+
+    media_tokens: dict[str, int] = {}
     media = loaded.config.media
+    if media is not None:
+        media_tokens = {media_input.modality: media_input.tokens for media_input in media.inputs}
+
+    masks = loaded.describe_masks()
+    if masks is not None:
+        # Clients see the name of a file, not where it lies.
+        masks = {**masks, "from": Path(str(masks["from"])).name}
+
     encoding = MediaEncoding(loaded)
     facts = EngineFacts(
         name=setup.name,
@@ -144,11 +171,9 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         dtype=str(loaded.model.head_weight.dtype).removeprefix("torch."),
         parameters=num_parameters(loaded.config),
         adapters=tuple(setup.adapters),
-        masks=None
-        if (masks := loaded.describe_masks()) is None
-        else {**masks, "from": Path(str(masks["from"])).name},
-        media={one.modality: one.tokens for one in media.inputs} if media is not None else {},
-        media_missing=media.missing if media is not None else False,
+        masks=masks,
+        media=media_tokens,
+        media_missing=media is not None and media.missing,
         constraints=can_constrain(loaded.tokenizer, loaded.end_ids),
         fingerprint="" if loaded.tokenizer is None else loaded.tokenizer.fingerprint,
         media_inputs=encoding.inputs,
@@ -158,9 +183,11 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
 
 
 class MediaEncoding:
-    """Turns the decoded pictures and sounds of a request into features, a few at a time: others' tokens wait for one call only.
+    """Turns the decoded pictures and sounds of a request into features, a few at a time: others'
+    tokens wait for one call only.
 
-    Features are kept for a while: samples of one prompt, and the next turns of a conversation, hold the same pictures.
+    Features are kept for a while: samples of one prompt, and the next turns of a conversation, hold
+    the same pictures.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -171,8 +198,9 @@ class MediaEncoding:
         self._features: OrderedDict[str, np.ndarray] = OrderedDict()
         shape = loaded.config.media
         try:
-            for media_input in () if shape is None else shape.inputs:
-                self.encoders[media_input.modality] = encoder_of(loaded, media_input)
+            if shape is not None:
+                for media_input in shape.inputs:
+                    self.encoders[media_input.modality] = encoder_of(loaded, media_input)
         except HeadwayError as problem:
             # The model still answers questions without media.
             log.warning("%s", problem)
@@ -188,33 +216,39 @@ class MediaEncoding:
     ) -> EngineRequest | None:
         """The request with its features; None where another call is needed."""
         missing = [name for name in media if name not in self._features]
+        is_encoded = False
         for modality, encoder in self.encoders.items():
             names = [name for name in missing if media[name].modality == modality][:ENCODED_AT_ONCE]
             if names:
                 features = encoder.encode(np.stack([media[name].array for name in names]))
                 self._features |= dict(zip(names, features, strict=True))
+                # One call of one encoder; the rest follows after the engine's next step.
+                is_encoded = True
                 break
-        else:
-            if missing:
-                raise ConfigError(
-                    self.problem or f"the model takes {', '.join(self.encoders)} only."
-                )
+        if missing and not is_encoded:
+            raise ConfigError(self.problem or f"the model takes {', '.join(self.encoders)} only.")
+
         if any(name not in self._features for name in media):
             return None
+
         assert request.media is not None
         features = {name: self._features[name] for name in media}
+        # The least recently used are dropped, and only now: a request whose features are more
+        # than what is kept still gets all of its own.
         for name in features:
             self._features.move_to_end(name)
         while sum(array.nbytes for array in self._features.values()) > KEPT_FEATURE_BYTES:
             self._features.popitem(last=False)
+
         return replace(request, media=PromptMedia(request.media.items, features))
 
 
 class EngineChannel:
-    """The two pipes to the HTTP process."""
+    """The two pipes to the HTTP process: commands come in, messages go out."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self.reading, self.writing = reading, writing
+        self.reading = reading
+        self.writing = writing
         self._reader = FrameReader()
         self._waiting: list[Any] = []
         self.is_closed = False
@@ -225,14 +259,20 @@ class EngineChannel:
         """The first message; None if the pipe is closed before."""
         while not self._waiting and not self.is_closed:
             self._read()
-        return self._waiting.pop(0) if self._waiting else None
+        if self._waiting:
+            return self._waiting.pop(0)
+        return None
 
     def receive(self, timeout: float) -> list[Any]:
         """The commands that have arrived; waits for some, if none has."""
         if not self._waiting and select.select([self.reading], [], [], timeout)[0]:
             self._read()
-        found, self._waiting = self._waiting, []
-        return [command for frame in found for command in frame]
+        frames = self._waiting
+        self._waiting = []
+        commands: list[Any] = []
+        for frame in frames:
+            commands += frame
+        return commands
 
     def send(self, messages: Sequence[Any]) -> None:
         """Send messages; waits while the pipe is full."""
@@ -267,8 +307,9 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the HTTP process closes the pipe."""
         while not self.channel.is_closed:
-            is_waiting = not self.engine.busy and not self._encoding
-            messages = self.round(self.channel.receive(STATS_SECONDS if is_waiting else 0.0))
+            is_idle = not self.engine.busy and not self._encoding
+            timeout = STATS_SECONDS if is_idle else 0.0
+            messages = self.round(self.channel.receive(timeout))
             if messages:
                 self.channel.send(messages)
 
@@ -281,42 +322,55 @@ class EngineLoop:
                 messages += self._submit(*command[1:])
             else:
                 self._cancel(command[1])
+
+        # One call of an encoder per step, so that pictures do not stop the tokens of others.
         if self._encoding:
             number, (request, media) = next(iter(self._encoding.items()))
             messages += self._submit(number, request, media)
+
         if self.engine.busy:
-            events = [
-                packed for event in self.engine.step() if (packed := self._event(event)) is not None
-            ]
+            packed = map(self._event, self.engine.step())
+            events = [event for event in packed if event is not None]
             if events:
                 messages.append(("events", events))
+
+        # Also when it becomes idle: the last numbers would stand as those of now.
         now = time.monotonic()
         if now >= self._next_stats or (was_busy and not self.engine.busy):
             messages.append(("stats", asdict(self.engine.stats())))
             self._next_stats = now + STATS_SECONDS
+
         return messages
 
     def _submit(
         self, number: int, request: EngineRequest, media: Mapping[str, DecodedMedia]
     ) -> list[tuple[Any, ...]]:
-        """Give a request to the engine: what the HTTP process must know of it. Whatever it raises is the error of this request alone."""
+        """Give a request to the engine: what the HTTP process must know of it.
+
+        Whatever it raises is the error of this request alone.
+        """
         if request.media is not None and number not in self._encoding and self._encoding:
-            self._encoding[number] = request, media  # its turn comes
+            # Others' media are being encoded; requests with media keep their order.
+            self._encoding[number] = request, media
             return []
+
         try:
-            ready: EngineRequest | None = request
+            encoded: EngineRequest | None = request
             if request.media is not None:
-                ready = self.encode(request, media)
-            if ready is None:
+                encoded = self.encode(request, media)
+
+            if encoded is None:
                 self._encoding[number] = request, media
                 return []
+
             self._encoding.pop(number, None)
-            engines_number = self.engine.submit(ready)
+            engines_number = self.engine.submit(encoded)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as problem:  # a panic in a Rust library is no Exception
             self._encoding.pop(number, None)
             return [("refused", number, *_refusal(problem))]
+
         self._clients_number[engines_number] = number
         self._engines_number[number] = engines_number
         return [("accepted", number)]
@@ -331,9 +385,13 @@ class EngineLoop:
         number = self._clients_number.get(event.request)
         if number is None:
             return None
-        more: dict[str, Any] | None = None
+
         if event.finished is not None:
-            del self._clients_number[event.request], self._engines_number[number]
+            del self._clients_number[event.request]
+            del self._engines_number[number]
+
+        # What few events have travels in a mapping, so that the usual ones stay small.
+        more: dict[str, Any] | None = None
         if (
             event.embedding is not None
             or event.prompt_logprobs is not None
@@ -342,9 +400,13 @@ class EngineLoop:
             more = {"embedding": event.embedding, "error": event.error}
             if event.prompt_logprobs is not None:
                 more["prompt_logprobs"] = [
-                    None if one is None else _plain(one) for one in event.prompt_logprobs
+                    None if logprob is None else _plain(logprob)
+                    for logprob in event.prompt_logprobs
                 ]
-        logprobs = None if event.logprobs is None else [_plain(one) for one in event.logprobs]
+
+        logprobs = None
+        if event.logprobs is not None:
+            logprobs = [_plain(logprob) for logprob in event.logprobs]
         return number, event.tokens, logprobs, event.finished, event.cached_tokens, more
 
 
@@ -360,8 +422,9 @@ def _refusal(problem: BaseException) -> tuple[int, str, str | None]:
     return 500, f"The engine could not take the request: {_reason(problem)}", "engine_error"
 
 
-def _plain(one: TokenLogprobs) -> tuple[int, float, tuple[tuple[int, float], ...]]:
-    return one.token, one.logprob, one.top
+def _plain(logprobs: TokenLogprobs) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+    """As a tuple, which pickle writes without the name of a class."""
+    return logprobs.token, logprobs.logprob, logprobs.top
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What an engine process is started with, and what it says of its model once it is loaded. No torch."""
+"""What an engine process is started with, and what it says of its model once it is loaded.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """One model of a server."""
+    """What the engine process of one model is started with. It is pickled into its pipe."""
 
     name: str
     """What clients call it."""
@@ -43,7 +46,9 @@ class DecodedMedia(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """A model that is ready."""
+    """What the HTTP process knows of a loaded model: it makes prompts and checks limits without
+    torch.
+    """
 
     name: str
     tokenizer: Tokenizer | None
@@ -68,10 +73,16 @@ class EngineFacts:
     media_inputs: Mapping[str, MediaInputSpec] = field(default_factory=dict)
     """How the encoder of a modality reads an item."""
     media_problem: str = ""
-    """Why no media are taken although the model has positions for them: its encoder cannot be opened."""
+    """Why no media are taken although the model has positions for them: its encoder cannot be
+    opened.
+    """
 
     def is_same_model(self, other: EngineFacts) -> bool:
-        """Whether prompts made for one are right for the other. The context may differ: it follows the free memory."""
+        """Whether prompts made for one are right for the other.
+
+        The context may differ: it follows the free memory.
+        """
+        # The tokenizer by its fingerprint: the object itself came through a pipe.
         return all(getattr(self, name) == getattr(other, name) for name in IDENTITY)
 
 

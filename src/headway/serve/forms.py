@@ -1,7 +1,11 @@
-"""Answers in OpenAI's shapes: choices and their pieces come in; JSON objects and server-sent events go out.
+"""Answers in OpenAI's shapes: choices and their pieces come in; JSON objects and server-sent events
+go out.
 
-The text of an event is put together from parts that are made once per choice: a stream of tens of thousands of tokens per second leaves a
-few microseconds for each.
+    data: {"id":...,"model":...,     "choices":[{"index":0,"delta":{...},...}]     }\n\n
+    _head, once per request          _event, per piece                             _end, per request
+
+The text of an event is put together from parts that are made once: a stream of tens of thousands of
+tokens per second leaves a few microseconds for each.
 """
 
 from __future__ import annotations
@@ -22,29 +26,39 @@ DONE = b"data: [DONE]\n\n"
 
 def usage(choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
     """How many tokens a request took; a prompt with several samples counts once."""
-    made = sum(one.num_tokens for one in choices)
-    cached = sum(one.stream.cached for one in choices if one.sample == 0)
+    generated = sum(choice.num_tokens for choice in choices)
+    cached = sum(choice.stream.cached for choice in choices if choice.sample == 0)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": prompt_tokens + made,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
 class AnswerForm:
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common: the object of an answer, and the events of a
+    stream.
+    """
 
     object_name = ""
     chunk_name = ""
     prefix = ""
 
     def __init__(self, model: ServedModel, include_usage: bool, wants_logprobs: bool) -> None:
-        self.model, self.include_usage, self.wants_logprobs = model, include_usage, wants_logprobs
+        self.model = model
+        self.include_usage = include_usage
+        self.wants_logprobs = wants_logprobs
         self.id = f"{self.prefix}-{secrets.token_hex(14)}"
         self.created = int(time.time())
-        self._head = f'data: {{"id":"{self.id}","object":"{self.chunk_name}","created":{self.created},"model":{ENCODE(model.name)},'
-        self._end = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._head = (
+            f'data: {{"id":"{self.id}","object":"{self.chunk_name}","created":{self.created},'
+            f'"model":{ENCODE(model.name)},'
+        )
+        self._end = "}\n\n"
+        if include_usage:
+            # OpenAI: with include_usage every event has the key, and the last one its value.
+            self._end = ',"usage":null}\n\n'
 
     def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, Any]) -> dict[str, Any]:
         """The object of an answer that is not streamed."""
@@ -75,9 +89,11 @@ class AnswerForm:
 
 
 class ChatForm(AnswerForm):
-    """/v1/chat/completions."""
+    """Answers of /v1/chat/completions: a message, or its deltas."""
 
-    object_name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def begin(self, choice: Choice) -> bytes:
         """The role, before any text."""
@@ -85,110 +101,113 @@ class ChatForm(AnswerForm):
 
     def events(self, choice: Choice, piece: ChoicePiece) -> bytes:
         """Text, calls and the reason of the end."""
-        reason = "null" if choice.finish is None else f'"{choice.finish}"'
-        found = (
-            ENCODE(chat_logprobs(self.model.tokenizer, piece.logprobs))
-            if self.wants_logprobs and piece.logprobs
-            else "null"
-        )
-        if not piece.calls:
-            if choice.finish is None:
-                return (
-                    self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null")
-                    if piece.text or found != "null"
-                    else b""
-                )
-            # clients expect the reason in an event of its own, with nothing in its delta
-            said = (
-                self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null")
-                if piece.text or found != "null"
-                else b""
+        logprobs = "null"
+        if self.wants_logprobs and piece.logprobs:
+            logprobs = ENCODE(chat_logprobs(self.model.tokenizer, piece.logprobs))
+
+        events = b""
+        # Log-probabilities without text (a token inside a character) get an event, too. Beside
+        # calls they do not: their tokens are no text.
+        if piece.text or (logprobs != "null" and not piece.calls):
+            delta = f'{{"content":{ENCODE(piece.text)}}}'
+            events += self._event(choice, delta, logprobs, "null")
+
+        if piece.calls:
+            first = choice.call_number - len(piece.calls)
+            calls = ENCODE(
+                [call.as_json(first + offset) for offset, call in enumerate(piece.calls)]
             )
-            return said + self._event(choice, "{}", "null", reason)
-        first = choice.call_number - len(piece.calls)
-        said = (
-            self._event(choice, f'{{"content":{ENCODE(piece.text)}}}', found, "null")
-            if piece.text
-            else b""
-        )
-        calls = ENCODE([call.as_json(first + at) for at, call in enumerate(piece.calls)])
-        called = self._event(choice, f'{{"tool_calls":{calls}}}', "null", "null")
-        return (
-            said
-            + called
-            + (self._event(choice, "{}", "null", reason) if choice.finish is not None else b"")
-        )
+            events += self._event(choice, f'{{"tool_calls":{calls}}}', "null", "null")
+
+        # Clients expect the reason in an event of its own, with nothing in its delta.
+        if choice.finish is not None:
+            events += self._event(choice, "{}", "null", f'"{choice.finish}"')
+        return events
 
     def _event(self, choice: Choice, delta: str, logprobs: str, reason: str) -> bytes:
         return (
-            f'{self._head}"choices":[{{"index":{choice.index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}]{self._end}'
+            f'{self._head}"choices":[{{"index":{choice.index},"delta":{delta},'
+            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{self._end}'
         ).encode()
 
     def collect(self, choice: Choice, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         """The message of an answer."""
         text = "".join(piece.text for piece in pieces)
         calls: list[ToolCall] = [call for piece in pieces for call in piece.calls]
-        logprobs = [one for piece in pieces for one in piece.logprobs]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": text if text or not calls else None,
-            "refusal": None,
-        }
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
+            # OpenAI: an answer that only calls tools has no content.
+            message["content"] = text or None
             message["tool_calls"] = [call.as_json() for call in calls]
+
+        reported = None
+        if self.wants_logprobs:
+            reported = chat_logprobs(self.model.tokenizer, logprobs)
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": chat_logprobs(self.model.tokenizer, logprobs)
-            if self.wants_logprobs
-            else None,
+            "logprobs": reported,
             "finish_reason": choice.finish,
         }
 
 
 class TextForm(AnswerForm):
-    """/v1/completions."""
+    """Answers of /v1/completions: a text, or its parts."""
 
-    object_name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+    prefix = "cmpl"
 
     def begin(self, choice: Choice) -> bytes:
         """The prompt, where the answer repeats it; else nothing: a text has no role."""
-        return b"" if not choice.echo else self._event(choice, choice.echo, "null", "null")
+        if not choice.echo:
+            return b""
+        return self._event(choice, choice.echo, "null", "null")
 
     def events(self, choice: Choice, piece: ChoicePiece) -> bytes:
         """Text and the reason of the end."""
-        reason = "null" if choice.finish is None else f'"{choice.finish}"'
-        found = self._logprobs(choice, piece)
-        if not piece.text and reason == "null" and found is None:
+        reason = "null"
+        if choice.finish is not None:
+            reason = f'"{choice.finish}"'
+        logprobs = self._logprobs(choice, piece)
+        if not piece.text and reason == "null" and logprobs is None:
             return b""
-        return self._event(choice, piece.text, "null" if found is None else ENCODE(found), reason)
+        return self._event(
+            choice, piece.text, "null" if logprobs is None else ENCODE(logprobs), reason
+        )
 
     def _event(self, choice: Choice, text: str, logprobs: str, reason: str) -> bytes:
         return (
-            f'{self._head}"choices":[{{"index":{choice.index},"text":{ENCODE(text)},"logprobs":{logprobs},"finish_reason":{reason}}}]'
-            f"{self._end}"
+            f'{self._head}"choices":[{{"index":{choice.index},"text":{ENCODE(text)},'
+            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{self._end}'
         ).encode()
 
     def _logprobs(self, choice: Choice, piece: ChoicePiece) -> dict[str, Any] | None:
+        """Log-probabilities of a piece; with the first one, those of the prompt, if asked for."""
         if not self.wants_logprobs:
             return None
-        found = list(piece.logprobs)
-        if choice.stream.prompt_logprobs is not None:
-            given, choice.stream.prompt_logprobs = choice.stream.prompt_logprobs, None
-            # nothing precedes the first token, so it has no probability
-            found = [
-                (token, None, ()) if one is None else one
-                for token, one in zip(choice.prompt, given, strict=True)
-            ] + found
-        if not found:
+
+        logprobs = list(piece.logprobs)
+        stream = choice.stream
+        if stream.prompt_logprobs is not None:
+            prompt_logprobs: list[Any] = []
+            for token, logprob in zip(choice.prompt, stream.prompt_logprobs, strict=True):
+                # Nothing precedes the first token, so it has no probability.
+                prompt_logprobs.append((token, None, ()) if logprob is None else logprob)
+            stream.prompt_logprobs = None
+            logprobs = prompt_logprobs + logprobs
+
+        if not logprobs:
             return None
+
         assert choice.offsets is not None
-        return text_logprobs(self.model.tokenizer, found, choice.offsets)
+        return text_logprobs(self.model.tokenizer, logprobs, choice.offsets)
 
     def collect(self, choice: Choice, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         """The text of an answer."""
         text = choice.echo + "".join(piece.text for piece in pieces)
-        joined = ChoicePiece(text, [], [one for piece in pieces for one in piece.logprobs])
+        joined = ChoicePiece(text, [], [logprob for piece in pieces for logprob in piece.logprobs])
         return {
             "index": choice.index,
             "text": text,

@@ -1,4 +1,7 @@
-"""Messages between the HTTP process and an engine process over pipes: each is its length and a pickled value.
+"""Messages between the HTTP process and an engine process over pipes: each is its length and a
+pickled value.
+
+    8 bytes, little endian: length of the body | body: pickle
 
 Both ends are processes of one server, started by it; nothing that a client sends is ever unpickled.
 """
@@ -12,7 +15,9 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIPE_BYTES = 1 << 20
-"""What a pipe may hold, so that an engine does not wait for an HTTP process that is busy for a moment."""
+"""What a pipe may hold, so that an engine does not wait for an HTTP process that is busy for a
+moment.
+"""
 
 
 def pack(message: Any) -> bytes:
@@ -22,7 +27,7 @@ def pack(message: Any) -> bytes:
 
 
 class FrameReader:
-    """Bytes as they arrive become messages."""
+    """Puts messages together from bytes as they arrive, however the pipe has cut them."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -31,16 +36,20 @@ class FrameReader:
         """The messages that are complete now."""
         buffer = self._buffer
         buffer += data
-        at = 0
-        while len(buffer) - at >= LENGTH.size:
-            (size,) = LENGTH.unpack_from(buffer, at)
-            end = at + LENGTH.size + size
+        start = 0
+        while len(buffer) - start >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(buffer, start)
+            end = start + LENGTH.size + size
             if len(buffer) < end:
                 break
-            yield pickle.loads(memoryview(buffer)[at + LENGTH.size : end])
-            at = end
-        if at:
-            del buffer[:at]
+
+            # A view, so that a message of many megabytes is not copied before it is unpickled.
+            # What was read is deleted once, after the loop.
+            yield pickle.loads(memoryview(buffer)[start + LENGTH.size : end])
+            start = end
+
+        if start:
+            del buffer[:start]
 
 
 def widen_pipe(descriptor: int) -> None:

@@ -1,4 +1,7 @@
-"""Fields that chat and text completions share: how to sample, when to stop, what to report. A body comes in, one value goes out."""
+"""Fields that chat and text completions share: how to sample, when to stop, what to report.
+
+A body comes in, one value goes out.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_BIASES = 1024
 MAX_TOKENS = 1 << 24
+LEAST_TOP_P = 1e-9
+"""Keeps the likeliest token and no other."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,9 @@ class GenerationFields:
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """How many likely tokens are reported for each position; 0: the chosen one alone; None: nothing."""
+    """How many likely tokens are reported for each position; 0: the chosen one alone; None:
+    nothing.
+    """
     stream: bool = False
     include_usage: bool = False
 
@@ -49,7 +56,8 @@ class ModelBody(RequestBody):
 
     model: Text = needed()
 
-    # Fields that change no answer: names of the user, storage and prices of another service, hints for its speed.
+    # Fields that change no answer: names of the user, storage and prices of another service,
+    # hints for its speed.
     user: Any = None
     store: Any = None
     metadata: Any = None
@@ -92,7 +100,8 @@ class GenerationBody(ModelBody):
         Field(max_length=MAX_STOPS),
         BeforeValidator(_as_list),
         MustBe(
-            f"a text or a list of at most {MAX_STOPS} texts, each with 1 to {MAX_STOP_CHARACTERS} characters"
+            f"a text or a list of at most {MAX_STOPS} texts, each with 1 "
+            f"to {MAX_STOP_CHARACTERS} characters"
         ),
     ] = ()
     stop_token_ids: Annotated[
@@ -100,6 +109,8 @@ class GenerationBody(ModelBody):
         Field(max_length=MAX_STOPS),
         MustBe(f"a list of at most {MAX_STOPS} token ids"),
     ] = ()
+    # stop_token_ids, ignore_eos, top_k, min_p and repetition_penalty are vLLM's additions to
+    # OpenAI's API.
     ignore_eos: Flag = False
     seed: Annotated[int | None, Whole(-(2**63), 2**63 - 1)] = None
     temperature: Annotated[float, Number(0, 2)] = 1.0
@@ -127,24 +138,30 @@ def generation_fields(
     default_max_tokens: int | None,
     logprobs: int | None,
 ) -> GenerationFields:
-    """What a body asks of every answer; its fields are checked against each other and against this server's limit."""
+    """What a body asks of every answer.
+
+    Its fields are checked against each other and against this server's limit.
+    """
     max_tokens = body.max_tokens
     newer = body.max_completion_tokens
     if max_tokens is not None and newer is not None and max_tokens != newer:
         raise bad_field(
             "max_tokens", f"is {max_tokens} and max_completion_tokens {newer}. Give one of them."
         )
+
     if newer is not None:
         max_tokens = newer
     if max_tokens is None:
         max_tokens = default_max_tokens
     if body.n > max_n:
         raise wrong_value("n", body.n, f"a whole number from 1 to {max_n}")
+
     include_usage = False
     if body.stream_options is not None:
         if not body.stream:
             raise bad_field("stream_options", "is only allowed with stream: true.")
         include_usage = body.stream_options.include_usage
+
     return GenerationFields(
         sampling=_sampling(body),
         max_tokens=max_tokens,
@@ -159,21 +176,28 @@ def generation_fields(
 
 
 def _sampling(body: GenerationBody) -> Sampling:
+    """How to sample.
+
+    A request without a seed gets one, so that its answers differ from those of the next.
+    """
     seed = body.seed
     if seed is None:
         seed = secrets.randbits(62)
+
     top_k = None
     if body.top_k > 0:
         top_k = body.top_k
+
     top_p = None
     if body.top_p < 1:
-        # OpenAI's clients send 0 for "the likeliest token alone"
-        top_p = max(body.top_p, 1e-9)
+        # OpenAI's clients send 0 for "the likeliest token alone".
+        top_p = max(body.top_p, LEAST_TOP_P)
+
     return Sampling(
         temperature=body.temperature,
         top_k=top_k,
         top_p=top_p,
-        seed=seed % 2**63,
+        seed=seed % 2**63,  # OpenAI's seeds may be negative
         min_p=body.min_p or None,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,

@@ -1,4 +1,7 @@
-"""What one client may ask of a server, and how often. Settings come in from the command line; a request above them is refused."""
+"""What one client may ask of a server, and how often.
+
+Settings come in from the command line; a request above them is refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def _megapixels(millions: float) -> int:
 
 @dataclass(frozen=True)
 class ServeLimits:
-    """Bounds of requests."""
+    """Bounds of requests, connections and the processes that read them.
+
+    Fields with `option` are options of the command.
+    """
 
     max_tokens: int | None = option(
         None, "New tokens of an answer; default: as many as the context has room for.", min=1
@@ -78,6 +84,7 @@ class ServeLimits:
     """From the head of a request to the end of its body."""
 
     def __post_init__(self) -> None:
+        # Errors name the option that sets the field. body_seconds has none; its name is as good.
         flags = {
             "body_bytes": "max-body-mib",
             "max_n": "max-n",
@@ -91,15 +98,20 @@ class ServeLimits:
         }
         for name, flag in flags.items():
             value = getattr(self, name)
-            if not value > 0:
+            if not value > 0:  # NaN, too
                 raise ConfigError(f"--{flag} is {value}; it must be above 0.")
+
         if self.media_bytes < LEAST_MEDIA_BYTES:
-            given, least = self.media_bytes / 2**30, LEAST_MEDIA_BYTES / 2**30
-            raise ConfigError(f"--media-gib is {given:g}; a decoder needs at least {least:g}.")
+            media_gib = self.media_bytes / 2**30
+            least = LEAST_MEDIA_BYTES / 2**30
+            raise ConfigError(f"--media-gib is {media_gib:g}; a decoder needs at least {least:g}.")
 
 
 class RateLimit:
-    """A bucket of requests for every client, refilled steadily; a client may send a minute's requests at once."""
+    """A token bucket for every client, refilled steadily.
+
+    A client may send a minute's requests at once.
+    """
 
     def __init__(self, per_minute: float | None) -> None:
         self.per_minute = per_minute
@@ -109,16 +121,25 @@ class RateLimit:
         """Count a request of a client, or refuse it."""
         if not self.per_minute:
             return
-        now = time.monotonic() if now is None else now
-        left, seen = self._buckets.pop(client, (self.per_minute, now))
-        left = min(self.per_minute, left + (now - seen) * self.per_minute / 60)
-        allowed = left >= 1
-        self._buckets[client] = (left - 1 if allowed else left, now)
+        if now is None:
+            now = time.monotonic()
+
+        # Popped and put back at the end, so that the first client is the one silent for longest.
+        tokens, refilled_at = self._buckets.pop(client, (self.per_minute, now))
+        refill = (now - refilled_at) * self.per_minute / 60
+        tokens = min(self.per_minute, tokens + refill)
+        is_allowed = tokens >= 1
+        self._buckets[client] = (tokens - 1 if is_allowed else tokens, now)
         if len(self._buckets) > MOST_CLIENTS:
             self._buckets.popitem(last=False)
-        if not allowed:
-            wait = (1 - left) * 60 / self.per_minute
+
+        if not is_allowed:
+            wait = (1 - tokens) * 60 / self.per_minute
             raise ApiError(
-                429, f"This client sends more than {self.per_minute:g} requests per minute. Try again in {wait:.0f} s.",
-                code="rate_limit_exceeded", retry_seconds=wait + 1,
-            )  # fmt: skip
+                429,
+                f"This client sends more than {self.per_minute:g} requests per minute. "
+                f"Try again in {wait:.0f} s.",
+                code="rate_limit_exceeded",
+                # Rounded up, so that the next try is not a little too early.
+                retry_seconds=wait + 1,
+            )

@@ -25,10 +25,12 @@ TOTALS = {
 
 
 class Histogram:
-    """How many values lie below each bound."""
+    """How many values lie below each bound; the last count is of values above all bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
 
     def add(self, value: float) -> None:
         """Count a value."""
@@ -38,6 +40,8 @@ class Histogram:
     def lines(self, name: str, labels: str) -> Iterator[str]:
         """In Prometheus's text format."""
         total = 0
+
+        # Prometheus's buckets are cumulative: each counts all values up to its bound.
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             total += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
@@ -46,9 +50,10 @@ class Histogram:
 
 
 class ServeMetrics:
-    """What a server has done."""
+    """What a server has done since it was started."""
 
     def __init__(self, models: tuple[str, ...]) -> None:
+        # Plain counters: all of them are changed by the event loop's thread alone.
         self.requests: Counter[tuple[str, int]] = Counter()
         """By path and status."""
         self.ends: Counter[tuple[str, str]] = Counter()
@@ -66,74 +71,91 @@ class ServeMetrics:
         connections: int,
         alive: Mapping[str, bool],
     ) -> str:
-        """All counters. `engines`: the newest counters of each model's engine; `rates`: its tokens per second; `alive`: whether it runs."""
+        """All counters.
+
+        `engines`: the newest counters of each model's engine; `rates`: its tokens per second;
+        `alive`: whether it runs.
+        """
         lines: list[str] = []
 
         def begin(name: str, kind: str, meaning: str) -> str:
-            full = f"{PREFIX}_{name}"
-            lines.extend((f"# HELP {full} {meaning}", f"# TYPE {full} {kind}"))
-            return full
+            full_name = f"{PREFIX}_{name}"
+            lines.append(f"# HELP {full_name} {meaning}")
+            lines.append(f"# TYPE {full_name} {kind}")
+            return full_name
 
         name = begin("http_requests_total", "counter", "Requests by path and status.")
         lines += [
             f'{name}{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self.requests.items())
         ]
+
         name = begin("answers_total", "counter", "Answers by the reason of their end.")
         lines += [
-            f'{name}{{model="{_safe(model)}",reason="{why}"}} {count}'
-            for (model, why), count in sorted(self.ends.items())
+            f'{name}{{model="{_safe(model)}",reason="{reason}"}} {count}'
+            for (model, reason), count in sorted(self.ends.items())
         ]
+
         for key, meaning in GAUGES.items():
             name = begin(key, "gauge", meaning)
             lines += [
                 f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}'
                 for model, stats in engines.items()
             ]
+
         for key, meaning in TOTALS.items():
             name = begin(f"{key}_total", "counter", meaning)
             lines += [
                 f'{name}{{model="{_safe(model)}"}} {stats.get(key, 0)}'
                 for model, stats in engines.items()
             ]
+
         name = begin(
             "tokens_per_second", "gauge", "Tokens generated per second over the last seconds."
         )
         lines += [f'{name}{{model="{_safe(model)}"}} {rate:.1f}' for model, rate in rates.items()]
+
         name = begin("engine_up", "gauge", "1 if the engine of a model runs.")
         lines += [
             f'{name}{{model="{_safe(model)}"}} {int(is_alive)}' for model, is_alive in alive.items()
         ]
+
         name = begin(
             "engine_restarts_total",
             "counter",
             "Engine processes that ended and were started again.",
         )
         lines += [f'{name}{{model="{_safe(model)}"}} {self.restarts[model]}' for model in engines]
+
         name = begin("http_connections", "gauge", "Open connections.")
         lines.append(f"{name} {connections}")
+
         name = begin(
             "slow_readers_cut_total",
             "counter",
             "Connections that were cut because their client took no bytes.",
         )
         lines.append(f"{name} {self.cut}")
+
         name = begin(
             "time_to_first_token_seconds",
             "histogram",
             "From the arrival of a request to its first token.",
         )
-        for model, found in self.first_token.items():
-            lines += found.lines(name, f'model="{_safe(model)}"')
+        for model, histogram in self.first_token.items():
+            lines += histogram.lines(name, f'model="{_safe(model)}"')
+
         name = begin(
             "request_seconds",
             "histogram",
             "From the arrival of a request to the end of its answer.",
         )
-        for model, found in self.seconds.items():
-            lines += found.lines(name, f'model="{_safe(model)}"')
+        for model, histogram in self.seconds.items():
+            lines += histogram.lines(name, f'model="{_safe(model)}"')
+
         return "\n".join(lines) + "\n"
 
 
 def _safe(label: str) -> str:
+    """A value of a label, escaped as Prometheus's text format wants it."""
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")

@@ -1,4 +1,7 @@
-"""The files of the chat page, from the package. Nothing is loaded from elsewhere: the content security policy allows this server alone."""
+"""The files of the chat page, from the package.
+
+Nothing is loaded from elsewhere: the content security policy allows this server alone.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+# What a model writes is shown as HTML: no script, style or request but those of this server.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' data: blob:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "media-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {
@@ -32,9 +37,9 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     if not folder.is_dir():
         return {}
     vendor = files("headway").joinpath("vendor")
-    found: dict[str, tuple[bytes, str]] = {}
+    contents: dict[str, tuple[bytes, str]] = {}
     for file in (*folder.iterdir(), *(vendor.joinpath(name) for name in VENDORED)):
         suffix = file.name[file.name.rfind(".") :]
         if suffix in TYPES:
-            found[file.name] = (file.read_bytes(), TYPES[suffix])
-    return found
+            contents[file.name] = (file.read_bytes(), TYPES[suffix])
+    return contents

@@ -1,9 +1,12 @@
-"""The JSON object of a request: bytes come in, a pydantic model of it goes out, or an ApiError that names the field.
+"""The JSON object of a request: bytes come in, a pydantic model of it goes out, or an ApiError that
+names the field.
 
-A body is a subclass of `RequestBody`. Null means the same as a field that is missing. Every field is read, declared as harmless (`Any`), or
-refused by its name: nothing is ignored. The annotations here say what a value must be, in types for pydantic and in words for the client:
+A body is a subclass of `RequestBody`. Null means the same as a field that is missing. Every field
+is read, declared as harmless (`Any`), or refused by its name: nothing is ignored. The annotations
+here say what a value must be, in types for pydantic and in words for the client:
 
-    temperature: Annotated[float, Number(0, 2)] = 1.0      -> temperature is 3; it must be a number from 0 to 2.
+    temperature: Annotated[float, Number(0, 2)] = 1.0
+    -> temperature is 3; it must be a number from 0 to 2.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from headway.serve.api_errors import ApiError, bad_field
 
 MAX_DEPTH = 64
+"""Levels of lists and objects in a body."""
 MAX_VALUES = 200_000
+"""Lists, objects and texts of a body."""
 MAX_NAME = 100
 """Characters of an unknown field's name that are repeated to the client."""
 MAX_SHOWN = 80
@@ -37,7 +42,10 @@ WRONG = "wrong_value"
 PROBLEM = "problem"
 UNKNOWN = "extra_forbidden"
 EXPECTED = {"model_type": "an object", "tuple_type": "a list of objects"}
-"""What pydantic's own errors expected. Other types do not occur: values have an annotation of this module."""
+"""What pydantic's own errors expected.
+
+Other types do not occur: values have an annotation of this module.
+"""
 
 NO_FIELDS: frozenset[str] = frozenset()
 
@@ -50,12 +58,14 @@ def parse_body(model: type[Body], body: bytes) -> Body:
     try:
         return model.model_validate(data)
     except ValidationError as error:
+        # One mistake at a time, as OpenAI reports them.
         raise _api_error(error.errors(include_url=False)[0]) from None
 
 
 def read_json(body: bytes) -> dict[str, Any]:
     """The object of a request's body."""
     try:
+        # Python's json reads NaN and Infinity, which are no JSON and which no answer could repeat.
         data = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(
@@ -72,18 +82,24 @@ def _refuse_constant(name: str) -> float:
 
 
 def check_tree(data: dict[str, Any]) -> None:
-    """Refuse what is nested too deep, holds too many values, or has text that is not valid Unicode. Numbers in lists are not counted."""
+    """Refuse what is nested too deep, holds too many values, or has text that is not valid Unicode.
+
+    Numbers in lists are not counted.
+    """
+    # A stack of our own: recursion would end at Python's limit, not at ours.
     waiting: list[tuple[Any, int]] = [(data, 0)]
     count = 1
     while waiting:
         value, depth = waiting.pop()
-        before = count
+        count_before = count
         parts = value
         is_object = isinstance(value, dict)
         if is_object:
             parts = [*value.keys(), *value.values()]
             count += len(parts)
+
         for part in parts:
+            # Exact types: json.loads makes no subclasses, and this loop sees every value of a body.
             kind = type(part)
             if kind is str:
                 check_text(part)
@@ -91,9 +107,11 @@ def check_tree(data: dict[str, Any]) -> None:
                 waiting.append((part, depth + 1))
             elif part is not None:
                 continue
+
             if not is_object:
                 count += 1
-        if count > before and depth == MAX_DEPTH:
+
+        if count > count_before and depth == MAX_DEPTH:
             raise ApiError(400, f"The body is nested deeper than {MAX_DEPTH} levels.")
         if count > MAX_VALUES:
             raise ApiError(400, f"The body holds more than {MAX_VALUES} lists, objects and texts.")
@@ -107,7 +125,8 @@ def check_text(text: str) -> None:
         except UnicodeEncodeError as error:
             raise ApiError(
                 400,
-                f"A text of the body is not valid Unicode: a lone surrogate at character {error.start}.",
+                "A text of the body is not valid Unicode: a lone "
+                f"surrogate at character {error.start}.",
             ) from None
 
 
@@ -120,6 +139,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        # Once per class, not per message.
         fields = cls.__pydantic_fields__.items()
         cls.known_fields = frozenset(field.alias or name for name, field in fields)
 
@@ -130,31 +150,43 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: dict[str, Any] | Any) -> Any:
-        """The object without nulls, and without empty lists and objects in fields that it does not have."""
+        """The object without nulls, and without empty lists and objects in fields that it does not
+        have.
+        """
         if not isinstance(data, dict):
             return data
+
         known = cls.known_fields
         absent = NO_FIELDS
         if cls.absent:
             kind = data.get(cls.kind_field)
             if isinstance(kind, str):
                 absent = cls.absent.get(kind, NO_FIELDS)
+
+        # Nearly always there is nothing to drop, and this runs for each of 10,000 messages.
         if None not in data.values() and data.keys() <= known and absent.isdisjoint(data):
             return data
-        kept: dict[str, Any] = {}
+
+        present: dict[str, Any] = {}
         for name, value in data.items():
             is_absent = name in absent
+            # Clients send back messages that they got from other services, which add empty
+            # fields to them, such as OpenAI's `annotations: []`.
             if value is None or ((is_absent or name not in known) and value in ([], {})):
                 continue
             if is_absent:
                 raise PydanticCustomError(UNKNOWN, "is not supported", {"field": name})
-            kept[name] = value
-        return kept
+            present[name] = value
+
+        return present
 
 
 @dataclass(frozen=True)
 class MustBe:
-    """What the value of a field must be, in words. The words are the error of any other value, whatever in it is wrong."""
+    """What the value of a field must be, in words.
+
+    The words are the error of any other value, whatever in it is wrong.
+    """
 
     words: str
 
@@ -199,7 +231,10 @@ class Number:
 
 @dataclass(frozen=True)
 class ReadBy:
-    """A value that `read(value, check)` makes; `check` validates it as `kind`, which is not the type of the field."""
+    """A value that `read(value, check)` makes.
+
+    `check` validates it as `kind`, which is not the type of the field.
+    """
 
     read: Callable[[Any, Callable[[Any], Any]], Any]
     kind: Any
@@ -221,6 +256,7 @@ def needed() -> Any:
 
 
 def _in_words(schema: CoreSchema, words: str) -> CoreSchema:
+    """A schema whose every error is one sentence: the value must be `words`."""
     return core_schema.custom_error_schema(
         schema,
         custom_error_type=WRONG,
@@ -242,7 +278,10 @@ def wrong(words: str) -> PydanticCustomError:
 
 
 def problem(text: str, field: str | None = None) -> PydanticCustomError:
-    """The error of a validator in the client's words; `field` is the field of a model's validator."""
+    """The error of a validator in the client's words.
+
+    `field` is the field that the validator of a whole model found wrong.
+    """
     return PydanticCustomError(PROBLEM, "{text}", {"text": text, "field": field})
 
 
@@ -257,10 +296,14 @@ def wrong_value(name: str, value: Any, words: str) -> ApiError:
 
 
 def _api_error(error: ErrorDetails) -> ApiError:
+    """The first of pydantic's errors as the client reads it: its path as a name, and what it must
+    be.
+    """
     context = error.get("ctx", {})
     path = error["loc"]
     if context.get("field") is not None:
         path = (*path, context["field"])
+
     name = ""
     for step in path:
         if isinstance(step, int):
@@ -269,10 +312,12 @@ def _api_error(error: ErrorDetails) -> ApiError:
             name += f".{step}"
         else:
             name = step
+
     kind = error["type"]
     if kind == UNKNOWN:
         name = name[:MAX_NAME]
         return bad_field(name, "is not supported by this server. Leave it out.")
+
     if kind == PROBLEM:
         return bad_field(name, context["text"])
     if kind == WRONG:

@@ -1,9 +1,11 @@
-"""A model that clients can ask: what a request says comes in, the ids and limits of engine requests go out. No torch.
+"""A model that clients can ask: what a request says comes in, the ids and limits of engine requests
+go out. No torch.
 
     chat     turns, tools, media -> chat template -> ids, and the ids that end an answer
     text     text or ids -> ids
 
-Prompts are made in one thread per model, because a template and its budget serve one rendering at a time.
+Prompts are made in one thread per model, because a template and its budget serve one rendering at a
+time.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ log = logging.getLogger("headway")
 C = TypeVar("C")
 R = TypeVar("R")
 TAIL = 16
-"""Last ids of a prompt that are decoded with the answer's first ones."""
+"""Last ids of a prompt that are decoded with the answer's first ones: a token alone may be a part
+of a character, or lose the space before it.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,30 +76,44 @@ class PreparedPrompt:
 
 
 class ServedModel:
-    """One model, or one of its adapters."""
+    """One model, or one of its adapters, as the HTTP process sees it: makes the engine's requests
+    of calls.
+    """
 
     def __init__(
         self, client: EngineClient, facts: EngineFacts, template: str | None, limits: ServeLimits
     ) -> None:
         if facts.tokenizer is None:
             raise ConfigError(
-                f"{client.setup.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there."
+                f"{client.setup.path}: holds no tokenizer. Put tokenizer.json and "
+                "tokenizer_config.json there."
             )
-        self.client, self.facts, self.limits = client, facts, limits
+
+        self.client = client
+        self.facts = facts
+        self.limits = limits
         self.name = facts.name
         self.adapter: str | None = None
         self.tokenizer: Tokenizer = facts.tokenizer
         self.special_ids = frozenset(self.tokenizer.special_tokens.values())
-        has_own = self.tokenizer.chat_template is not None
-        named = template or (TOKENIZER_TEMPLATE if has_own else "chatml" if facts.media else None)
-        self.template: ChatTemplate | None = (
-            None if named is None else find_template(named, self.tokenizer)
-        )
-        source = "" if self.template is None else self.template.export(self.tokenizer) or ""
-        self.tool_format: ToolFormat | None = tool_format(source)
-        self.answer_ends = frozenset(
-            () if self.template is None else answer_end(self.template, self.tokenizer)
-        )
+
+        template_name = template or None
+        if template_name is None and self.tokenizer.chat_template is not None:
+            template_name = TOKENIZER_TEMPLATE
+        if template_name is None and facts.media:
+            # A model with media was trained on conversations; ChatML is the default there.
+            template_name = "chatml"
+
+        self.template: ChatTemplate | None = None
+        self.tool_format: ToolFormat | None = None
+        self.answer_ends: frozenset[int] = frozenset()
+        if template_name is not None:
+            self.template = find_template(template_name, self.tokenizer)
+            self.tool_format = tool_format(self.template.export(self.tokenizer) or "")
+            self.answer_ends = frozenset(answer_end(self.template, self.tokenizer))
+
+        # Rendering and tokenizing a long prompt takes a while, in which the event loop serves
+        # others.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"prompts-{self.name}")
         self._checker = GrammarChecker(self.tokenizer, facts.vocab, facts.end_ids)
 
@@ -106,15 +124,18 @@ class ServedModel:
 
     def with_adapter(self, name: str) -> ServedModel:
         """The same model with an adapter, under the adapter's name."""
-        found = object.__new__(ServedModel)
-        found.__dict__ |= self.__dict__
-        found.name = found.adapter = name
-        return found
+        # Everything but the name is shared: the client, the prompt thread, the grammar checker.
+        adapted = object.__new__(ServedModel)
+        adapted.__dict__ |= self.__dict__
+        adapted.name = adapted.adapter = name
+        return adapted
 
     async def chat(self, call: ChatCall) -> PreparedPrompt:
         """The prompt of a conversation."""
         if self.template is None:
             raise needs_template(self.name)
+
+        # The check may take seconds in another process; the prompt thread does not wait for it.
         grammar = await self._prepare(self._grammar, call)
         if grammar is not None:
             await self._checker.check(grammar, _grammar_field(call))
@@ -129,6 +150,7 @@ class ServedModel:
         return await self._prepare(self._embeddings, call)
 
     async def _prepare(self, work: Callable[[C], R], call: C) -> R:
+        """Run a step in the prompt thread; whatever it raises becomes an ApiError."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, call)
         except ApiError:
@@ -143,6 +165,7 @@ class ServedModel:
             raise ApiError(500, message, code="internal_error") from None
 
     def _chat(self, call: ChatCall, grammar: str | None = None) -> PreparedPrompt:
+        """The prompt of a conversation, in the prompt thread."""
         assert self.template is not None
         if self.facts.media:
             return self._media_chat(call, grammar)
@@ -156,120 +179,157 @@ class ServedModel:
         return self._prepared(ids, call.fields, "messages", grammar, is_chat=True)
 
     def _media_chat(self, call: ChatCall, grammar: str | None) -> PreparedPrompt:
+        """The same for a model with media: each item takes as many positions as its encoder gives
+        vectors.
+        """
         from headway.records.encode_media import MediaEncoder, MediaPositions, place_media
 
         assert self.template is not None
         if call.media and self.facts.media_problem:
             raise bad_field(
                 "messages",
-                f"hold pictures or sounds, which model {self.name!r} cannot take: {self.facts.media_problem}",
+                f"hold pictures or sounds, which model {self.name!r} cannot take: "
+                f"{self.facts.media_problem}",
             )
+
+        # The encoder of conversations with media renders no tools.
         if call.tools:
             raise bad_field(
                 "tools",
-                f"cannot be used with model {self.name!r}, which takes pictures and sounds. Leave it out.",
+                f"cannot be used with model {self.name!r}, which takes "
+                "pictures and sounds. Leave it out.",
             )
+
         positions = MediaPositions(self.facts.media, self.facts.media_missing)
-        names = [ref.content_hash() for ref in call.media]
-        hashed = [(str(ref.modality), name) for ref, name in zip(call.media, names, strict=True)]
-        placed = place_media(call.turns, hashed, positions)
+        hashes = [ref.content_hash() for ref in call.media]
+        items = [(str(ref.modality), name) for ref, name in zip(call.media, hashes, strict=True)]
+        placed = place_media(call.turns, items, positions)
         document = MediaEncoder(self.tokenizer, self.template, positions).prompt(
             placed, continues=call.continues
         )
-        found = self._prepared(
+        prepared = self._prepared(
             document.ids.tolist(), call.fields, "messages", grammar, is_chat=True
         )
+
+        # Without features: the engine process makes them of what is decoded later.
         media = PromptMedia(document.items, {})
-        requests = tuple(replace(request, media=media) for request in found.requests)
-        return replace(found, requests=requests, media=dict(zip(names, call.media, strict=True)))
+        requests = tuple(replace(request, media=media) for request in prepared.requests)
+        media_by_hash = dict(zip(hashes, call.media, strict=True))
+        return replace(prepared, requests=requests, media=media_by_hash)
 
     def _grammar(self, call: ChatCall) -> str | None:
+        """The grammar that the answer follows: of a schema or of a tool call. None: any text."""
         if call.schema is None and call.tool_choice in ("auto", "none"):
             return None
+
         if not self.facts.constraints:
             raise bad_field(
                 _grammar_field(call),
-                f"cannot be followed by model {self.name!r}: llguidance, or an id that ends a text, is missing.",
+                f"cannot be followed by model {self.name!r}: llguidance, or "
+                "an id that ends a text, is missing.",
             )
+
         if call.schema is not None:
             return schema_grammar(call.schema)
+
         if self.tool_format is None:
             raise bad_field(
                 "tool_choice",
-                f"must be auto or none: how the chat template of {self.name!r} writes calls is not known.",
+                "must be auto or none: how the chat template of "
+                f"{self.name!r} writes calls is not known.",
             )
-        return call_grammar(
-            self.tool_format,
-            call.tools,
-            call.tool_choice[1:] if call.tool_choice.startswith("=") else None,
-        )
+
+        name = None
+        if call.tool_choice.startswith("="):
+            name = call.tool_choice[1:]
+        return call_grammar(self.tool_format, call.tools, name)
 
     def _text(self, call: TextCall) -> list[PreparedPrompt]:
-        found: list[PreparedPrompt] = []
-        for one in call.prompts:
-            ids = self._ids(one, "prompt")
+        """The prompts of a completion, in the prompt thread."""
+        all_prepared: list[PreparedPrompt] = []
+        for prompt in call.prompts:
+            ids = self._ids(prompt, "prompt")
             prepared = self._prepared(ids, call.fields, "prompt", None, is_chat=False)
             if call.echo:
-                wants = call.fields.logprobs is not None
-                is_alone = call.fields.max_tokens == 0
-                if is_alone and not wants:
-                    raise bad_field(
-                        "max_tokens",
-                        "is 0, and no log-probabilities of the prompt are asked for. Give logprobs or 1 or more.",
-                    )
-                most = 0 if is_alone else prepared.requests[0].max_new_tokens
-                requests = tuple(
-                    replace(each, prompt_logprobs=wants, max_new_tokens=most)
-                    for each in prepared.requests
-                )
-                prepared = replace(
-                    prepared, requests=requests, echo=self.tokenizer.decode(ids, skip_special=True)
-                )
-            found.append(prepared)
-        return found
+                prepared = self._with_echo(prepared, ids, call.fields)
+            all_prepared.append(prepared)
+        return all_prepared
+
+    def _with_echo(
+        self, prepared: PreparedPrompt, ids: Sequence[int], fields: GenerationFields
+    ) -> PreparedPrompt:
+        """A prompt whose answer begins with it, and its log-probabilities where they are asked
+        for. `max_tokens: 0` asks for these alone.
+        """
+        wants_logprobs = fields.logprobs is not None
+        if fields.max_tokens == 0 and not wants_logprobs:
+            raise bad_field(
+                "max_tokens",
+                "is 0, and no log-probabilities of the prompt are asked for. Give "
+                "logprobs or 1 or more.",
+            )
+
+        max_new_tokens = prepared.requests[0].max_new_tokens
+        if fields.max_tokens == 0:
+            max_new_tokens = 0
+        requests = tuple(
+            replace(request, prompt_logprobs=wants_logprobs, max_new_tokens=max_new_tokens)
+            for request in prepared.requests
+        )
+        echo = self.tokenizer.decode(ids, skip_special=True)
+        return replace(prepared, requests=requests, echo=echo)
 
     def _embeddings(self, call: EmbeddingCall) -> list[EngineRequest]:
+        """The engine's requests for vectors, in the prompt thread."""
         if call.dimensions not in (None, self.facts.hidden_size):
             raise bad_field(
                 "dimensions",
-                f"is {call.dimensions}; model {self.name!r} gives vectors of {self.facts.hidden_size}.",
+                f"is {call.dimensions}; model {self.name!r} gives vectors of "
+                f"{self.facts.hidden_size}.",
             )
-        found: list[EngineRequest] = []
-        for one in call.inputs:
-            ids = self._ids(one, "input")
+        requests: list[EngineRequest] = []
+        for text in call.inputs:
+            ids = self._ids(text, "input")
             self._check_room(len(ids), "input")
-            found.append(EngineRequest(tuple(ids), 1, adapter=self.adapter, embed=True))
-        return found
+            requests.append(EngineRequest(tuple(ids), 1, adapter=self.adapter, embed=True))
+        return requests
 
-    def _ids(self, given: PromptInput, field: str) -> list[int]:
-        if isinstance(given, tuple):
+    def _ids(self, prompt: PromptInput, field: str) -> list[int]:
+        """The ids of a text, with those that begin a document; ids stay as they are."""
+        if isinstance(prompt, tuple):
             # A model may have more embeddings than its tokenizer has ids; they stand for no text.
             vocab = min(self.facts.vocab, self.tokenizer.vocab_size)
-            if max(given) >= vocab:
+            if max(prompt) >= vocab:
                 raise bad_field(
                     field,
-                    f"has the id {max(given)}; the vocabulary of {self.name!r} has {vocab} ids.",
+                    f"has the id {max(prompt)}; the vocabulary of {self.name!r} has {vocab} ids.",
                 )
-            return list(given)
-        ids = [*bos_ids(self.tokenizer), *self.tokenizer.encode(given)]
-        if not ids:
-            start = (
-                self.tokenizer.bos_id
-                if self.tokenizer.bos_id is not None
-                else self.tokenizer.eos_id
-            )
-            if start is None or field == "input":
-                raise bad_field(field, "is empty. Give some text.")
-            ids = [start]
-        return ids
+
+            return list(prompt)
+
+        ids = [*bos_ids(self.tokenizer), *self.tokenizer.encode(prompt)]
+        if ids:
+            return ids
+
+        # An empty prompt asks for any text: it begins behind the end of another document.
+        start = self.tokenizer.bos_id
+        if start is None:
+            start = self.tokenizer.eos_id
+        if start is None or field == "input":
+            raise bad_field(field, "is empty. Give some text.")
+        return [start]
 
     def _check_room(self, tokens: int, field: str) -> int:
+        """How many tokens an answer may have behind so many."""
         room = self.facts.context - tokens
         if room < 1:
             raise ApiError(
-                400, f"{field} has {tokens} tokens; the context of model {self.name!r} is {self.facts.context} tokens and leaves no room "
-                "for an answer. Shorten it.", field, "context_length_exceeded",
-            )  # fmt: skip
+                400,
+                f"{field} has {tokens} tokens; the context of model {self.name!r} is "
+                f"{self.facts.context} tokens and leaves no room for an answer. Shorten it.",
+                field,
+                "context_length_exceeded",
+            )
         return room
 
     def _prepared(
@@ -281,29 +341,47 @@ class ServedModel:
         *,
         is_chat: bool,
     ) -> PreparedPrompt:
-        room, most = self._check_room(len(ids), field), self.limits.max_tokens
-        if fields.max_tokens is not None and most is not None and fields.max_tokens > most:
+        """The engine's requests for the samples of one prompt, within the limits of the server."""
+        room = self._check_room(len(ids), field)
+        server_limit = self.limits.max_tokens
+        if (
+            fields.max_tokens is not None
+            and server_limit is not None
+            and fields.max_tokens > server_limit
+        ):
             raise bad_field(
-                "max_tokens", f"is {fields.max_tokens}; this server makes at most {most}."
+                "max_tokens", f"is {fields.max_tokens}; this server makes at most {server_limit}."
             )
+
+        # Only here, because a body is read without knowing its model.
         biased = max((token for token, _ in fields.sampling.logit_bias), default=0)
         if biased >= self.facts.vocab:
             raise bad_field(
                 "logit_bias",
                 f"has the id {biased}; the vocabulary of {self.name!r} has {self.facts.vocab} ids.",
             )
-        wanted = fields.max_tokens if fields.max_tokens is not None else most
+
+        max_new_tokens = room
+        max_tokens = fields.max_tokens if fields.max_tokens is not None else server_limit
+        if max_tokens is not None:
+            # 0 is an echo of the prompt alone, which `_with_echo` sets; elsewhere one is the least.
+            max_new_tokens = max(1, min(max_tokens, room))
+
+        stop_ids = fields.stop_ids
+        if is_chat and not fields.ignore_eos:
+            stop_ids = stop_ids | self.answer_ends
+
         request = EngineRequest(
             prompt=tuple(ids),
-            max_new_tokens=room if wanted is None else min(wanted, room) if wanted else 1,
+            max_new_tokens=max_new_tokens,
             sampling=fields.sampling,
-            stop_ids=fields.stop_ids
-            | (self.answer_ends if is_chat and not fields.ignore_eos else frozenset()),
+            stop_ids=stop_ids,
             ignore_eos=fields.ignore_eos,
             adapter=self.adapter,
             logprobs=fields.logprobs,
             constraint=grammar,
         )
+        # Samples differ by their key, from which their random numbers are drawn.
         return PreparedPrompt(
             tuple(replace(request, key=str(number)) for number in range(fields.n))
         )

@@ -1,8 +1,11 @@
-"""One HTTP request whose answers an engine makes: from its submission to its last byte, or to the moment nobody waits for it.
+"""One HTTP request whose answers an engine makes: from its submission to its last byte, or to the
+moment nobody waits for it.
 
-    submit -> accepted -> pieces arrive (mailbox) -> JSON at the end, or server-sent events as they come
+    submit -> accepted -> pieces arrive (mailbox)
+        -> JSON at the end, or server-sent events as they come
 
-However it ends (answer, error, time limit, a client that is gone or does not read), what the engine still computes for it is cancelled.
+However it ends (answer, error, time limit, a client that is gone or does not read), what the engine
+still computes for it is cancelled.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),  # a proxy in front must not collect the events
 ]
 EMBEDDINGS_AT_ONCE = 64
+"""Texts of one request in the engine at a time: its queue would not take the 2,048 of a request."""
 Receive = Callable[[], Any]
 Send = Callable[[dict[str, Any]], Any]
 
@@ -53,7 +57,10 @@ class ServedRequest:
         seconds: float,
         ended: Callable[[ServedRequest], object],
     ) -> None:
-        self.model, self.metrics, self._ended = model, metrics, ended
+        """`seconds`: the time limit. `ended` is called when the request is over."""
+        self.model = model
+        self.metrics = metrics
+        self._ended = ended
         self.started = time.monotonic()
         self.mailbox = Mailbox()
         self.streams: list[RequestStream] = []
@@ -67,27 +74,33 @@ class ServedRequest:
         self._deadline = asyncio.get_running_loop().call_later(seconds, self.mailbox.expire)
         self._seconds = seconds
         self._first_counted = 0
+        """Streams whose time to the first token was counted."""
         self._is_over = False
 
     def __enter__(self) -> ServedRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the request, once: cancel what the engine still computes, and count how it ended."""
         if self._is_over:
             return
+
         self._is_over = True
         self._deadline.cancel()
         if self._watch is not None:
             self._watch.cancel()
+
         for stream in self.streams:
             if not stream.is_done:
                 self.model.client.cancel(stream)
-        self.metrics.seconds[self.model.facts.name].add(time.monotonic() - self.started)
+
+        # Counters have the name of the model; an adapter counts as its model.
+        model_name = self.model.facts.name
+        self.metrics.seconds[model_name].add(time.monotonic() - self.started)
+        default_reason = "cancelled" if self.mailbox.is_gone else "error"
         for choice in self.choices:
-            self.metrics.ends[
-                self.model.facts.name,
-                choice.finish or ("cancelled" if self.mailbox.is_gone else "error"),
-            ] += 1
+            self.metrics.ends[model_name, choice.finish or default_reason] += 1
+
         self._ended(self)
 
     def watch(self, receive: Receive) -> None:
@@ -103,16 +116,23 @@ class ServedRequest:
     async def decoded(
         self, prompt: PreparedPrompt, decoders: WorkerPool, limits: ServeLimits
     ) -> PreparedPrompt:
-        """A prompt with its media as arrays; another process decodes them. Ends early where nobody waits or the time is over."""
+        """A prompt with its media as arrays; another process decodes them.
+
+        Ends early where nobody waits or the time is over.
+        """
         if not prompt.media:
             return prompt
+
+        # Before the decoding, which would be for nothing.
         self.model.client.check_alive()
         inputs = self.model.facts.media_inputs
         items = [(ref, inputs[ref.modality]) for ref in prompt.media.values()]
+        # The shape of an array follows from its encoder: the answer is raw bytes of known sizes.
         sizes = [math.prod(source.shape) * np.dtype(source.dtype).itemsize for _, source in items]
         job = ("media", items, limits.media_pixels)
         decoding = asyncio.create_task(decoders.run(job, limits.media_seconds, sum(sizes)))
         decoding.add_done_callback(self._decoding_ended)
+        # The mailbox wakes for each of three: the arrays, a client that leaves, the time limit.
         try:
             while not decoding.done():
                 await self.mailbox.wait()
@@ -120,6 +140,7 @@ class ServedRequest:
             data = decoding.result()
         finally:
             decoding.cancel()
+
         arrays: dict[str, DecodedMedia] = {}
         offset = 0
         for name, (ref, source), size in zip(prompt.media, items, sizes, strict=True):
@@ -128,6 +149,7 @@ class ServedRequest:
             )
             arrays[name] = DecodedMedia(ref.modality, array)
             offset += size
+
         return replace(prompt, media={}, decoded=arrays)
 
     def _decoding_ended(self, decoding: asyncio.Task[bytes]) -> None:
@@ -145,20 +167,28 @@ class ServedRequest:
         one_call: bool = False,
     ) -> None:
         """Send all prompts and samples to the engine."""
-        form = self.model.tool_format if reads_calls else None
+        tool_format = self.model.tool_format if reads_calls else None
+        # A stop text, or the first of several calls, is seen in the text and ends the engine's
+        # request early; without them nobody looks at an answer that is not streamed until its end.
+        wakes_only_at_end = not stream and not stops and not one_call
         for prompt in prompts:
             self.prompt_tokens += prompt.num_tokens
             for sample, request in enumerate(prompt.requests):
-                is_lazy = not stream and not stops and not one_call
-                found = self.model.client.submit(
-                    request, self.mailbox, prompt.decoded, is_lazy=is_lazy
+                request_stream = self.model.client.submit(
+                    request,
+                    self.mailbox,
+                    prompt.decoded,
+                    wakes_only_at_end=wakes_only_at_end,
                 )
-                self.streams.append(found)
+                self.streams.append(request_stream)
                 text = RequestText(self.model.tokenizer, prompt.tail, stops)
-                reader = None if form is None else ToolCallReader(form)
+                reader = None
+                if tool_format is not None:
+                    reader = ToolCallReader(tool_format)
+
                 choice = Choice(
                     len(self.choices),
-                    found,
+                    request_stream,
                     text,
                     reader,
                     one_call=one_call,
@@ -168,56 +198,73 @@ class ServedRequest:
                 choice.echo = prompt.echo
                 if request.prompt_logprobs:
                     choice.prompt = request.prompt
+
                 if request.logprobs is not None:
                     # With the prompt's log-probabilities the text begins with the prompt.
                     before = () if request.prompt_logprobs else prompt.tail
                     choice.offsets = TokenOffsets(self.model.tokenizer, before)
+
                 self.choices.append(choice)
 
     async def accepted(self) -> None:
         """Return when the engine has taken every part; raise if it refused one."""
+        # A stream that has failed is done; `_check` raises its error.
         while not all(stream.is_accepted or stream.is_done for stream in self.streams):
             await self.mailbox.wait()
             self._check()
         self._check()
-        self.mailbox.is_set = True  # events may have come with the acceptance
+        # Events may have come with the acceptance, and waiting for it has used up their wake-up: the
+        # next `wait` must return at once.
+        self.mailbox.is_set = True
 
     def _check(self) -> None:
         """Raise if the request cannot be answered any more."""
+        # First, since an error cannot be sent to nobody.
         if self.mailbox.is_gone:
             raise ClientGone
-        problem = next((stream.error for stream in self.streams if stream.error is not None), None)
-        if problem is not None:
-            raise problem
+
+        for stream in self.streams:
+            if stream.error is not None:
+                raise stream.error
+
         if self.mailbox.is_expired:
             raise ApiError(
                 504,
                 f"The answer took longer than {self._seconds:g} s, which is this server's limit.",
                 code="timeout",
             )
+
         if any(stream.finished == "cancelled" for stream in self.streams):
             raise ApiError(500, "The engine cancelled the answer.", code="engine_error")
+
+        # Counted here, because everything that waits for the engine calls `_check`.
         if self._first_counted < len(self.streams):
             self._count_first()
 
     def _count_first(self) -> None:
-        begun = sorted(stream.first_at for stream in self.streams if stream.first_at is not None)
-        for at in begun[self._first_counted :]:
-            self.metrics.first_token[self.model.facts.name].add(at - self.started)
-        self._first_counted = len(begun)
+        """Count the time to the first token of the streams that have begun since the last call."""
+        first_times = sorted(
+            stream.first_at for stream in self.streams if stream.first_at is not None
+        )
+        histogram = self.metrics.first_token[self.model.facts.name]
+        # A stream that begins later sorts behind those that were counted.
+        for first_at in first_times[self._first_counted :]:
+            histogram.add(first_at - self.started)
+        self._first_counted = len(first_times)
 
     async def pieces(self) -> list[tuple[Choice, ChoicePiece]]:
         """What arrived for any choice; waits for something."""
         await self.mailbox.wait()
         self._check()
-        found: list[tuple[Choice, ChoicePiece]] = []
+        arrived: list[tuple[Choice, ChoicePiece]] = []
         for choice in self.choices:
             piece = choice.take()
-            if piece is not None:
-                if choice.was_cut:
-                    self.model.client.cancel(choice.stream)
-                found.append((choice, piece))
-        return found
+            if piece is None:
+                continue
+            if choice.was_cut:
+                self.model.client.cancel(choice.stream)
+            arrived.append((choice, piece))
+        return arrived
 
     @property
     def is_complete(self) -> bool:
@@ -230,59 +277,66 @@ class ServedRequest:
         while not self.is_complete:
             for choice, piece in await self.pieces():
                 pieces[choice.index].append(piece)
-        made = [
-            form.collect(choice, found) for choice, found in zip(self.choices, pieces, strict=True)
+        answers = [
+            form.collect(choice, choice_pieces)
+            for choice, choice_pieces in zip(self.choices, pieces, strict=True)
         ]
-        return form.whole(made, usage(self.choices, self.prompt_tokens))
+        return form.whole(answers, usage(self.choices, self.prompt_tokens))
 
     async def stream(
         self, form: AnswerForm, send: Send, headers: Sequence[tuple[bytes, bytes]]
     ) -> None:
-        """The answer as server-sent events. An error after the first byte is an event too, and the last one."""
+        """The answer as server-sent events.
+
+        An error after the first byte is an event too, and the last one.
+        """
         await self._send(
             send,
             {"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *headers]},
         )
         try:
             while not self.is_complete:
-                said: list[bytes] = []
+                # One write for everything that arrived, whichever choice it belongs to.
+                events: list[bytes] = []
                 for choice, piece in await self.pieces():
                     if not choice.is_begun:
                         choice.is_begun = True
-                        said.append(form.begin(choice))
-                    said.append(form.events(choice, piece))
-                if data := b"".join(said):
+                        events.append(form.begin(choice))
+                    events.append(form.events(choice, piece))
+
+                if data := b"".join(events):
                     await self._send(
                         send, {"type": "http.response.body", "body": data, "more_body": True}
                     )
         except ApiError as problem:
             last = f"data: {ENCODE(problem.body())}\n\n".encode()
         else:
-            last = (
-                form.usage_event(usage(self.choices, self.prompt_tokens))
-                if form.include_usage
-                else b""
-            ) + DONE
+            last = DONE
+            if form.include_usage:
+                last = form.usage_event(usage(self.choices, self.prompt_tokens)) + DONE
+
         await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        """Send, and let `ServeState.look` see since when the client takes nothing."""
         self.sending_since = time.monotonic()
         await send(message)
         self.sending_since = None
 
     async def vectors(self, requests: Sequence[EngineRequest]) -> list[Sequence[float]]:
         """The mean hidden states of some texts, a part of them at a time."""
-        found: list[Sequence[float]] = []
+        embeddings: list[Sequence[float]] = []
         for first in range(0, len(requests), EMBEDDINGS_AT_ONCE):
-            some = [
-                self.model.client.submit(one, self.mailbox, is_lazy=True)
-                for one in requests[first : first + EMBEDDINGS_AT_ONCE]
+            self.streams = [
+                self.model.client.submit(request, self.mailbox, wakes_only_at_end=True)
+                for request in requests[first : first + EMBEDDINGS_AT_ONCE]
             ]
-            self.streams = some
-            while not all(stream.is_done for stream in some):
+            while not all(stream.is_done for stream in self.streams):
                 await self.mailbox.wait()
                 self._check()
+
             self._check()
-            found += [stream.embedding or () for stream in some]
-            self.prompt_tokens += sum(stream.prompt_tokens for stream in some)
-        return found
+            embeddings += [stream.embedding or () for stream in self.streams]
+            self.prompt_tokens += sum(stream.prompt_tokens for stream in self.streams)
+
+        return embeddings

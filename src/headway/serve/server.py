@@ -1,9 +1,12 @@
-"""A server from start to end: options come in, requests are answered until a signal, and an exit code goes out.
+"""A server from start to end: options come in, requests are answered until a signal, and an exit
+code goes out.
 
-    bind the port -> start one engine process per model -> listen -> SIGTERM or Ctrl-C: new requests get 503, running ones end -> exit 0
+    bind the port -> start one engine process per model -> listen
+        -> SIGTERM or Ctrl-C: new requests get 503, running ones end -> exit 0
 
-A second signal ends everything at once. An engine process that dies, or whose model cannot be loaded again, is started again and again:
-after FIRST_RESTART_SECONDS, then after twice as long each time, up to LAST_RESTART_SECONDS. The other models keep answering.
+A second signal ends everything at once. An engine process that dies, or whose model cannot be
+loaded again, is started again and again: after FIRST_RESTART_SECONDS, then after twice as long each
+time, up to LAST_RESTART_SECONDS. The other models keep answering.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import HeadwayError, LaunchError
 from headway.runtime.process import most_open_files
 from headway.runtime.stop import handled_signals
-from headway.runtime.web_access import Access
+from headway.runtime.web_access import Access, page_address
 from headway.serve.api_errors import ApiError
 from headway.serve.connections import affordable_connections, bounded_protocol
 from headway.serve.engine_client import EngineClient
@@ -40,10 +43,14 @@ LAST_RESTART_SECONDS = 60.0
 STEADY_SECONDS = 600.0
 """An engine that ran for so long had recovered: its next restart waits as shortly as the first."""
 LOOK_SECONDS = 1.0
+"""Between two calls of `ServeState.look`."""
+DRAIN_POLL_SECONDS = 0.02
+"""How often a server that stops looks whether its requests have ended."""
 LAST_BYTES_SECONDS = 2.0
 """For the errors of requests that are cut off at the end."""
 KEEP_ALIVE_SECONDS = 30
 HEAD_BYTES = 32 << 10
+"""Of the request line and the headers."""
 SEND_BYTES = 256 << 10
 """What the system keeps of an answer for a client that does not read it."""
 log = logging.getLogger("headway")
@@ -63,7 +70,10 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, started: Callable[[dict[str, Any]], None]) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal; returns the exit code.
+
+    `started` is called once the server answers, with its address and the names of its models.
+    """
     listening = _bind(options.host, options.port)
     try:
         return asyncio.run(ModelServer(options, listening, started).run())
@@ -74,20 +84,22 @@ def serve(options: ServeOptions, started: Callable[[dict[str, Any]], None]) -> i
 def _bind(host: str, port: int) -> socket.socket:
     """Take the port before models are loaded, so that a port in use is found at once."""
     name = host.strip("[]")
-    # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named; else every answer waits 40 ms
-    found = socket.socket(
-        socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
+    # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named; else
+    # every answer waits 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     try:
-        found.bind((name, port))
+        listening.bind((name, port))
     except OSError as problem:
-        found.close()
+        listening.close()
         raise LaunchError(
-            f"cannot listen on {host}:{port}: {problem.strerror}. Choose another --port (0: any free one)."
+            f"cannot listen on {host}:{port}: {problem.strerror}. "
+            "Choose another --port (0: any free one)."
         ) from None
-    return found
+
+    return listening
 
 
 def _http_server(config: uvicorn.Config) -> uvicorn.Server:
@@ -106,7 +118,9 @@ def _http_server(config: uvicorn.Config) -> uvicorn.Server:
 
 
 class ModelServer:
-    """The parts of a running server."""
+    """A server while it runs: its engine clients, the HTTP server, and the tasks that watch
+    both.
+    """
 
     def __init__(
         self,
@@ -114,13 +128,16 @@ class ModelServer:
         listening: socket.socket,
         started: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.options, self.listening, self.started = options, listening, started
+        self.options = options
+        self.listening = listening
+        self.started = started
         self.clients = [
             EngineClient(setup, partial(self._engine_lost, number))
             for number, setup in enumerate(options.models)
         ]
         self.state: ServeState | None = None
         self.http: uvicorn.Server | None = None
+        # By model, so that one that cannot be loaded does not delay the restart of another.
         self._waits = [RestartWaits() for _ in self.clients]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._signals = 0
@@ -130,15 +147,16 @@ class ModelServer:
         """Set by the second signal."""
 
     async def run(self) -> int:
-        """Load, serve, stop."""
+        """Load the models, serve until a signal, end everything; the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            if (
-                number in handled_signals()
-            ):  # a Ctrl-C at the terminal of a background job is not for it
+            # A Ctrl-C at the terminal of a background job is not for it.
+            if number in handled_signals():
                 loop.add_signal_handler(number, self._signalled, number)
+
         try:
             if not await self._load():
+                # Stopped before the models were loaded. Shells report a signal as 128 + number.
                 return 128 + self._last_signal
             await self._listen()
             return await self._until_stopped()
@@ -150,6 +168,7 @@ class ModelServer:
                     client.kill()
             if self.state is not None:
                 await self.state.close()
+            # Together: each of them may take CLOSE_SECONDS.
             await asyncio.gather(*(client.close() for client in self.clients))
 
     async def _load(self) -> bool:
@@ -159,31 +178,33 @@ class ModelServer:
         await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not loading.done():
+            # Loading cannot be interrupted in an engine process: it is killed.
             loading.cancel()
             self._now.set()
             return False
-        facts = loading.result()
+
+        all_facts = loading.result()
         options = self.options
         access = Access(
             options.host, options.token, options.allow_hosts, what="server", verb="serve"
         )
         models = [
-            ServedModel(client, one, options.chat_template, options.limits)
-            for client, one in zip(self.clients, facts, strict=True)
+            ServedModel(client, facts, options.chat_template, options.limits)
+            for client, facts in zip(self.clients, all_facts, strict=True)
         ]
         self.state = ServeState(models, access, options.limits)
         return True
 
     async def _listen(self) -> None:
+        """Answer requests: uvicorn on the bound socket, without its signals, logs and limits."""
         import uvicorn
 
         from headway.serve.app import build_app
 
         assert self.state is not None
-        for name in ("uvicorn.error", "uvicorn.access"):
-            logging.getLogger(name).setLevel(
-                logging.CRITICAL if name.endswith("access") else logging.ERROR
-            )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        logging.getLogger("uvicorn.access").setLevel(logging.CRITICAL)
+
         config = uvicorn.Config(
             build_app(self.state),  # pyright: ignore[reportArgumentType]
             http=bounded_protocol(self._connections(), self.options.limits.stalled_seconds),
@@ -192,6 +213,7 @@ class ModelServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            # X-Forwarded-For would let any client choose the address that limits count.
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -202,14 +224,19 @@ class ModelServer:
         self._spawn(http.serve(sockets=[self.listening]))
         while not http.started:
             await asyncio.sleep(0.01)
+
         self._spawn(self._look())
+
+        # What is here now stays. Frozen, it is not looked at again: a full collection would stop
+        # all streams for as long as it takes.
         gc.collect()
-        gc.freeze()  # what is here now stays; collections look at requests alone
+        gc.freeze()
+
         port = self.listening.getsockname()[1]
         names = list(self.state.models)
         self.started(
             {
-                "url": _url(self.options.host, port),
+                "url": page_address(self.options.host, port),
                 "host": self.options.host,
                 "port": port,
                 "models": names,
@@ -222,7 +249,8 @@ class ModelServer:
         affordable = affordable_connections(wanted, most_open_files())
         if affordable < wanted:
             log.warning(
-                "the limit of open files allows %d connections; --max-connections is %d. Raise ulimit -n.",
+                "the limit of open files allows %d connections; "
+                "--max-connections is %d. Raise ulimit -n.",
                 affordable,
                 wanted,
             )
@@ -239,21 +267,31 @@ class ModelServer:
                 len(self.state.active),
                 self.options.limits.drain_seconds,
             )
+
         deadline = time.monotonic() + self.options.limits.drain_seconds
         while self.state.active and not self._now.is_set() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
         if self.state.active and not self._now.is_set():
             await self._cut_off()
+
+        # uvicorn waits for its connections, unless it is forced; one that was cut off above may
+        # never take its last bytes.
         self.http.force_exit = bool(self.state.active) or self._now.is_set()
         self.http.should_exit = True
         if self._now.is_set():
             log.info("stopped at once")
             return 128 + self._last_signal
+
         while self.http.servers and any(server.is_serving() for server in self.http.servers):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
         return 0
 
     async def _cut_off(self) -> None:
+        """End the requests that are still running with an error, and give its last bytes time to
+        leave.
+        """
         assert self.state is not None
         for request in list(self.state.active):
             for stream in request.streams:
@@ -264,20 +302,23 @@ class ModelServer:
                 )
         end = time.monotonic() + LAST_BYTES_SECONDS
         while self.state.active and time.monotonic() < end and not self._now.is_set():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def _look(self) -> None:
+        """Once a second: rates, and clients that take no bytes."""
         assert self.state is not None
         while True:
             self.state.look()
             await asyncio.sleep(LOOK_SECONDS)
 
     def _spawn(self, work: Any) -> None:
+        """Run something in the background; the set keeps the task alive, which asyncio does not."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _signalled(self, number: int) -> None:
+        """The first signal lets requests end, the second one does not wait."""
         self._signals += 1
         self._last_signal = signal.Signals(number)
         if self._signals > 1:
@@ -290,7 +331,10 @@ class ModelServer:
             self._spawn(self._restart(number, how))
 
     async def _restart(self, number: int, how: str) -> None:
-        """Start an engine until it runs. Each start waits longer, so that a model that cannot be loaded costs next to nothing."""
+        """Start an engine until it runs.
+
+        Each start waits longer, so that a model that cannot be loaded costs next to nothing.
+        """
         assert self.state is not None
         client = self.clients[number]
         name = client.setup.name
@@ -310,6 +354,7 @@ class ModelServer:
             except (HeadwayError, OSError) as problem:
                 how = f"cannot be started: {str(problem).rstrip('.')}"
                 continue
+
             self._waits[number].started(time.monotonic())
             self.state.metrics.restarts[name] += 1
             log.info("the engine of model %r runs again", name)
@@ -317,28 +362,24 @@ class ModelServer:
 
 
 class RestartWaits:
-    """How long each restart of an engine waits: twice as long as the last one, until the engine has run for a while."""
+    """How long each restart of an engine waits: twice as long as the last one, until the engine has
+    run for a while.
+    """
 
     def __init__(self) -> None:
         self._wait = FIRST_RESTART_SECONDS
         self._started = float("inf")
 
     def started(self, now: float) -> None:
-        """The engine runs."""
+        """The engine runs since `now`."""
         self._started = now
 
     def next(self, now: float) -> float:
         """Seconds before the next start."""
         if now - self._started >= STEADY_SECONDS:
             self._wait = FIRST_RESTART_SECONDS
+        # Not running: failures in a row do not count as one after a long run.
         self._started = float("inf")
         wait = self._wait
         self._wait = min(LAST_RESTART_SECONDS, wait * 2)
         return wait
-
-
-def _url(host: str, port: int) -> str:
-    shown = (
-        socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    )
-    return f"http://{shown}:{port}/"

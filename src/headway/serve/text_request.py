@@ -1,4 +1,6 @@
-"""The bodies of /v1/completions and /v1/embeddings: bytes come in, a `TextCall` or an `EmbeddingCall` goes out, or an ApiError."""
+"""The bodies of /v1/completions and /v1/embeddings: bytes come in, a `TextCall` or an
+`EmbeddingCall` goes out, or an ApiError.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ from headway.serve.generation_fields import (
 from headway.serve.request_body import Flag, MustBe, Whole, needed, parse_body, wrong_value
 
 MAX_LOGPROBS = 5
+"""OpenAI's limit for this path."""
 MAX_PROMPTS = 256
+"""And answers: prompts times samples."""
 MAX_INPUTS = 2048
+"""OpenAI's limit for embeddings."""
 MAX_IDS = 4 << 20
 """Of all prompts of a request."""
 DEFAULT_MAX_TOKENS = 16
@@ -55,6 +60,7 @@ def _as_inputs(value: Any) -> Any:
     """A single text, or the ids of one, as a list of one input."""
     if isinstance(value, str):
         return [value]
+    # A list of numbers is the ids of one text; a list of texts or lists is several inputs.
     if isinstance(value, list) and value and not isinstance(value[0], (str, list)):
         return [value]
     return value
@@ -100,22 +106,29 @@ def read_completion(data: bytes, max_n: int) -> TextCall:
     prompts = _limited("prompt", body.prompt, MAX_PROMPTS)
     if body.max_tokens == 0 and not body.echo:
         raise wrong_value("max_tokens", 0, MAX_TOKENS_WORDS)
+
     fields = generation_fields(
         body, max_n=max_n, default_max_tokens=DEFAULT_MAX_TOKENS, logprobs=body.logprobs
     )
+    # OpenAI samples best_of answers and returns the n likeliest.
     if body.best_of is not None and body.best_of != fields.n:
         raise bad_field(
             "best_of",
-            f"is {body.best_of}; it must be n ({fields.n}): this server returns every sample. Leave it out.",
+            f"is {body.best_of}; it must be n ({fields.n}): this server "
+            "returns every sample. Leave it out.",
         )
+
     if body.suffix:
         raise bad_field("suffix", "is not supported by this server. Leave it out.")
+
     num_answers = len(prompts) * fields.n
     if num_answers > MAX_PROMPTS:
         raise bad_field(
             "n",
-            f"times the number of prompts is {num_answers}; at most {MAX_PROMPTS} answers are made.",
+            f"times the number of prompts is {num_answers}; at most "
+            f"{MAX_PROMPTS} answers are made.",
         )
+
     return TextCall(body.model, prompts, fields, body.echo)
 
 
@@ -127,8 +140,10 @@ def read_embedding(data: bytes) -> EmbeddingCall:
 
 
 def _limited(field: str, inputs: tuple[PromptInput, ...], most: int) -> tuple[PromptInput, ...]:
+    """The inputs, unless they are too many or too long."""
     if len(inputs) > most:
         raise bad_field(field, f"is a list of {len(inputs)}; at most {most} are answered at once.")
+    # Numbers in lists are not counted when the body is read; texts are bounded by its bytes.
     num_ids = sum(len(ids) for ids in inputs if isinstance(ids, tuple))
     if num_ids > MAX_IDS:
         raise bad_field(field, f"has {num_ids} token ids; at most {MAX_IDS} are read.")

@@ -1,9 +1,13 @@
-"""Calls of tools in an answer: text comes in piece by piece; text for the reader and whole calls go out.
+"""Calls of tools in an answer: text comes in piece by piece; text for the reader and whole calls go
+out.
 
-    tags     <tool_call>{"name": "f", "arguments": {}}</tool_call>      ChatML, Qwen, Hermes: calls stand between text
-    whole    {"name": "f", "parameters": {}}, or a list of them         Llama 3, Mistral: the answer is the call
+    tags     <tool_call>{"name": "f", "arguments": {}}</tool_call>
+             ChatML, Qwen, Hermes: calls stand between text
+    whole    {"name": "f", "parameters": {}}, or a list of them
+             Llama 3, Mistral: the answer is the call
 
-The format is that of the chat template. What does not parse as a call stays text: nothing of an answer is lost.
+The format is that of the chat template. What does not parse as a call stays text: nothing of an
+answer is lost.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 ToolFormat = Literal["tags", "whole"]
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 MAX_CALLS = 128
+"""Of one list of calls."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,14 @@ class ToolCall:
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
         """OpenAI's object; with an index in a stream."""
-        found = {
+        body = {
             "id": self.id,
             "type": "function",
             "function": {"name": self.name, "arguments": self.arguments},
         }
-        return found if index is None else {"index": index, **found}
+        if index is None:
+            return body
+        return {"index": index, **body}
 
 
 def tool_format(template_source: str) -> ToolFormat | None:
@@ -52,102 +60,127 @@ def tool_format(template_source: str) -> ToolFormat | None:
 def parse_call(text: str) -> list[ToolCall] | None:
     """The calls that a text of JSON stands for; None where it is no call."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    listed = cast(list[Any], found) if isinstance(found, list) else [found]
+
+    entries = [value]
+    if isinstance(value, list):
+        entries = cast(list[Any], value)
+
     calls: list[ToolCall] = []
-    for one in listed[:MAX_CALLS]:
-        if not isinstance(one, dict):
+    for entry in entries[:MAX_CALLS]:
+        if not isinstance(entry, dict):
             return None
-        named = cast(dict[str, Any], one)
-        arguments = named.get("arguments", named.get("parameters"))
-        if not isinstance(named.get("name"), str) or not isinstance(arguments, (dict, str)):
+
+        call = cast(dict[str, Any], entry)
+        name = call.get("name")
+        # ChatML's templates write `arguments`, Llama 3's `parameters`.
+        arguments = call.get("arguments", call.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
             return None
-        calls.append(
-            ToolCall(
-                named["name"],
-                arguments
-                if isinstance(arguments, str)
-                else json.dumps(arguments, ensure_ascii=False),
-            )
-        )
+
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(ToolCall(name, arguments))
+
     return calls or None
 
 
 class ToolCallReader:
-    """Separates the text and the calls of one answer."""
+    """Separates the text and the calls of one answer.
+
+    Text that may still become a call is buffered: a client cannot take back what it has shown.
+    """
 
     def __init__(self, form: ToolFormat) -> None:
         self.form = form
-        self._held = ""
+        self._buffer = ""
         self._has_text = False
         self.num_calls = 0
 
     def add(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text that is certain to be no call, and the calls that are complete."""
-        self._held += text
-        if self.form == "whole":
-            begun = self._held.lstrip()
-            if self._has_text or (begun and begun[0] not in "{["):
-                self._has_text = True
-                said, self._held = self._held, ""
-                return said, []
+        self._buffer += text
+        if self.form == "tags":
+            return self._tagged()
+
+        # The first character that is no space decides: a whole answer is JSON or text.
+        begun = self._buffer.lstrip()
+        if not self._has_text and (not begun or begun[0] in "{["):
             return "", []
-        return self._tagged()
+        self._has_text = True
+        visible = self._buffer
+        self._buffer = ""
+        return visible, []
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """What is left at the end of the answer."""
-        rest, self._held = self._held, ""
-        if self.form == "whole":
-            calls = parse_call(rest) if rest.strip() else None
-            if calls is not None:
-                self.num_calls += len(calls)
-                return "", calls
-        elif (
-            rest.lstrip().startswith(OPEN)
-            and (calls := parse_call(rest.lstrip()[len(OPEN) :])) is not None
-        ):
-            self.num_calls += len(calls)  # the model ended the answer in place of the closing tag
+        last_text = self._buffer
+        self._buffer = ""
+
+        calls = None
+        if self.form == "whole" and last_text.strip():
+            calls = parse_call(last_text)
+        elif self.form == "tags" and last_text.lstrip().startswith(OPEN):
+            # The model ended the answer in place of the closing tag.
+            calls = parse_call(last_text.lstrip()[len(OPEN) :])
+        if calls is not None:
+            self.num_calls += len(calls)
             return "", calls
-        return ("" if self.num_calls and not rest.strip() else rest), []
+
+        # Line breaks behind a call are no text.
+        if self.num_calls and not last_text.strip():
+            last_text = ""
+        return last_text, []
 
     def _tagged(self) -> tuple[str, list[ToolCall]]:
-        said: list[str] = []
+        """Take text and complete calls from the buffer, up to a tag that is still open."""
+        visible: list[str] = []
         calls: list[ToolCall] = []
         while True:
-            at = self._held.find(OPEN)
-            if at < 0:
-                keep = self._beginning()
-                said.append(self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
+            start = self._buffer.find(OPEN)
+            if start < 0:
+                certain = len(self._buffer) - self._possible_tag()
+                visible.append(self._buffer[:certain])
+                self._buffer = self._buffer[certain:]
                 break
-            end = self._held.find(CLOSE, at)
-            if end < 0:
-                said.append(self._held[:at].rstrip("\n") if self._held[:at].strip() else "")
-                self._held = self._held[at:]
-                break
-            found = parse_call(self._held[at + len(OPEN) : end])
-            before, whole = self._held[:at], self._held[at : end + len(CLOSE)]
-            self._held = self._held[end + len(CLOSE) :]
-            if found is None:
-                said.append(before + whole)
-                continue
-            said.append(before.rstrip("\n") if before.strip() else "")
-            calls += found
-        self.num_calls += len(calls)
-        return "".join(said), calls
 
-    def _beginning(self) -> int:
+            before = self._buffer[:start]
+            end = self._buffer.find(CLOSE, start)
+            # The call is not complete yet; what stands before it is.
+            if end < 0:
+                visible.append(_before_call(before))
+                self._buffer = self._buffer[start:]
+                break
+
+            tagged = self._buffer[start : end + len(CLOSE)]
+            parsed = parse_call(self._buffer[start + len(OPEN) : end])
+            self._buffer = self._buffer[end + len(CLOSE) :]
+            # Not a call after all: the client gets the tags as the model wrote them.
+            if parsed is None:
+                visible.append(before + tagged)
+                continue
+
+            visible.append(_before_call(before))
+            calls += parsed
+
+        self.num_calls += len(calls)
+        return "".join(visible), calls
+
+    def _possible_tag(self) -> int:
         """How many last characters may become a tag; line breaks before one are part of it."""
-        held = self._held
-        found = next(
-            (
-                size
-                for size in range(min(len(OPEN) - 1, len(held)), 0, -1)
-                if held.endswith(OPEN[:size])
-            ),
-            0,
-        )
-        rest = held[: len(held) - found]
-        return found + len(rest) - len(rest.rstrip("\n"))
+        buffer = self._buffer
+        size = min(len(OPEN) - 1, len(buffer))
+        while not buffer.endswith(OPEN[:size]):
+            size -= 1
+        text = buffer[: len(buffer) - size]
+        num_breaks = len(text) - len(text.rstrip("\n"))
+        return size + num_breaks
+
+
+def _before_call(text: str) -> str:
+    """Text before a call, without the line breaks that templates put between them."""
+    if not text.strip():
+        return ""
+    return text.rstrip("\n")

@@ -1,10 +1,14 @@
-"""A process that reads what clients send: `python -m headway.serve.worker_process`. Jobs on stdin, answers on stdout. No torch.
+"""A process that reads what clients send: `python -m headway.serve.worker_process`. Jobs on stdin,
+answers on stdout. No torch.
 
-    in     (bytes of memory it may use), then jobs:  ("body", kind, bytes, max_n)    ("media", [(MediaRef, input), ...], pixels)
-    out    per job: the lengths of a JSON head and of a body, both, e.g.  {"status": 200} and the arrays one after the other
+    in     bytes of memory it may use, then jobs:
+           ("body", kind, bytes, max_n)    ("media", [(MediaRef, input), ...], pixels)
+    out    per job: the lengths of a JSON head and of a body, both,
+           e.g. {"status": 200} and the arrays one after the other
 
-Hostile bytes are read here, so that a picture or a body that takes long, takes much memory or crashes its decoder costs one process and one
-request, never the server. The answer to a media job is raw numbers and is never unpickled: a decoder may have been taken over.
+Hostile bytes are read here, so that a picture or a body that takes long, takes much memory or
+crashes its decoder costs one process and one request, never the server. The answer to a media job
+is raw numbers and is never unpickled: a decoder may have been taken over.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ def main() -> int:
     """Do jobs until stdin ends."""
     for number in SIGNALS:  # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
+
     os.nice(NICE)
     jobs = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
@@ -44,6 +49,7 @@ def main() -> int:
     memory_bytes = _next(jobs)
     if memory_bytes is None:
         return 0
+
     bound_memory(memory_bytes)
     while (job := _next(jobs)) is not None:
         head, body = answer(job)
@@ -52,6 +58,7 @@ def main() -> int:
         answers.write(body)
         answers.flush()
         del body, job  # the next job may need the memory
+
     return 0
 
 
@@ -75,38 +82,30 @@ def _next(jobs: BinaryIO) -> Any:
 
 
 def answer(job: tuple[Any, ...]) -> tuple[dict[str, Any], bytes]:
-    """The head and the body of the answer to a job."""
+    """The head and the body of the answer to a job.
+
+    `is_spent` in a head: the process may be damaged, so that its pool ends it.
+    """
     try:
         if job[0] == "body":
             return {"status": 200}, pickle.dumps(read_body(*job[1:]), protocol=5)
         return {"status": 200}, decode(*job[1:])
     except ApiError as problem:
-        return {
-            "status": problem.status,
-            "message": str(problem),
-            "param": problem.param,
-            "code": problem.code,
-        }, b""
+        return _failure(problem.status, str(problem), problem.code, problem.param), b""
     except HeadwayError as problem:
-        return {"status": 400, "message": str(problem), "param": None, "code": None}, b""
+        return _failure(400, str(problem)), b""
     except MemoryError:
         message = "The request needs more memory than one request may use to be read. Send less."
-        return {
-            "status": 400,
-            "message": message,
-            "param": None,
-            "code": "too_much_memory",
-            "is_spent": True,
-        }, b""
+        return {**_failure(400, message, "too_much_memory"), "is_spent": True}, b""
     except Exception as problem:
         message = f"The request could not be read: {type(problem).__name__}: {first_line(problem)}"
-        return {
-            "status": 500,
-            "message": message,
-            "param": None,
-            "code": "internal_error",
-            "is_spent": True,
-        }, b""
+        return {**_failure(500, message, "internal_error"), "is_spent": True}, b""
+
+
+def _failure(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    return {"status": status, "message": message, "param": param, "code": code}
 
 
 def read_body(kind: str, body: bytes, max_n: int) -> Any:
@@ -123,18 +122,25 @@ def read_body(kind: str, body: bytes, max_n: int) -> Any:
 
 
 def decode(items: Sequence[tuple[MediaRef, MediaInputSpec]], most_pixels: int) -> bytes:
-    """The arrays of pictures and sounds, one after the other. All headers are read before anything is decoded."""
+    """The arrays of pictures and sounds, one after the other.
+
+    All headers are read before anything is decoded.
+    """
     from headway.media.image_header import image_size
 
+    # A few bytes of a picture can claim any size; its header says so before memory is taken.
     pixels = 0
     for ref, _ in items:
         if ref.modality == "image":
             _, width, height = image_size(ref.read(), ref.name)
             pixels += width * height
+
     if pixels > most_pixels:
         raise DataError(
-            f"the pictures of the request have {pixels} pixels; at most {most_pixels} are decoded together. Send smaller ones."
+            f"the pictures of the request have {pixels} pixels; at most {most_pixels} are decoded "
+            "together. Send smaller ones."
         )
+
     return b"".join(source.read(ref).tobytes() for ref, source in items)
 
 

@@ -1,9 +1,12 @@
-"""Processes that read large bodies and decode media for the HTTP process: a job comes in, the answer goes out, or an ApiError.
+"""Processes that read large bodies and decode media for the HTTP process: a job comes in, the
+answer goes out, or an ApiError.
 
-    WorkerPool.run(job, seconds, most_bytes) -> bytes        waits for a free process; at most `most_waiting` jobs wait
+    WorkerPool.run(job, seconds, most_bytes) -> bytes
+    waits for a free process; at most `most_waiting` jobs wait
 
-A thread per process writes the job and reads the answer, so that the event loop never waits. A job that takes too long, or whose client
-is gone, is ended by killing its process; the next job gets a new one. What a process dies of is the error of its request alone.
+A thread per process writes the job and reads the answer, so that the event loop never waits. A job
+that takes too long, or whose client is gone, is ended by killing its process; the next job gets a
+new one. What a process dies of is the error of its request alone.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class Worker:
         assert self._process.stdin is not None
         widen_pipe(self._process.stdin.fileno())
         self._first = pack(memory_bytes)
+        """The bound of its memory, which goes out with the first job."""
 
     @property
     def pid(self) -> int:
@@ -59,7 +63,9 @@ class Worker:
             self._process.stdin.write(self._first + job)
             self._process.stdin.flush()
             self._first = b""
+            # From here on the answer is read; a job that is killed ends the pipe.
             head_bytes, body_bytes = LENGTHS.unpack(self._read(LENGTHS.size))
+            # The lengths come from a process that read hostile bytes.
             if head_bytes > MAX_HEAD_BYTES or body_bytes > most_bytes:
                 raise NoAnswer("gave an answer that is too large")
             return json.loads(self._read(head_bytes)), self._read(body_bytes)
@@ -108,12 +114,15 @@ class Attempt:
 
     def begin(self, worker: Worker) -> bool:
         """Whether the job is still wanted; from now on `end` kills this process."""
+        # Under the lock: either `end` sees the process and kills it, or this sees the end.
         with self._guard:
             self._worker = worker
             return not self.is_ended
 
     def end(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the answer any more, or its time is over: kill the process, now or when
+        it begins.
+        """
         with self._guard:
             self.is_ended = True
             if self._worker is not None:
@@ -121,41 +130,56 @@ class Attempt:
 
 
 class WorkerPool:
-    """Some processes of one purpose, started when they are first needed. `purpose` is what they do, for messages: "decode the media"."""
+    """Some processes of one purpose, started when they are first needed.
+
+    `purpose` is what they do, for messages: "decode the media".
+    """
 
     def __init__(self, purpose: str, count: int, memory_bytes: int, most_waiting: int = 64) -> None:
         self.purpose = purpose
         self.memory_bytes = memory_bytes
         self.most_waiting = most_waiting
         self.idle: list[Worker] = []
+        """Processes without a job; the pool's threads take them from here and put them back."""
         self.num_waiting = 0
         self.attempts: set[Attempt] = set()
+        """Jobs that run, which `close` ends."""
+
+        # As many threads as slots, so that a job that has a slot finds a thread.
         self._slots = asyncio.Semaphore(count)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="workers")
 
     async def run(self, job: tuple[Any, ...], seconds: float, most_bytes: int) -> bytes:
         """The body of the answer, of at most `most_bytes`."""
         if self.num_waiting >= self.most_waiting:
-            message = f"{self.num_waiting} requests wait for a process to {self.purpose}; no more are taken now. Try again later."
+            message = (
+                f"{self.num_waiting} requests wait for a process to {self.purpose}; no more are "
+                "taken now. Try again later."
+            )
             raise ApiError(429, message, code="queue_full", retry_seconds=5)
+
         self.num_waiting += 1
         try:
             await self._slots.acquire()
         finally:
             self.num_waiting -= 1
+
         try:
             head, body = await self._run(job, seconds, most_bytes)
         finally:
             self._slots.release()
+
         if head["status"] != 200:
             raise ApiError(
                 int(head["status"]), str(head["message"]), head.get("param"), head.get("code")
             )
+
         return body
 
     async def _run(
         self, job: tuple[Any, ...], seconds: float, most_bytes: int
     ) -> tuple[dict[str, Any], bytes]:
+        """Give a job to a thread, and end it if it takes too long or its task is cancelled."""
         loop = asyncio.get_running_loop()
         attempt = Attempt()
         self.attempts.add(attempt)
@@ -166,9 +190,14 @@ class WorkerPool:
             attempt.end()
             raise
         except NoAnswer as problem:
+            # Ended by the clock: a cancelled task leaves by the branch above.
             if attempt.is_ended:
-                message = f"It took longer than {seconds:g} s to {self.purpose} of the request. Send less."
+                message = (
+                    f"It took longer than {seconds:g} s to "
+                    f"{self.purpose} of the request. Send less."
+                )
                 raise ApiError(400, message, code="too_slow") from None
+
             log.error(
                 "a process that had to %s of a request %s; the request got an error",
                 self.purpose,
@@ -193,6 +222,7 @@ class WorkerPool:
             if not attempt.begin(worker):
                 raise NoAnswer("was not needed")
             head, body = worker.ask(pack(job), most_bytes)
+            # An attempt that ended meanwhile may have killed this process a moment ago.
             is_reusable = not head.get("is_spent", False) and not attempt.is_ended
             return head, body
         finally:
@@ -204,6 +234,7 @@ class WorkerPool:
     def _take(self) -> Worker:
         while self.idle:
             worker = self.idle.pop()
+            # It may have died of memory pressure while nobody used it.
             if worker.is_alive:
                 return worker
             worker.close()

@@ -1,7 +1,8 @@
-"""Convert a token store to another format. In: a store of any kind that `open_source` opens; out: a folder in that format, and counts.
+"""Convert a token store to another format. In: a store of any kind that `open_source` opens; out: a
+folder in that format, and counts.
 
-Invariant: ids and loss masks do not change. What the target format cannot hold is an error or is counted in the report. Formats without
-packs get the true documents of a pack one by one.
+Invariant: ids and loss masks do not change. What the target format cannot hold is an error or is
+counted in the report. Formats without packs get the true documents of a pack one by one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
+from headway.store.convert_options import ConvertOptions
 from headway.store.foreign.base import ForeignStore, ForeignWriter
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds_writer import MdsTokenWriter
 from headway.store.foreign.zero2all import SftPairWriter, Zero2allWriter
 from headway.store.media_items import refuse_media
-from headway.store.open import StoreKind, open_source
+from headway.store.open import open_source
 from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import TokenDocument, TokenSource, iter_documents
 
@@ -34,27 +36,8 @@ Advance = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """How to read the source and write the target; each option says to which formats it applies."""
-
-    kind: StoreKind | None = None
-    """The format of the source; None: detect it."""
-    rebuild_index: bool = False
-    """InternLM and zero2all sources: rebuild the index instead of reading the index files."""
-    begin_id: int | None = None
-    """zero2all source or target: the token that begins every document; None: read from the source."""
-    seq_len: int = 2048
-    """zero2all target: tokens per sample in the index map."""
-    type: str | None = None
-    """InternLM target: the data type (folder) for every document; None: the types of the source, or `en`. A target named X.bin is a
-    single file."""
-    compression: str | None = None
-    """MDS target: `zstd` or `zstd:LEVEL`."""
-
-
-@dataclass(frozen=True)
 class ConvertReport:
-    """What was converted."""
+    """Where a store was converted to, and counts."""
 
     source: str
     target: Target
@@ -68,10 +51,16 @@ class ConvertReport:
     """Empty documents, which MDS cannot hold."""
 
     def describe(self) -> str:
-        """As one line of text."""
-        notes = f", {self.begins_added} begin tokens added" if self.begins_added else ""
-        notes += f", {self.empty_dropped} empty documents left out" if self.empty_dropped else ""
-        return f"{self.path}: {self.documents} documents, {self.tokens} tokens from {self.source} to {self.target}{notes}"
+        """The report as one line of text."""
+        notes = ""
+        if self.begins_added:
+            notes += f", {self.begins_added} begin tokens added"
+        if self.empty_dropped:
+            notes += f", {self.empty_dropped} empty documents left out"
+        return (
+            f"{self.path}: {self.documents} documents, {self.tokens} tokens from {self.source} to "
+            f"{self.target}{notes}"
+        )
 
 
 def convert(
@@ -81,11 +70,13 @@ def convert(
     options: ConvertOptions = ConvertOptions(),
     tokenizer: Tokenizer | None = None,
 ) -> ConvertReport:
-    """Write the store at `path` to the folder `out` in format `to`. A tokenizer gives its fingerprint, if all ids are in its range."""
+    """Write the store at `path` to the folder `out` in format `to`. A tokenizer gives its
+    fingerprint, if all ids are in its range."""
     target = check_target(Path(out), to, options)
     source = open_source(
         path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id
     )
+    # Before anything is written.
     refuse_media(source, "data convert")
     folder = Path(out)
     kind = source.kind if isinstance(source, ForeignStore) else "headway"
@@ -99,7 +90,11 @@ def convert(
             documents, tokens = _to_internlm(source, folder, options, advance)
         else:
             documents, tokens, begins = _to_zero2all(source, folder, options, advance)
-    dropped = source.num_documents - documents if to == "mds" else 0
+
+    # MDS is the only target that leaves documents out.
+    dropped = 0
+    if to == "mds":
+        dropped = source.num_documents - documents
     return ConvertReport(kind, target, str(out), documents, tokens, source.masked, begins, dropped)
 
 
@@ -109,60 +104,75 @@ def convert_built(built: Path, out: Path, to: str, layout: ConvertOptions) -> Co
         report = convert(built, out, to, layout)
     except HeadwayError as error:
         shutil.rmtree(built)
+        # The user knows the target, not the temporary store.
         raise type(error)(str(error).replace(str(built), str(out))) from None
     shutil.rmtree(built)
     return report
 
 
 def check_target(out: Path, to: str, options: ConvertOptions = ConvertOptions()) -> Target:
-    """Refuse an unknown format and a target that is not empty; in an InternLM folder only the folder of the type must be empty."""
+    """Refuse an unknown format and a target that is not empty; in an InternLM folder only the
+    folder of the type must be empty."""
     if to not in TARGETS:
         raise ConfigError(f"--to is {to!r}; it must be one of {', '.join(TARGETS)}.")
     check_writable(out)
+    # The writer of headway stores refuses a finished one itself.
     if to == "headway" or not out.exists():
         return to
     if to != "internlm" or not out.is_dir():
         _check_empty(out)
     elif options.type is not None:
         _check_empty(out / options.type.replace("/", "_"))
-    # Else the types come from the source: each folder is checked before its first document is written.
+    # Else the types come from the source: each folder is checked before its first document is
+    # written.
     return to
 
 
 def _write_all(
     documents: Iterable[TokenDocument], add: Callable[[TokenDocument], None], advance: Advance
 ) -> tuple[int, int]:
-    """Give every document to `add`; how many documents and tokens that were."""
-    count = tokens = 0
+    """Pass every document to `add`; returns the number of documents and tokens."""
+    num_documents = 0
+    num_tokens = 0
     for document in documents:
         add(document)
-        count, tokens = count + 1, tokens + len(document.ids)
+        num_documents += 1
+        num_tokens += len(document.ids)
         advance(len(document.ids))
-    return count, tokens
+    return num_documents, num_tokens
 
 
 def _to_headway(
     source: TokenSource, folder: Path, tokenizer: Tokenizer | None, advance: Advance
 ) -> tuple[int, int]:
-    if tokenizer is not None and source.max_id >= tokenizer.vocab_size:
-        raise DataError(
-            f"{source.name}: holds id {source.max_id}, but the tokenizer has only {tokenizer.vocab_size} ids."
-        )
+    # Other formats do not record their tokenizer; with one, the new store can be checked against a
+    # model.
+    vocab_size = source.max_id + 1
+    fingerprint = source.fingerprint
+    if tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+        fingerprint = tokenizer.fingerprint
+        if source.max_id >= vocab_size:
+            raise DataError(
+                f"{source.name}: holds id {source.max_id}, but the tokenizer has only "
+                f"{vocab_size} ids."
+            )
     packed = source.num_documents > 0 and source.span_starts(0) is not None
     with StoreWriter(
         folder,
-        dtype=dtype_for(source.max_id + 1 if tokenizer is None else tokenizer.vocab_size),
-        tokenizer_fingerprint=source.fingerprint if tokenizer is None else tokenizer.fingerprint,
+        dtype=dtype_for(vocab_size),
+        tokenizer_fingerprint=fingerprint,
         masked=source.masked,
         spans=packed,
         typed=any(source.count_types()),
         sources=[source.name],
     ) as writer:
-        counts = _write_all(
-            iter_documents(source),
-            lambda one: writer.add(one.ids, one.mask, one.spans if packed else None, one.type),
-            advance,
-        )
+
+        def add(document: TokenDocument) -> None:
+            spans = document.spans if packed else None
+            writer.add(document.ids, document.mask, spans, document.type)
+
+        counts = _write_all(iter_documents(source), add, advance)
         writer.finish()
     return counts
 
@@ -172,12 +182,14 @@ def _to_mds(
 ) -> tuple[int, int]:
     """MDS cannot hold empty documents: they are left out."""
     filled = (document for document in iter_documents(source) if len(document.ids))
-    packed = source.span_starts(0) is not None
+    packed = source.num_documents > 0 and source.span_starts(0) is not None
     with MdsTokenWriter(
         folder, masked=source.masked, spans=packed, compression=options.compression
     ) as writer:
         counts = _write_all(
-            filled, lambda one: writer.add(one.ids, one.mask, one.spans, one.type), advance
+            filled,
+            lambda document: writer.add(document.ids, document.mask, document.spans, document.type),
+            advance,
         )
         writer.finish()
     return counts
@@ -186,23 +198,25 @@ def _to_mds(
 def _to_internlm(
     source: TokenSource, folder: Path, options: ConvertOptions, advance: Advance
 ) -> tuple[int, int]:
+    """One file for all documents, or one folder per type."""
     with ExitStack() as stack:
         writers: dict[str, InternlmWriter] = {}
 
-        def add(one: TokenDocument) -> None:
-            kind = (
-                ""
-                if folder.suffix == ".bin"
-                else (options.type or one.type or "en").replace("/", "_")
-            )
-            if kind not in writers:
-                file = folder / kind / "dataset.bin" if kind else folder
-                if kind:
+        def add(document: TokenDocument) -> None:
+            if folder.suffix == ".bin":
+                type_name = ""
+                file = folder
+            else:
+                type_name = (options.type or document.type or "en").replace("/", "_")
+                file = folder / type_name / "dataset.bin"
+            if type_name not in writers:
+                if type_name:
                     _check_empty(file.parent)
-                writers[kind] = stack.enter_context(InternlmWriter(file))
-            writers[kind].add(one.ids, one.mask)
+                writers[type_name] = stack.enter_context(InternlmWriter(file))
+            writers[type_name].add(document.ids, document.mask)
 
         counts = _write_all(iter_documents(source, split_packs=True), add, advance)
+        # All files are on disk before the first gets its name: a full disk leaves none behind.
         for writer in writers.values():
             writer.seal()
         for writer in writers.values():
@@ -218,15 +232,14 @@ def _to_zero2all(
     if source.masked:
         writer = SftPairWriter(folder / "01_bin_for_sft")
     else:
-        writer = Zero2allWriter(
-            folder,
-            common_begin_token(source) if options.begin_id is None else options.begin_id,
-            options.seq_len,
-        )
+        begin_id = options.begin_id
+        if begin_id is None:
+            begin_id = common_begin_token(source)
+        writer = Zero2allWriter(folder, begin_id, options.seq_len)
     with writer:
         documents, tokens = _write_all(
             iter_documents(source, split_packs=True),
-            lambda one: writer.add(one.ids, one.mask),
+            lambda document: writer.add(document.ids, document.mask),
             advance,
         )
         writer.finish()
@@ -243,12 +256,14 @@ def _check_empty(folder: Path) -> None:
 
 def common_begin_token(source: TokenSource) -> int:
     """The token that begins every document of a source; an error if documents begin differently."""
-    firsts = {
-        int(item.ids[0]) for item in iter_documents(source, split_packs=True) if len(item.ids)
-    }
+    # All documents are read: zero2all would divide its stream wrongly at one that begins
+    # differently.
+    documents = iter_documents(source, split_packs=True)
+    firsts = {int(document.ids[0]) for document in documents if len(document.ids)}
     if len(firsts) == 1:
         return firsts.pop()
     raise ConfigError(
-        f"{source.name}: documents begin with {len(firsts)} different tokens, but zero2all files need one begin token before each. "
+        f"{source.name}: documents begin with {len(firsts)} different tokens, but zero2all files "
+        "need one begin token before each. "
         "Set it with --begin-id (64000 in zero2all's own vocabulary)."
     )

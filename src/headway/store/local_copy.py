@@ -1,4 +1,5 @@
-"""Copies of a store on a local disk. In: a store and a folder; out: a verified copy, made now or before."""
+"""Copies of a store on a local disk. In: a store and a folder; out: a verified copy, made now or
+before."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ log = logging.getLogger("headway")
 
 
 def copy_to_local(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
-    """The copy of a store in `folder`. One process of a machine makes it, the others wait. A damaged copy is replaced."""
+    """The copy of a store in `folder`. One process of a machine makes it, the others wait. A
+    damaged copy is replaced."""
     manifest = read_manifest(store)
+    # The key is in the name: a store that was built anew gets another copy.
     copy = folder / f"{store.name}-{manifest.key[:16]}"
     checksums = checksums or Checksums()
     with file_lock(
@@ -30,6 +33,7 @@ def copy_to_local(store: Path, folder: Path, checksums: Checksums | None = None)
         if is_owner:
             discard_damaged(copy)
             size = sum(file.bytes for shard in manifest.shards for file in shard.files.values())
+            # Before the copy fills a disk that other jobs need.
             require_space(folder, size, DataError)
             log.info("copying %s to %s: %s", store, copy, quantity(size, "bytes"))
             _copy(store, copy, size)
@@ -37,6 +41,7 @@ def copy_to_local(store: Path, folder: Path, checksums: Checksums | None = None)
 
 
 def _copy(store: Path, copy: Path, size: int) -> None:
+    """Copy into a temporary folder, hash what arrived, then rename: a copy is whole or absent."""
     clear_leftovers(copy)
     partial = temporary_name(copy)
     with writing(copy, size, DataError):
@@ -44,8 +49,9 @@ def _copy(store: Path, copy: Path, size: int) -> None:
         try:
             with progress(f"copy {store.name}", total=size, unit="bytes") as advance:
                 names = [name for shard in read_manifest(store).shards for name in shard.files]
-                beside = [ITEMS_NAME] if (store / ITEMS_NAME).is_file() else []
-                for name in [*names, *beside, MANIFEST_NAME]:
+                if (store / ITEMS_NAME).is_file():
+                    names.append(ITEMS_NAME)
+                for name in [*names, MANIFEST_NAME]:
                     shutil.copyfile(store / name, partial / name)
                     with open(partial / name, "rb") as file:
                         fsync_file(file.fileno())
@@ -58,11 +64,13 @@ def _copy(store: Path, copy: Path, size: int) -> None:
 
 
 def is_whole(store: Path, checksums: Checksums) -> bool:
-    """Whether the files of a store match their checksums. Large files without a known checksum are checked when they are read."""
+    """Whether the files of a store match their checksums. Large files without a known checksum are
+    checked when they are read."""
     try:
         manifest = open_store(store).manifest
         for shard in manifest.shards:
             for name, file in shard.files.items():
+                # Every rank asks this at its start, so it must not read terabytes.
                 if file.bytes <= AT_ONCE_BYTES or checksums.is_cached(store / name):
                     checksums.require(store / name, file.sha256)
     except (DataError, OSError):
@@ -72,6 +80,7 @@ def is_whole(store: Path, checksums: Checksums) -> bool:
 
 def discard_damaged(store: Path) -> None:
     """Remove a damaged store, which is then built again."""
+    # A link is somebody else's store, of which only the link is ours to remove.
     if store.is_symlink():
         store.unlink()
     elif store.exists():

@@ -1,6 +1,8 @@
-"""store.json, the manifest of a token store, written last. In: the file; out: a `StoreManifest`, or a DataError that says what is wrong.
+"""store.json, the manifest of a token store, written last. In: the file; out: a `StoreManifest`, or
+a DataError that says what is wrong.
 
-It begins with a checksum of the rest of the file. Stores of earlier versions without it are read, too.
+It begins with a checksum of the rest of the file. Stores of earlier versions without it are read,
+too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ JOURNAL_NAME = "progress.json"
 VERSION = 1
 Dtype = Literal["uint16", "uint32"]
 CHECKSUM_LINE = '{{\n "checksum": "{}",'
+"""The beginning of store.json, of fixed length, so that the rest can be hashed as bytes."""
 KEYS = {
     "checksum",
     "kind",
@@ -32,8 +35,9 @@ KEYS = {
     "tokenizer",
     "sources",
     "shards",
+    "division",
+    "types",
 }
-KEYS |= {"division", "types"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
@@ -47,7 +51,8 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoreShard:
-    """Some of the documents: a tokens file, an index file, and optionally mask, spans and types files."""
+    """Some of the documents: a tokens file, an index file, and optionally mask, spans and types
+    files."""
 
     documents: int
     tokens: int
@@ -57,7 +62,8 @@ class StoreShard:
 
 @dataclass(frozen=True)
 class Division:
-    """The parts of a tokenization that one of several shards (`--shard I/N`) holds; `data merge` restores the order from it."""
+    """The parts of a tokenization that one of several shards (`--shard I/N`) holds; `data merge`
+    restores the order from it."""
 
     shard: int
     of: int
@@ -93,18 +99,19 @@ class StoreManifest:
 
     def dump(self) -> str:
         """The text of store.json; equal stores have equal text."""
-        shards = [
-            {
-                "documents": s.documents,
-                "tokens": s.tokens,
-                **({"spans": s.spans} if self.spans else {}),
-                "files": {
-                    name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in s.files.items()
-                },
+        shards: list[dict[str, Any]] = []
+        for shard in self.shards:
+            counts = {"documents": shard.documents, "tokens": shard.tokens}
+            if self.spans:
+                counts["spans"] = shard.spans
+            files = {
+                name: {"bytes": file.bytes, "sha256": file.sha256}
+                for name, file in shard.files.items()
             }
-            for s in self.shards
-        ]
-        head: dict[str, Any] = {
+            shards.append({**counts, "files": files})
+
+        # The order of keys is part of the format: the checksum is of the text.
+        content: dict[str, Any] = {
             "kind": "headway-store",
             "version": VERSION,
             "dtype": self.dtype,
@@ -116,36 +123,41 @@ class StoreManifest:
             "tokenizer": self.tokenizer,
             "sources": list(self.sources),
         }
+
         if self.types is not None:
-            head["types"] = list(self.types)
-        tail: dict[str, Any] = {"shards": shards}
+            content["types"] = list(self.types)
+        content["shards"] = shards
         if self.division is not None:
-            tail["division"] = {
+            content["division"] = {
                 "shard": self.division.shard,
                 "of": self.division.of,
                 "parts": [list(part) for part in self.division.parts],
             }
-        rest = json.dumps(head | tail, indent=1, ensure_ascii=False).removeprefix("{") + "\n"
+
+        # The checksum covers everything after its own line.
+        rest = json.dumps(content, indent=1, ensure_ascii=False).removeprefix("{") + "\n"
         return CHECKSUM_LINE.format(hashlib.sha256(rest.encode()).hexdigest()) + rest
 
     @property
     def content(self) -> str:
         """The checksum of the content, independent of its origin."""
+        # Without `sources`: two builds from differently named files are the same data.
         files = [(name, file.sha256) for shard in self.shards for name, file in shard.files.items()]
-        return hashlib.sha256(
-            repr((self.dtype, self.masked, self.spans, self.tokenizer, files)).encode()
-        ).hexdigest()
+        parts = (self.dtype, self.masked, self.spans, self.tokenizer, files)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def file_names(number: int, masked: bool, spans: bool, typed: bool = False) -> list[str]:
-    """The files of one shard: tokens, documents, then mask, spans and types if the store has them."""
+    """The files of one shard: tokens, documents, then mask, spans and types if the store has
+    them."""
     names = [f"tokens-{number:05}.bin", f"docs-{number:05}.idx"]
-    return (
-        names
-        + [f"mask-{number:05}.bin"] * masked
-        + [f"spans-{number:05}.idx"] * spans
-        + [f"types-{number:05}.bin"] * typed
-    )
+    if masked:
+        names.append(f"mask-{number:05}.bin")
+    if spans:
+        names.append(f"spans-{number:05}.idx")
+    if typed:
+        names.append(f"types-{number:05}.bin")
+    return names
 
 
 def file_sizes(
@@ -153,16 +165,18 @@ def file_sizes(
 ) -> list[int]:
     """The sizes the counts of a shard imply, in the order of `file_names`."""
     sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * 8]
-    return (
-        sizes
-        + [-(-shard.tokens // 8)] * masked
-        + [(shard.spans + 1) * 8] * spans
-        + [shard.documents * 2] * typed
-    )
+    if masked:
+        sizes.append(-(-shard.tokens // 8))
+    if spans:
+        sizes.append((shard.spans + 1) * 8)
+    if typed:
+        sizes.append(shard.documents * 2)
+    return sizes
 
 
 def read_manifest(folder: Path) -> StoreManifest:
-    """Read and check store.json: right kind, version and types, counts that agree with the sizes it lists."""
+    """Read and check store.json: right kind, version and types, counts that agree with the sizes it
+    lists."""
     path = folder / MANIFEST_NAME
     try:
         content = read_bounded(path)
@@ -171,7 +185,7 @@ def read_manifest(folder: Path) -> StoreManifest:
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}.") from None
     try:
-        given = json.loads(content)
+        parsed = json.loads(content)
     except ValueError as problem:
         raise DataError(
             f"{path}: not JSON ({problem}); the store is damaged. Build it again."
@@ -180,25 +194,31 @@ def read_manifest(folder: Path) -> StoreManifest:
         raise DataError(
             f"{path}: nested too deeply; the store is damaged. Build it again."
         ) from None
-    if not isinstance(given, dict) or given.get("kind") != "headway-store":
+    if not isinstance(parsed, dict) or parsed.get("kind") != "headway-store":
         raise DataError(
-            f"{path}: not a token store manifest. Give the folder that `headway data tokenize --out` wrote."
+            f"{path}: not a token store manifest. Give the folder that `headway data tokenize "
+            "--out` wrote."
         )
-    if given.get("version") != VERSION:
+    if parsed.get("version") != VERSION:
         raise DataError(
-            f"{path}: version is {given.get('version')!r}; this headway reads version {VERSION}. Build the store again."
+            f"{path}: version is {parsed.get('version')!r}; this headway reads version {VERSION}. "
+            "Build the store again."
         )
-    unknown = sorted(set(map(str, given)) - KEYS)
-    rest = content[len(CHECKSUM_LINE.format("0" * 64).encode()) :]
-    if unknown or (
-        "checksum" in given
-        and content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
-    ):
-        why = f"unknown key {unknown[0]!r}" if unknown else "its checksum does not match"
-        raise DataError(f"{path}: damaged ({why}). Copy or build the store again.")
+
+    # An unknown key may be a known one with a flipped bit, which would be ignored without a
+    # checksum.
+    damage = ""
+    unknown = sorted(set(map(str, parsed)) - KEYS)
+    if unknown:
+        damage = f"unknown key {unknown[0]!r}"
+    elif "checksum" in parsed and not _has_its_checksum(content):
+        damage = "its checksum does not match"
+    if damage:
+        raise DataError(f"{path}: damaged ({damage}). Copy or build the store again.")
+
     try:
-        manifest = _parse(given, hashlib.sha256(content).hexdigest())
-        _check(manifest, given)
+        manifest = _parse(parsed, hashlib.sha256(content).hexdigest())
+        _check(manifest, parsed)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise DataError(
             f"{path}: damaged ({type(problem).__name__}: {problem}). Build the store again."
@@ -206,67 +226,91 @@ def read_manifest(folder: Path) -> StoreManifest:
     return manifest
 
 
+def _has_its_checksum(content: bytes) -> bool:
+    """Whether the first line of a manifest is the checksum of the rest."""
+    line_bytes = len(CHECKSUM_LINE.format("0" * 64).encode())
+    rest = content[line_bytes:]
+    line = CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest())
+    return content == line.encode() + rest
+
+
 def _absent(folder: Path) -> str:
     if not folder.exists():
-        return f"{folder}: no such folder. Give the folder of a token store, e.g. what `headway data tokenize --out` wrote."
+        return (
+            f"{folder}: no such folder. Give the folder of a token store, e.g. what `headway data "
+            "tokenize --out` wrote."
+        )
     if (folder / JOURNAL_NAME).exists() or any(folder.glob("tokens-*.bin")):
-        return f"{folder}: an unfinished token store (no {MANIFEST_NAME}). Run the command that builds it again; it resumes."
-    return f"{folder}: not a token store (no {MANIFEST_NAME}). Give the folder that `headway data tokenize --out` wrote."
+        return (
+            f"{folder}: an unfinished token store (no {MANIFEST_NAME}). Run the command that "
+            "builds it again; it resumes."
+        )
+    return (
+        f"{folder}: not a token store (no {MANIFEST_NAME}). Give the folder that `headway data "
+        "tokenize --out` wrote."
+    )
 
 
-def _parse(given: dict[str, Any], key: str) -> StoreManifest:
-    if given["dtype"] not in ITEM_BYTES:
-        raise ValueError(f"dtype is {given['dtype']!r}")
-    tokenizer = given["tokenizer"]
+def _parse(parsed: dict[str, Any], key: str) -> StoreManifest:
+    if parsed["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"dtype is {parsed['dtype']!r}")
+    tokenizer = parsed["tokenizer"]
     if tokenizer is not None and not isinstance(tokenizer, str):
         raise ValueError("tokenizer is not a string")
-    division = given.get("division")
+    division = None
+    if parsed.get("division") is not None:
+        division = _parse_division(parsed["division"])
+    types = None
+    if parsed.get("types") is not None:
+        types = tuple(str(name) for name in parsed["types"])
     return StoreManifest(
-        dtype=cast(Dtype, given["dtype"]),
-        max_id=_count(given["max_id"], least=-1),
-        masked=bool(given["masked"]),
-        spans=bool(given["spans"]),
+        dtype=cast(Dtype, parsed["dtype"]),
+        max_id=_count(parsed["max_id"], least=-1),
+        masked=bool(parsed["masked"]),
+        spans=bool(parsed["spans"]),
         tokenizer=tokenizer,
-        sources=tuple(str(source) for source in given["sources"]),
-        shards=tuple(_parse_shard(one) for one in given["shards"]),
-        division=None if division is None else _parse_division(division),
-        types=None if given.get("types") is None else tuple(str(one) for one in given["types"]),
+        sources=tuple(str(source) for source in parsed["sources"]),
+        shards=tuple(_parse_shard(shard) for shard in parsed["shards"]),
+        division=division,
+        types=types,
         key=key,
     )
 
 
-def _parse_division(given: dict[str, Any]) -> Division:
+def _parse_division(division: dict[str, Any]) -> Division:
     parts = tuple(
         (_count(unit), _count(chunk), _count(documents))
-        for unit, chunk, documents in given["parts"]
+        for unit, chunk, documents in division["parts"]
     )
-    return Division(_count(given["shard"]), _count(given["of"], least=1), parts)
+    return Division(_count(division["shard"]), _count(division["of"], least=1), parts)
 
 
-def _parse_shard(one: dict[str, Any]) -> StoreShard:
+def _parse_shard(shard: dict[str, Any]) -> StoreShard:
     files = {
-        str(name): ShardFile(_count(f["bytes"]), str(f["sha256"]))
-        for name, f in one["files"].items()
+        str(name): ShardFile(_count(file["bytes"]), str(file["sha256"]))
+        for name, file in shard["files"].items()
     }
     return StoreShard(
-        _count(one["documents"]), _count(one["tokens"]), _count(one.get("spans", 0)), files
+        _count(shard["documents"]), _count(shard["tokens"]), _count(shard.get("spans", 0)), files
     )
 
 
 def _count(value: Any, least: int = 0) -> int:
+    # In Python a bool is an int, in a manifest it is damage.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def _check(manifest: StoreManifest, given: dict[str, Any]) -> None:
-    if (manifest.documents, manifest.tokens) != (given["documents"], given["tokens"]):
+def _check(manifest: StoreManifest, parsed: dict[str, Any]) -> None:
+    """Raise a ValueError for numbers that contradict each other: readers trust them."""
+    if (manifest.documents, manifest.tokens) != (parsed["documents"], parsed["tokens"]):
         raise ValueError("the counts of the shards do not add up")
+    typed = manifest.types is not None
     for number, shard in enumerate(manifest.shards):
-        typed = manifest.types is not None
         names = file_names(number, manifest.masked, manifest.spans, typed)
         if list(shard.files) != names:
             raise ValueError(f"shard {number} lists other files than {', '.join(names)}")
         sizes = file_sizes(shard, manifest.dtype, manifest.masked, manifest.spans, typed)
-        if [f.bytes for f in shard.files.values()] != sizes:
+        if [file.bytes for file in shard.files.values()] != sizes:
             raise ValueError(f"the sizes of shard {number} contradict its counts")

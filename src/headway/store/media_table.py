@@ -1,12 +1,14 @@
-"""A table of arrays with one shape and dtype: decoded media for encoders that are trained, features for frozen ones, token ids of texts.
+"""A table of arrays with one shape and dtype: decoded media for encoders that are trained, features
+for frozen ones, token ids of texts.
 
     rows-00000.bin   rows one after another, little-endian
     keys-00000.bin   32 bytes per row: the content hash of what the row was made of
     table.json       shape, dtype, identity (what made the rows), counts and checksums; written last
 
-`open_table` maps the files; `build_table` makes a table and is the only way that several processes may do so: one builds under a lock, the
-others wait. A killed build has no table.json. `MediaTableWriter` truncates such a folder to its last commit and continues; the finished
-bytes are the same. Invariant: sizes are checked at every use, checksums at the first use of a file.
+`open_table` maps the files; `build_table` makes a table and is the only way that several processes
+may do so: one builds under a lock, the others wait. A killed build has no table.json.
+`MediaTableWriter` truncates such a folder to its last commit and continues; the finished bytes are
+the same. Invariant: sizes are checked at every use, checksums at the first use of a file.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ log = logging.getLogger("headway")
 TABLE_NAME = "table.json"
 VERSION = 1
 KEY_BYTES = 32
+"""The size of a SHA-256."""
 COUNTED = "rows"
+"""The key under which a shard's number of rows stands in table.json."""
 SHARD_BYTES = 1 << 30
 COMMIT_BYTES = 64 << 20
 """A writer commits by itself after this many bytes, so that a killed build loses little."""
@@ -59,15 +63,12 @@ class TableManifest:
 
     def dump(self) -> str:
         """The text of table.json."""
-        head = {
-            "kind": "headway-media-table",
-            "version": VERSION,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-        }
         return sealed_json(
-            head
-            | {
+            {
+                "kind": "headway-media-table",
+                "version": VERSION,
+                "shape": list(self.shape),
+                "dtype": self.dtype,
                 "identity": self.identity,
                 "shards": [shard.dump(COUNTED) for shard in self.shards],
             }
@@ -80,12 +81,11 @@ class MediaTable:
     def __init__(
         self, folder: Path, manifest: TableManifest, checksums: Checksums | None = None
     ) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.shape, self.dtype, self.identity = (
-            manifest.shape,
-            np.dtype(manifest.dtype),
-            manifest.identity,
-        )
+        self.folder = folder
+        self.manifest = manifest
+        self.shape = manifest.shape
+        self.dtype = np.dtype(manifest.dtype)
+        self.identity = manifest.identity
         self._stored = StoredRows(folder, manifest.shards, checksums)
 
     def __len__(self) -> int:
@@ -101,19 +101,21 @@ class MediaTable:
         wanted = np.asarray(indices, np.int64).reshape(-1)
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= len(self)):
             raise IndexError(
-                f"{self.folder}: rows are 0 to {len(self) - 1}; asked for {int(wanted.min())} to {int(wanted.max())}"
+                f"{self.folder}: rows are 0 to {len(self) - 1}; asked for {int(wanted.min())} to "
+                f"{int(wanted.max())}"
             )
-        found = np.empty((wanted.size, *self.shape), self.dtype)
+        rows = np.empty((wanted.size, *self.shape), self.dtype)
         shards = self._stored.shards_of(wanted)
         for shard in np.unique(shards).tolist():
-            here = shards == shard
+            in_shard = shards == shard
             stored = self._stored.map(_names(shard)[0], self.dtype).reshape(-1, *self.shape)
-            found[here] = stored[wanted[here] - self._stored.first_row[shard]]
-        return found
+            rows[in_shard] = stored[wanted[in_shard] - self._stored.first_row[shard]]
+        return rows
 
     def key(self, row: int) -> str:
         """The content hash of one row."""
         shard = int(self._stored.shards_of(np.array(row)))
+        # Keys are mapped as bytes: KEY_BYTES for each row of the shard.
         start = (row - int(self._stored.first_row[shard])) * KEY_BYTES
         keys = self._stored.map(_names(shard)[1], "u1")
         return keys[start : start + KEY_BYTES].tobytes().hex()
@@ -121,14 +123,17 @@ class MediaTable:
     def indices_of(self, content_hashes: Sequence[str]) -> Array:
         """The rows made of some contents, int64 [n]; -1 where there is none."""
         order, keys = self._sorted_keys
-        wanted = np.array([_key(one) for one in content_hashes], f"V{KEY_BYTES}").view(_KEY_WORDS)
+        wanted_keys = np.array([_key(digest) for digest in content_hashes], f"V{KEY_BYTES}")
+        wanted_keys = wanted_keys.view(_KEY_WORDS)
         if not len(keys):
-            return np.full(len(wanted), -1, np.int64)
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[at] == wanted, order[at], -1)
+            return np.full(len(wanted_keys), -1, np.int64)
+        # A content beyond the last key would be found behind the end.
+        index = np.minimum(np.searchsorted(keys, wanted_keys), len(keys) - 1)
+        return np.where(keys[index] == wanted_keys, order[index], -1)
 
     def verify(self, at_once: bool = False) -> None:
-        """Hash all files; `at_once`: check those that are small or whose checksum is cached, by the cache."""
+        """Hash all files. `at_once`: check only files that are small or have a cached checksum,
+        which is trusted."""
         if at_once:
             self._stored.verify_small(cached=True)
         else:
@@ -145,11 +150,13 @@ class MediaTable:
 
     @cached_property
     def _sorted_keys(self) -> tuple[Array, Array]:
+        """The rows in the order of their keys, and the keys in that order."""
         parts = [
-            self._stored.map(_names(n)[1], "u1")
-            for n, shard in enumerate(self.manifest.shards)
+            self._stored.map(_names(number)[1], "u1")
+            for number, shard in enumerate(self.manifest.shards)
             if shard.num_rows
         ]
+        # Sorted once; a lookup is a binary search in arrays, not in a dictionary of all keys.
         keys = np.concatenate([np.zeros(0, np.uint8), *parts]).view(_KEY_WORDS)
         order = np.argsort(keys, kind="stable")
         return order, keys[order]
@@ -171,14 +178,18 @@ class MediaTableWriter:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         assert dtype in DTYPES, f"dtype {dtype} is not one of {DTYPES}"
-        self.folder, self.shape, self.dtype = Path(folder), tuple(shape), np.dtype(dtype)
+        self.folder = Path(folder)
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
         self.row_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
         self._settings = {
             "shape": list(self.shape),
             "dtype": dtype,
             "identity": identity,
             "shard_bytes": shard_bytes,
         }
+
         self._again = f"Remove the folder {self.folder} and build the table again."
         shard_rows = max(1, shard_bytes // max(1, self.row_bytes))
         self._rows = RowWriter(self.folder, _names, shard_rows, COUNTED, self._again)
@@ -186,15 +197,19 @@ class MediaTableWriter:
         """Content hashes of the rows written so far."""
         self.note: dict[str, Any] = {}
         """The note of the last commit."""
+
         if (self.folder / TABLE_NAME).exists():
             raise DataError(
-                f"{self.folder}: already holds a finished table. Choose another folder or remove it first."
+                f"{self.folder}: already holds a finished table. Choose another folder or remove "
+                "it first."
             )
         with writing(self.folder, error=DataError):
             self.folder.mkdir(parents=True, exist_ok=True)
+
         if (self.folder / JOURNAL_NAME).exists():
             self._restore(self.folder / JOURNAL_NAME)
         else:
+            # Without a journal nobody knows which bytes of a killed writer are whole.
             for stale in (*self.folder.glob("rows-?????.bin"), *self.folder.glob("keys-?????.bin")):
                 stale.unlink()
 
@@ -205,25 +220,28 @@ class MediaTableWriter:
         """Append rows [n, *shape] made of n contents that are not in the table yet."""
         if rows.shape != (len(content_hashes), *self.shape) or rows.dtype != self.dtype:
             raise ValueError(
-                f"rows are {rows.dtype} {rows.shape}; the table takes {self.dtype} {(len(content_hashes), *self.shape)}"
+                f"rows are {rows.dtype} {rows.shape}; the table takes {self.dtype} "
+                f"{(len(content_hashes), *self.shape)}"
             )
-        if self.known.intersection(content_hashes) or len(set(content_hashes)) < len(
-            content_hashes
-        ):
+        new = set(content_hashes)
+        if len(new) < len(content_hashes) or not self.known.isdisjoint(new):
             raise ValueError("a row of this content is in the table already")
-        keys = b"".join(_key(one) for one in content_hashes)
+        keys = b"".join(_key(digest) for digest in content_hashes)
         columns = (
             rows.astype(self.dtype.newbyteorder("<"), copy=False),
             np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
         )
         self._rows.add(columns, self.row_bytes)
         self.known.update(content_hashes)
+        # With the note of the last commit: the caller's next one replaces it.
         if self._rows.uncommitted_bytes >= COMMIT_BYTES:
             self.commit(self.note)
 
     def commit(self, note: dict[str, Any] | None = None) -> None:
-        """Write everything so far to disk and record it with a note; a writer that resumes starts here."""
-        self.note = self.note if note is None else note
+        """Write everything so far to disk and record it with a note; a writer that resumes starts
+        here."""
+        if note is not None:
+            self.note = note
         state = self._rows.commit()
         write_atomic(
             self.folder / JOURNAL_NAME,
@@ -252,25 +270,28 @@ class MediaTableWriter:
 
     def _restore(self, journal: Path) -> None:
         try:
-            given = parse_sealed_json(read_bounded(journal))
-            if given["settings"] == self._settings:
-                self._rows.restore(given)
-                self.note = given["note"]
+            recorded = parse_sealed_json(read_bounded(journal))
+            settings = recorded["settings"]
+            if settings == self._settings:
+                self._rows.restore(recorded)
+                self.note = recorded["note"]
         except (ValueError, KeyError, TypeError, OSError) as problem:
             raise DataError(f"{journal}: damaged ({problem}). {self._again}") from None
-        if given["settings"] != self._settings:
+        if settings != self._settings:
             changed = ", ".join(
-                k for k in self._settings if given["settings"].get(k) != self._settings[k]
+                name for name in self._settings if settings.get(name) != self._settings[name]
             )
             raise DataError(
-                f"{self.folder}: holds an unfinished table with other settings ({changed}). {self._again}"
+                f"{self.folder}: holds an unfinished table with other settings ({changed}). "
+                f"{self._again}"
             )
+
+        # `restore` has truncated the growing shard, so its keys are those of the last commit.
         with writing(self.folder, error=DataError):
             for number in range(len(self._rows.shards) + bool(self._rows.growing)):
-                stored = (self.folder / _names(number)[1]).read_bytes()
-                self.known.update(
-                    stored[at : at + KEY_BYTES].hex() for at in range(0, len(stored), KEY_BYTES)
-                )
+                keys = (self.folder / _names(number)[1]).read_bytes()
+                for begin in range(0, len(keys), KEY_BYTES):
+                    self.known.add(keys[begin : begin + KEY_BYTES].hex())
 
 
 def is_table(folder: Path) -> bool:
@@ -279,47 +300,43 @@ def is_table(folder: Path) -> bool:
 
 
 def open_table(folder: Path | str, checksums: Checksums | None = None) -> MediaTable:
-    """Open a finished table; an error if it is unfinished, damaged or if file sizes differ from table.json."""
+    """Open a finished table; an error if it is unfinished, damaged or if file sizes differ from
+    table.json."""
     path = Path(folder) / TABLE_NAME
     try:
-        given = parse_sealed_json(read_bounded(path))
-        if (
-            given["kind"] != "headway-media-table"
-            or given["version"] != VERSION
-            or given["dtype"] not in DTYPES
-        ):
-            raise ValueError(
-                f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}"
-            )
-        shards = tuple(RowShard.parse(one, COUNTED) for one in given["shards"])
-        manifest = TableManifest(
-            tuple(int(n) for n in given["shape"]),
-            str(given["dtype"]),
-            str(given["identity"]),
-            shards,
-        )
+        parsed = parse_sealed_json(read_bounded(path))
+        kind = parsed["kind"]
+        version = parsed["version"]
+        dtype = parsed["dtype"]
+        if kind != "headway-media-table" or version != VERSION or dtype not in DTYPES:
+            raise ValueError(f"kind {kind!r}, version {version!r}, dtype {dtype!r}")
+        shards = tuple(RowShard.parse(shard, COUNTED) for shard in parsed["shards"])
+        shape = tuple(int(size) for size in parsed["shape"])
+        manifest = TableManifest(shape, str(dtype), str(parsed["identity"]), shards)
     except FileNotFoundError:
-        unfinished = (Path(folder) / JOURNAL_NAME).exists()
-        why = (
-            f"an unfinished table (no {TABLE_NAME}). Run the command that builds it again; it resumes."
-            if unfinished
-            else None
-        )
-        raise DataError(
-            f"{folder}: {why or f'not a table of media or features (no {TABLE_NAME}).'}"
-        ) from None
+        reason = f"not a table of media or features (no {TABLE_NAME})."
+        if (Path(folder) / JOURNAL_NAME).exists():
+            reason = (
+                f"an unfinished table (no {TABLE_NAME}). Run the command that builds it again; it "
+                "resumes."
+            )
+        raise DataError(f"{folder}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise DataError(
             f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or build the table again."
         ) from None
+
     table = MediaTable(Path(folder), manifest, checksums)
     for number, shard in enumerate(shards):
-        sizes = (shard.num_rows * table.row_bytes, shard.num_rows * KEY_BYTES)
-        if {name: file.bytes for name, file in shard.files.items()} != dict(
-            zip(_names(number), sizes, strict=True)
-        ):
+        rows_name, keys_name = _names(number)
+        sizes = {
+            rows_name: shard.num_rows * table.row_bytes,
+            keys_name: shard.num_rows * KEY_BYTES,
+        }
+        if {name: file.bytes for name, file in shard.files.items()} != sizes:
             raise DataError(
-                f"{path}: damaged (the sizes of shard {number} contradict its rows). Copy or build the table again."
+                f"{path}: damaged (the sizes of shard {number} contradict its rows). Copy or build "
+                "the table again."
             )
     table.require_sizes()
     return table
@@ -336,7 +353,8 @@ def build_table(
     fill: Fill,
     checksums: Checksums | None = None,
 ) -> MediaTable:
-    """The finished table of a folder. If there is none, one process calls `fill` with a writer while the others wait; `fill` skips `known`.
+    """The finished table of a folder. If there is none, one process calls `fill` with a writer
+    while the others wait; `fill` skips `known`.
 
     A damaged table is built again. Choose the folder's name by everything that decides the rows.
     """
@@ -351,6 +369,7 @@ def build_table(
         return True
 
     folder = Path(folder)
+    # Without the lock first: the usual case, a finished table, writes nothing.
     if not is_whole():
         with file_lock(folder.with_name(f"{folder.name}.lock"), until=is_whole) as builds:
             if builds:
@@ -361,10 +380,12 @@ def build_table(
                     fill(writer)
                     writer.finish()
     table = open_table(folder, checksums)
-    found = (table.shape, table.dtype.name, table.identity)
-    if found != (tuple(shape), dtype, identity):
+    stored = (table.shape, table.dtype.name, table.identity)
+    expected = (tuple(shape), dtype, identity)
+    if stored != expected:
         raise DataError(
-            f"{folder}: holds a table of {found}; expected {(tuple(shape), dtype, identity)}. Remove the folder and run again."
+            f"{folder}: holds a table of {stored}; expected {expected}. "
+            "Remove the folder and run again."
         )
     return table
 

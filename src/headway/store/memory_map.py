@@ -1,8 +1,11 @@
-"""Read-only memory maps of data files: a bounded number per process, without an open file descriptor each.
+"""Read-only memory maps of data files: a bounded number per process, without an open file
+descriptor each.
 
-Python's own maps keep a descriptor open, so a store of many shards would reach `ulimit -n`. Here the descriptor is closed once the file is
-mapped, and the least recently used maps are dropped above MAX_MAPS. Reading past the end of a file that became shorter kills the process
-with SIGBUS, so `MappedFiles.get` checks the size at every use. That costs a microsecond; a change between check and copy is not caught.
+Python's own maps keep a descriptor open, so a store of many shards would reach `ulimit -n`. Here
+the descriptor is closed once the file is mapped, and the least recently used maps are dropped above
+MAX_MAPS. Reading past the end of a file that became shorter kills the process with SIGBUS, so
+`MappedFiles.get` checks the size at every use. That costs a microsecond; a change between check and
+copy is not caught.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from headway.errors import DataError
 
 MAX_MAPS = 4096
 """The usual kernel limit is 65,530 maps per process."""
-PROT_READ, MAP_SHARED = 1, 1
+# From <sys/mman.h> of Linux.
+PROT_READ = 1
+MAP_SHARED = 1
 Array = np.ndarray[Any, Any]
 
 
@@ -41,10 +46,12 @@ def _map(path: str, dtype: np.dtype[Any]) -> Array:
         size = os.fstat(descriptor).st_size
         if size % dtype.itemsize:
             raise ValueError(f"has {size} bytes, not a multiple of {dtype.itemsize}")
+        # mmap refuses an empty file.
         if not size:
             return np.zeros(0, dtype)
         if not sys.platform.startswith("linux"):
             return np.asarray(np.memmap(path, dtype, mode="r"))
+
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = (
@@ -59,11 +66,14 @@ def _map(path: str, dtype: np.dtype[Any]) -> Array:
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:
+        # A map outlives its descriptor.
         os.close(descriptor)
+
+    # The array keeps `whole` alive through its buffer; when the last view of it is gone, the file
+    # is unmapped. Not at exit: other threads may still read then.
     whole = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(
-        whole, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size)
-    ).atexit = False
+    unmap = weakref.finalize(whole, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
+    unmap.atexit = False
     array = np.frombuffer(memoryview(whole), dtype)
     array.flags.writeable = False
     return array
@@ -71,12 +81,16 @@ def _map(path: str, dtype: np.dtype[Any]) -> Array:
 
 def _advice(problem: OSError | ValueError) -> str:
     """The reason and the remedy."""
-    if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
-        return "too many files are open. Raise the limit (ulimit -n), or join stores with `headway data merge`."
-    if isinstance(problem, OSError) and problem.errno == errno.ENOMEM:
+    if not isinstance(problem, OSError):
+        return f"{problem}. Copy or build the store again."
+    if problem.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "too many files are open. Raise the limit (ulimit -n), or join stores with `headway "
+            "data merge`."
+        )
+    if problem.errno == errno.ENOMEM:
         return "too many maps or too little address space. Raise vm.max_map_count or ulimit -v."
-    reason = problem.strerror if isinstance(problem, OSError) else None
-    return f"{reason or problem}. Copy or build the store again."
+    return f"{problem.strerror or problem}. Copy or build the store again."
 
 
 class MappedFiles:
@@ -91,24 +105,28 @@ class MappedFiles:
         return len(self._maps)
 
     def get(self, path: str, dtype: str, size: int) -> Array:
-        """The map of a file that must have `size` bytes; a file that was replaced is mapped again."""
+        """The map of a file that must have `size` bytes; a file that was replaced is mapped
+        again."""
         try:
-            now = os.stat(path)
+            status = os.stat(path)
         except OSError as problem:
             raise DataError(f"{path}: cannot be read: {_advice(problem)}") from None
-        if now.st_size != size:
+        if status.st_size != size:
             raise DataError(
-                f"{path}: has {now.st_size} bytes; store.json says {size}. It was truncated or replaced. Copy or build the store again."
+                f"{path}: has {status.st_size} bytes; store.json says {size}. It was truncated or "
+                "replaced. Copy or build the store again."
             )
         with self._guard:
-            inode, found = self._maps.get(path, (None, None))
-            if found is None or inode != now.st_ino:
-                found = map_file(path, dtype)
-                self._maps[path] = now.st_ino, found
+            # A map keeps the file that it was made of, also after the name was given to another
+            # one.
+            inode, array = self._maps.get(path, (None, None))
+            if array is None or inode != status.st_ino:
+                array = map_file(path, dtype)
+                self._maps[path] = status.st_ino, array
                 while len(self._maps) > self.max_maps:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(path)
-            return found
+            return array
 
 
 MAPS = MappedFiles()

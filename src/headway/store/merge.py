@@ -1,4 +1,5 @@
-"""Merge stores. In: stores of one tokenizer; out: one store with their documents, one store after another.
+"""Merge stores. In: stores of one tokenizer; out: one store with their documents, one store after
+another.
 
 The shards of one tokenization (`--shard I/N`) give the same bytes as a tokenization without shards.
 """
@@ -15,8 +16,10 @@ from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
 from headway.store.media_items import refuse_media
 from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.source import Longs
 
 COPY_DOCUMENTS = 4096
+"""Documents that are copied together."""
 
 
 def merge(stores: Sequence[Path], out: Path) -> Store:
@@ -26,19 +29,24 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
     if not opened:
         raise DataError("merge: no store is given. Give at least one.")
     first = opened[0]
+    manifest = first.manifest
     for store in opened:
         refuse_media(store, "data merge")
     for other in opened[1:]:
-        for what in ("tokenizer", "masked", "spans"):
-            expected, found = getattr(first.manifest, what), getattr(other.manifest, what)
-            if found != expected:
+        for name in ("tokenizer", "masked", "spans"):
+            expected = getattr(manifest, name)
+            value = getattr(other.manifest, name)
+            if value != expected:
                 raise DataError(
-                    f"{other.name}: {what} is {_short(found)}, but {_short(expected)} in {first.name}. They must be equal."
+                    f"{other.name}: {name} is {_short(value)}, but {_short(expected)} in "
+                    f"{first.name}. They must be equal."
                 )
-    divided = _are_shards(opened)
-    sources = list(dict.fromkeys(source for store in opened for source in store.manifest.sources))
+
+    parts = [(store, 0, store.num_documents) for store in opened]
+    if _are_shards(opened):
+        parts = list(_in_order(opened))
+    # Ids fit the widest type that any of the stores needed.
     dtype = "uint32" if any(store.dtype == "uint32" for store in opened) else "uint16"
-    manifest = first.manifest
     with StoreWriter(
         Path(out),
         dtype=dtype,
@@ -46,17 +54,14 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
         masked=manifest.masked,
         spans=manifest.spans,
         typed=any(store.manifest.types is not None for store in opened),
-        sources=sources,
+        sources=list(dict.fromkeys(name for store in opened for name in store.manifest.sources)),
     ) as writer:
         total = sum(store.num_documents for store in opened)
         with progress(f"merge into {Path(out).name}", total=total, unit="documents") as advance:
-            for store, begin, end in (
-                _in_order(opened)
-                if divided
-                else ((store, 0, store.num_documents) for store in opened)
-            ):
+            for store, begin, end in parts:
                 copy_documents(store, writer, begin, end)
                 advance(end - begin)
+        # Before store.json exists: it would vouch for what was copied.
         for store in opened:
             store.require_checked()
         writer.finish()
@@ -71,59 +76,70 @@ def copy_documents(store: Store, writer: StoreWriter, begin: int, end: int) -> N
         ids, mask = store.gather(documents, np.zeros_like(documents), lengths)
         spans = None
         if store.manifest.spans:
-            before = np.cumsum(lengths) - lengths
-            starts = [store.span_starts(document) for document in documents.tolist()]
-            spans = np.concatenate(
-                [start + at for start, at in zip(starts, before, strict=True) if start is not None]
-            )
-        types = (
-            None
-            if store.manifest.types is None
-            else [store.type_of(document) for document in documents.tolist()]
-        )
+            # Spans count from the beginning of their pack, the writer's from that of `ids`.
+            offsets = np.cumsum(lengths) - lengths
+            parts: list[Longs] = []
+            for document, offset in zip(documents.tolist(), offsets, strict=True):
+                starts = store.span_starts(document)
+                if starts is not None:
+                    parts.append(starts + offset)
+            spans = np.concatenate(parts)
+        types = None
+        if store.manifest.types is not None:
+            types = [store.type_of(document) for document in documents.tolist()]
         writer.add_many(ids, lengths, mask, spans, types=types)
 
 
 def _in_order(stores: Sequence[Store]) -> Iterator[tuple[Store, int, int]]:
-    """The parts of all shards in the order of (unit, chunk); each is a range of documents of one store."""
+    """The parts of all shards in the order of (unit, chunk); each is a range of documents of one
+    store.
+
+    A tokenization reads units of whole files in chunks (prepare/workers.py); shards divide them, and
+    this is the order in which one process would have written them."""
     parts: dict[tuple[int, int], tuple[Store, int, int]] = {}
     for store in stores:
+        division = store.manifest.division
+        assert division is not None, "checked by _are_shards"
         begin = 0
-        for unit, chunk, documents in (
-            store.manifest.division.parts if store.manifest.division else ()
-        ):
+        for unit, chunk, num_documents in division.parts:
             if (unit, chunk) in parts:
                 raise DataError(
-                    f"{store.name}: holds the same part as {parts[unit, chunk][0].name}. Give each shard once."
+                    f"{store.name}: holds the same part as {parts[unit, chunk][0].name}. Give each "
+                    "shard once."
                 )
-            parts[unit, chunk] = (store, begin, begin + documents)
-            begin += documents
-    yield from (parts[key] for key in sorted(parts))
+            parts[unit, chunk] = (store, begin, begin + num_documents)
+            begin += num_documents
+    for key in sorted(parts):
+        yield parts[key]
 
 
 def _are_shards(stores: Sequence[Store]) -> bool:
-    """Whether these are all the shards of one tokenization; an error if only some of the stores are."""
-    divisions = [store.manifest.division for store in stores]
-    if all(division is None for division in divisions):
+    """Whether these are all the shards of one tokenization; an error if only some of the stores
+    are."""
+    divisions = [store.manifest.division for store in stores if store.manifest.division is not None]
+    if not divisions:
         return False
-    for store, division in zip(stores, divisions, strict=True):
-        if division is None:
+    for store in stores:
+        if store.manifest.division is None:
             raise DataError(
-                f"{store.name}: is not a shard of a tokenization, but other stores are. Merge the shards first."
+                f"{store.name}: is not a shard of a tokenization, but other stores are. Merge the "
+                "shards first."
             )
-    of = {division.of for division in divisions if division is not None}
-    missing = sorted(
-        set(range(max(of))) - {division.shard for division in divisions if division is not None}
-    )
-    if len(of) > 1 or missing:
-        what = (
-            f"shard {missing[0]}/{max(of)} is missing"
-            if missing
-            else f"they are shards of {min(of)} and of {max(of)}"
-        )
-        raise DataError(f"{stores[0].name}, ...: {what}. Give all shards of one tokenization.")
+    # Some shards of a tokenization would look like a whole one with documents missing here and
+    # there.
+    totals = {division.of for division in divisions}
+    missing = sorted(set(range(max(totals))) - {division.shard for division in divisions})
+    problem = ""
+    if missing:
+        problem = f"shard {missing[0]}/{max(totals)} is missing"
+    elif len(totals) > 1:
+        problem = f"they are shards of {min(totals)} and of {max(totals)}"
+    if problem:
+        raise DataError(f"{stores[0].name}, ...: {problem}. Give all shards of one tokenization.")
     return True
 
 
 def _short(value: object) -> str:
-    return value[:12] if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return value[:12]
+    return str(value)

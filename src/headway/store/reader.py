@@ -1,13 +1,15 @@
-"""The native token store: `open_store` maps the files that `StoreWriter` wrote; nothing is read before it is needed.
+"""The native token store: `open_store` maps the files that `StoreWriter` wrote; nothing is read
+before it is needed.
 
     tokens-00000.bin   ids, little-endian uint16 or uint32, documents one after another
     docs-00000.idx     int64 offsets into it: where each document starts, and the end
     mask-00000.bin     optional, one bit per token (lowest first): 1 for a loss target
-    spans-00000.idx    optional, int64 offsets: where true documents start inside the packs, and the end
-    types-00000.bin    optional, uint16 per document: which of store.json's `types` (folder, domain) it is of
+    spans-00000.idx    optional, int64 offsets: where true documents start in packs, and the end
+    types-00000.bin    optional, uint16 per document: its index in store.json's `types`
 
-Invariant: file sizes are checked when a store is opened and at every use, offsets when they are read, checksums at the first use of a file
-(see checksums.py). `Store.verify` checks everything.
+A type is a folder or domain. Invariant: file sizes are checked when a store is opened and at every
+use, offsets when they are read, checksums at the first use of a file (see checksums.py).
+`Store.verify` checks everything.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def is_store(path: Path) -> bool:
 
 def dtype_for(vocab_size: int) -> Dtype:
     """The smaller of the two id types that holds a vocabulary."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+    if vocab_size <= 1 << 16:
+        return "uint16"
+    return "uint32"
 
 
 def open_store(
@@ -47,22 +51,26 @@ def open_store(
 ) -> Store:
     """Open a finished store; an error if it is unfinished or if file sizes differ from store.json.
 
-    `name`: the name in messages, if the store is a copy or was built from raw files; default: its path.
-    `checksums`: the cache of checksums; default: none, each file is checked at its first use.
+    `name`: the name in messages, if the store is a copy or was built from raw files; default: its
+    path. `checksums`: the cache of checksums; default: none, each file is checked at its first use.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
     for shard in manifest.shards:
         for file, expected in shard.files.items():
+            # Sizes are a cheap sign of an interrupted copy; checksums follow at the first use of a
+            # file.
             try:
                 size = os.path.getsize(folder / file)
             except OSError as problem:
                 raise DataError(
-                    f"{folder / file}: cannot be read: {problem.strerror}. Copy or build the store again."
+                    f"{folder / file}: cannot be read: {problem.strerror}. Copy or build the store "
+                    "again."
                 ) from None
             if size != expected.bytes:
                 raise DataError(
-                    f"{folder / file}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again."
+                    f"{folder / file}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. "
+                    "Copy or build the store again."
                 )
     return Store(folder, manifest, name, checksums)
 
@@ -79,10 +87,12 @@ class Store(TokenSource):
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.name = str(folder) if name is None else name
-        self.dtype, self.fingerprint = manifest.dtype, manifest.tokenizer
+        self.name = name or str(folder)
+        self.dtype = manifest.dtype
+        self.fingerprint = manifest.tokenizer
         self._checksums = checksums or Checksums()
         self._checked: set[str] = set()
+        # The ending and dtype of each kind of file.
         self._kinds = {
             "docs": ("idx", "<i8"),
             "spans": ("idx", "<i8"),
@@ -90,13 +100,13 @@ class Store(TokenSource):
             "types": ("bin", "<u2"),
             "tokens": ("bin", f"<u{ITEM_BYTES[self.dtype]}"),
         }
+        # As text: `_map` is asked for every read, and joining paths is slow.
         self._folder_path = str(folder)
+        # [shards + 1]: the number of each shard's first document and token, and the totals.
         self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._first_token = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
-        self.num_documents, self.num_tokens = (
-            int(self._first_document[-1]),
-            int(self._first_token[-1]),
-        )
+        self.num_documents = int(self._first_document[-1])
+        self.num_tokens = int(self._first_token[-1])
 
     @cached_property
     def masked(self) -> bool:
@@ -112,27 +122,25 @@ class Store(TokenSource):
         return self.manifest.key
 
     def lengths(self, first: int, last: int) -> Longs:
-        found = [np.zeros(0, np.int64)]
+        parts = [np.zeros(0, np.int64)]
         for shard in self._shards_of(first, last):
-            base = int(self._first_document[shard])
+            shard_first = int(self._first_document[shard])
+            shard_last = int(self._first_document[shard + 1])
             offsets = self._offsets(
-                shard,
-                max(first, base) - base,
-                min(last, int(self._first_document[shard + 1])) - base,
+                shard, max(first, shard_first) - shard_first, min(last, shard_last) - shard_first
             )
-            found.append(np.diff(offsets))
-        return np.concatenate(found)
+            parts.append(np.diff(offsets))
+        return np.concatenate(parts)
 
     def first_at(self, token: int) -> int:
         shard = int(np.searchsorted(self._first_token, token, side="right")) - 1
-        # A shard without tokens starts at the same offset as the next one: the first document may be in an earlier shard.
-        shard = (
-            int(np.searchsorted(self._first_token, self._first_token[shard], side="left"))
-            if token == self._first_token[shard]
-            else shard
-        )
+        # A shard without tokens starts at the same offset as the next one: the first document may
+        # be in an earlier shard.
+        if token == self._first_token[shard]:
+            shard = int(np.searchsorted(self._first_token, self._first_token[shard], side="left"))
         if shard >= len(self.manifest.shards):
             return self.num_documents
+        # Without the last offset, which is the end and no document's start.
         local = np.searchsorted(
             self._map("docs", shard)[:-1], token - int(self._first_token[shard]), side="left"
         )
@@ -164,9 +172,11 @@ class Store(TokenSource):
         spans = self._map("spans", shard)
         low, high = np.searchsorted(spans[:-1], [first, stop])
         starts = spans[low:high] - first
+        # Every pack begins with a true document, and starts ascend.
         if stop > first and (not starts.size or starts[0] != 0 or np.any(np.diff(starts) <= 0)):
             raise DataError(
-                f"{self.folder}: the spans of document {document} are damaged. Copy or build the store again."
+                f"{self.folder}: the spans of document {document} are damaged. Copy or build the "
+                "store again."
             )
         return starts
 
@@ -176,9 +186,11 @@ class Store(TokenSource):
             return ""
         shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
         number = int(self._map("types", shard)[document - int(self._first_document[shard])])
+        # A large file is in use before its checksum is known.
         if number >= len(types):
             raise DataError(
-                f"{self.folder}: the type of document {document} is damaged. Copy or build the store again."
+                f"{self.folder}: the type of document {document} is damaged. Copy or build the "
+                "store again."
             )
         return types[number]
 
@@ -191,42 +203,46 @@ class Store(TokenSource):
         ).astype(np.int64)
 
     def count_types(self) -> dict[str, tuple[int, int]]:
+        types = self.manifest.types
         numbers = self.type_numbers()
-        if numbers is None or self.manifest.types is None:
+        if numbers is None or types is None:
             return {}
-        documents = np.bincount(numbers, minlength=len(self.manifest.types)).tolist()
-        tokens = (
-            np.bincount(numbers, self.lengths(0, self.num_documents), len(self.manifest.types))
-            .astype(np.int64)
-            .tolist()
-        )
-        return dict(zip(self.manifest.types, zip(documents, tokens, strict=True), strict=False))
+        documents = np.bincount(numbers, minlength=len(types)).tolist()
+        lengths = self.lengths(0, self.num_documents)
+        tokens = np.bincount(numbers, lengths, len(types)).astype(np.int64).tolist()
+        # A damaged number beyond the last type makes the counts longer than the types.
+        return dict(zip(types, zip(documents, tokens, strict=True), strict=False))
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
+        # Most stores have one shard.
         if len(documents) and (shards == shards[0]).all():
             return self._gather(int(shards[0]), documents, starts, lengths)
+
         ids = np.empty(int(lengths.sum()), self.dtype)
-        mask = np.empty(len(ids), np.bool_) if self.masked else None
-        firsts = np.cumsum(lengths) - lengths
+        mask = None
+        if self.masked:
+            mask = np.empty(len(ids), np.bool_)
+        begins = np.cumsum(lengths) - lengths
         for shard in np.unique(shards).tolist():
-            here = shards == shard
-            to = ranges(firsts[here], lengths[here])
-            ids[to], bits = self._gather(shard, documents[here], starts[here], lengths[here])
+            in_shard = shards == shard
+            filled = ranges(begins[in_shard], lengths[in_shard])
+            ids[filled], bits = self._gather(
+                shard, documents[in_shard], starts[in_shard], lengths[in_shard]
+            )
             if mask is not None and bits is not None:
-                mask[to] = bits
+                mask[filled] = bits
         return ids, mask
 
     def token_positions(self, documents: Longs, starts: Longs) -> Longs:
-        found = np.empty(len(documents), np.int64)
+        # Offsets in docs-*.idx count from the beginning of their shard.
+        positions = np.empty(len(documents), np.int64)
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
         for shard in np.unique(shards).tolist():
-            here = shards == shard
-            found[here] = (
-                self._first_token[shard]
-                + self._map("docs", shard)[documents[here] - self._first_document[shard]]
-            )
-        return found + starts
+            in_shard = shards == shard
+            local = documents[in_shard] - self._first_document[shard]
+            positions[in_shard] = self._first_token[shard] + self._map("docs", shard)[local]
+        return positions + starts
 
     def require_checked(self) -> None:
         self._checksums.wait()
@@ -247,71 +263,88 @@ class Store(TokenSource):
             for name, expected in shard.files.items():
                 if sha256_file(self.folder / name) != expected.sha256:
                     raise damaged(self.folder / name)
+            # The checksum may be right and the offsets still wrong, if the writer was.
             self._offsets(number, 0, shard.documents)
 
     def _gather(
         self, shard: int, documents: Longs, starts: Longs, lengths: Longs
     ) -> tuple[Ids, Flags | None]:
+        """`gather` from one shard."""
         firsts = self._map("docs", shard)[documents - self._first_document[shard]] + starts
-        ids = self._map("tokens", shard)
+        stored = self._map("tokens", shard)
         if lengths.sum() < SLICED_FROM * len(lengths):
             index = ranges(firsts, lengths)
-            return ids[index], self._bits(shard, index) if self.masked else None
+            return stored[index], self._bits(shard, index) if self.masked else None
+
         # Long pieces: copying slices is several times faster than indexing every token.
         slices = list(zip(firsts.tolist(), (firsts + lengths).tolist(), strict=True))
-        found = np.concatenate([ids[first:stop] for first, stop in slices])
+        ids = np.concatenate([stored[first:stop] for first, stop in slices])
         if not self.masked:
-            return found, None
-        mask = self._map("mask", shard)
-        bits = [
-            np.unpackbits(mask[a >> 3 : (b + 7) >> 3], bitorder="little")[a & 7 : (a & 7) + b - a]
-            for a, b in slices
-        ]
-        return found, np.concatenate(bits).view(np.bool_)
+            return ids, None
+
+        # Whole bytes are unpacked; the first token's bit is number `first & 7` of the first byte.
+        packed = self._map("mask", shard)
+        bits: list[np.ndarray] = []
+        for first, stop in slices:
+            unpacked = np.unpackbits(packed[first >> 3 : (stop + 7) >> 3], bitorder="little")
+            bits.append(unpacked[first & 7 : (first & 7) + stop - first])
+        return ids, np.concatenate(bits).view(np.bool_)
 
     def _bits(self, shard: int, index: Longs) -> Flags:
-        return (self._map("mask", shard)[index >> 3] >> (index & 7).astype(np.uint8)) & 1 == 1
+        """The mask bits of some tokens of a shard; token i is bit i % 8 of byte i // 8."""
+        packed = self._map("mask", shard)
+        return (packed[index >> 3] >> (index & 7).astype(np.uint8)) & 1 == 1
 
     def _locate(self, document: int) -> tuple[int, int]:
+        """The shard of a document, and where it starts in the shard's tokens."""
         shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
         return shard, int(self._map("docs", shard)[document - int(self._first_document[shard])])
 
     def _shards_of(self, first: int, last: int) -> range:
         if first >= last:
             return range(0)
+        # A shard without documents between them is included; it adds nothing.
         low, high = np.searchsorted(self._first_document, [first, last - 1], side="right")
         return range(int(low) - 1, int(high))
 
     def _offsets(self, shard: int, first: int, last: int) -> Longs:
-        offsets, end = self._map("docs", shard)[first : last + 1], self.manifest.shards[shard]
-        inside = (
-            offsets[0] >= 0 and offsets[-1] <= end.tokens and not np.any(offsets[1:] < offsets[:-1])
+        """The offsets of documents first to last of a shard, the end of the last included; checked
+        as far as they can be without reading all."""
+        offsets = self._map("docs", shard)[first : last + 1]
+        counts = self.manifest.shards[shard]
+        is_good = (
+            offsets[0] >= 0
+            and offsets[-1] <= counts.tokens
+            and not np.any(offsets[1:] < offsets[:-1])
+            and (first != 0 or offsets[0] == 0)
+            and (last != counts.documents or offsets[-1] == counts.tokens)
         )
-        if (
-            not inside
-            or (first == 0 and offsets[0] != 0)
-            or (last == end.documents and offsets[-1] != end.tokens)
-        ):
+        if not is_good:
             raise DataError(
-                f"{self.folder}/docs-{shard:05}.idx: offsets out of order; the file is damaged. Copy or build the store again."
+                f"{self.folder}/docs-{shard:05}.idx: offsets out of order; the file is damaged. "
+                "Copy or build the store again."
             )
         return offsets
 
-    def _map(self, what: str, shard: int) -> np.ndarray:
-        """A file of a shard, mapped; its checksum is checked at the first use, its size at every use."""
-        ending, dtype = self._kinds[what]
-        name = f"{what}-{shard:05}.{ending}"
+    def _map(self, content: str, shard: int) -> np.ndarray:
+        """A file of a shard, mapped; its checksum is checked at the first use, its size at every
+        use. `content`: the beginning of its name, e.g. `tokens`."""
+        ending, dtype = self._kinds[content]
+        name = f"{content}-{shard:05}.{ending}"
         expected = self.manifest.shards[shard].files[name]
-        found = MAPS.get(f"{self._folder_path}/{name}", dtype, expected.bytes)
+        array = MAPS.get(f"{self._folder_path}/{name}", dtype, expected.bytes)
         if name not in self._checked:
             self._checksums.require(self.folder / name, expected.sha256)
             self._checked.add(name)
+        # Damage in any file of the run stops every read: what was read until now may be wrong, too.
         if self._checksums.failed is not None:
             raise self._checksums.failed
-        return found
+        return array
 
 
 def ranges(starts: Longs, lengths: Longs) -> Longs:
     """The numbers starts[0], starts[0] + 1, ... of every range, one range after another."""
+    # One cumulative sum and one repeat, without a Python loop: every batch and every gather goes
+    # through here.
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

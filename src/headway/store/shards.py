@@ -1,10 +1,11 @@
 """Shards of files: what token stores, tables of media and logits of teachers share.
 
-    writing   GrowingFiles     the files of one shard after another, hashed as they grow
-              RowWriter        rows of equal width in such files, with the state that a journal holds
-    reading   StoredRows       checksums at the first use of a file, memory maps
+    writing   GrowingFiles   the files of one shard after another, hashed as they grow
+              RowWriter      rows of equal width in such files, with the state of a journal
+    reading   StoredRows     checksums at the first use of a file, memory maps
 
-A killed writer left a journal: the next one truncates the files to the sizes in it and continues; the finished bytes are the same.
+A killed writer left a journal: the next one truncates the files to the sizes in it and continues;
+the finished bytes are the same.
 """
 
 from __future__ import annotations
@@ -43,40 +44,52 @@ class HashedFile:
     @classmethod
     def create(cls, path: Path, size_bytes: int = 0) -> Self:
         """Open for appending after the first `size_bytes`, which are read once for the checksum."""
-        file = open(path, "r+b" if size_bytes else "wb")  # noqa: SIM115 - stays open until the shard is full
+        mode = "r+b" if size_bytes else "wb"
+        file = open(path, mode)  # noqa: SIM115 - stays open until the shard is full
         digest = hashlib.sha256()
-        left = size_bytes
-        while left:
-            chunk = file.read(min(left, CHUNK_BYTES))
+        bytes_left = size_bytes
+        while bytes_left:
+            chunk = file.read(min(bytes_left, CHUNK_BYTES))
             if not chunk:
                 file.close()
                 raise DataError(
-                    f"{path}: shorter than {JOURNAL_NAME} says. Remove the folder {path.parent} and build the store again."
+                    f"{path}: shorter than {JOURNAL_NAME} says. Remove the folder {path.parent} "
+                    "and build the store again."
                 )
             digest.update(chunk)
-            left -= len(chunk)
+            bytes_left -= len(chunk)
+        # What a killed writer wrote after its last commit goes.
         file.truncate(size_bytes)
         file.seek(size_bytes)
         return cls(path, file, digest, size_bytes)
 
     def write(self, values: np.ndarray) -> None:
-        content = np.ascontiguousarray(values).data.cast("B") if values.size else b""
+        content = b""
+        # The memory of the array itself, without a copy; an empty array has none.
+        if values.size:
+            content = np.ascontiguousarray(values).data.cast("B")
         self.file.write(content)
         self.digest.update(content)
         self.size += len(content)
 
     def reread(self, size_bytes: int) -> BinaryIO:
-        """Truncate the file to `size_bytes`; returns a temporary file with the rest."""
+        """Cut off the end of the file, after `size_bytes`; returns a temporary file with that end, to
+        be read again.
+        """
         self.file.flush()
-        rest: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed by the caller
+        cut_off: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
         with open(self.path, "rb") as stored:
             stored.seek(size_bytes)
-            shutil.copyfileobj(stored, rest, CHUNK_BYTES)
-        rest.seek(0)
+            shutil.copyfileobj(stored, cut_off, CHUNK_BYTES)
+        cut_off.seek(0)
         self.file.close()
-        again = HashedFile.create(self.path, size_bytes)
-        self.file, self.digest, self.size = again.file, again.digest, size_bytes
-        return rest
+
+        # A digest cannot go back, so what stays is hashed once more.
+        reopened = HashedFile.create(self.path, size_bytes)
+        self.file = reopened.file
+        self.digest = reopened.digest
+        self.size = size_bytes
+        return cut_off
 
     def sync(self) -> None:
         self.file.flush()
@@ -89,7 +102,11 @@ class HashedFile:
 
 
 class GrowingFiles:
-    """The files of the shard that is being written; `again` says what to do if they are damaged."""
+    """The files of the shard that is being written.
+
+    `names` gives the names of a shard's files. `again` ends the message about a damaged one: what to
+    do to build it again.
+    """
 
     def __init__(self, folder: Path, names: Names, again: str) -> None:
         self.folder = folder
@@ -98,7 +115,8 @@ class GrowingFiles:
         self.files: list[HashedFile] = []
 
     def open(self, shard: int, sizes: Sequence[int] | None = None) -> None:
-        """Open the files of a shard: new ones, or those of a killed writer, truncated to `sizes`."""
+        """Open the files of a shard: new ones, or those of a killed writer, truncated to
+        `sizes`."""
         names = self.names(shard)
         self.files = [
             HashedFile.create(self.folder / name, size)
@@ -127,6 +145,7 @@ class GrowingFiles:
     def require(self, files: Mapping[str, ShardFile]) -> None:
         """Refuse complete shards whose files are missing or of another size."""
         for name, file in files.items():
+            # Sizes alone: complete shards are hashed when the store is first read.
             path = self.folder / name
             if not path.exists() or os.path.getsize(path) != file.bytes:
                 raise DataError(f"{path}: missing or of the wrong size. {self.again}")
@@ -140,24 +159,27 @@ class RowShard:
     files: dict[str, ShardFile]
 
     def dump(self, counted: str) -> dict[str, Any]:
-        """As JSON holds it; the number of rows is called `counted`."""
+        """The shard as JSON; `counted` is the key of the number of rows."""
         files = {
             name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in self.files.items()
         }
         return {counted: self.num_rows, "files": files}
 
     @staticmethod
-    def parse(given: Mapping[str, Any], counted: str) -> RowShard:
+    def parse(dumped: Mapping[str, Any], counted: str) -> RowShard:
         """The shard that `dump` wrote."""
         files = {
             str(name): ShardFile(int(file["bytes"]), str(file["sha256"]))
-            for name, file in given["files"].items()
+            for name, file in dumped["files"].items()
         }
-        return RowShard(int(given[counted]), files)
+        return RowShard(int(dumped[counted]), files)
 
 
 class RowWriter:
-    """Appends rows to shards of files, one file per column. The journal is its user's."""
+    """Appends rows to shards of files, one file per column. Its user writes the journal.
+
+    `counted` is the key of the number of rows in it; `again` is that of `GrowingFiles`.
+    """
 
     def __init__(
         self, folder: Path, names: Names, shard_rows: int, counted: str, again: str
@@ -175,9 +197,11 @@ class RowWriter:
         return sum(shard.num_rows for shard in self.shards) + self.growing
 
     def add(self, columns: Sequence[Array], row_bytes: int) -> None:
-        """Append rows, each column [n, ...] in its stored type; a row counts for `row_bytes` where space is short."""
+        """Append rows, each column [n, ...] in its stored type; a row counts for `row_bytes` where
+        space is short."""
         first = 0
         while first < len(columns[0]):
+            # Rows are divided at the border of a shard.
             last = min(len(columns[0]), first + self._shard_rows - self.growing)
             size = (last - first) * row_bytes
             with writing(self.folder, size, DataError):
@@ -192,9 +216,11 @@ class RowWriter:
             first = last
 
     def commit(self) -> dict[str, Any]:
-        """Write everything so far to disk; what a journal must hold to continue here."""
+        """Write everything so far to disk; returns the state that a journal must hold to continue
+        here."""
         with writing(self.folder, error=DataError):
             self._files.sync()
+        # Only after a sync: a journal must never promise bytes that a crash could take away.
         self.uncommitted_bytes = 0
         return {
             "growing": self.growing,
@@ -208,24 +234,26 @@ class RowWriter:
             self._close_shard()
 
     def dumped(self) -> list[dict[str, Any]]:
-        """The complete shards as JSON holds them."""
+        """The complete shards as JSON."""
         return [shard.dump(self._counted) for shard in self.shards]
 
-    def restore(self, given: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue at the state that a journal holds; the files must be as they were."""
         with writing(self.folder, error=DataError):
-            self.shards = [RowShard.parse(shard, self._counted) for shard in given["shards"]]
-            self.growing = int(given["growing"])
+            self.shards = [RowShard.parse(shard, self._counted) for shard in state["shards"]]
+            self.growing = int(state["growing"])
             for shard in self.shards:
                 self._files.require(shard.files)
             if not self.growing:
                 return
-            self._files.open(len(self.shards), [size for size, _ in given["files"]])
-            for file, (_, digest) in zip(self._files.files, given["files"], strict=True):
+            # Opening hashes the committed bytes, so damage shows before anything is appended.
+            self._files.open(len(self.shards), [size for size, _ in state["files"]])
+            for file, (_, digest) in zip(self._files.files, state["files"], strict=True):
                 if file.digest.hexdigest() != digest:
                     self.close()
                     raise DataError(
-                        f"{file.path}: damaged: its checksum differs from {JOURNAL_NAME}. {self._files.again}"
+                        f"{file.path}: damaged: its checksum differs from {JOURNAL_NAME}. "
+                        f"{self._files.again}"
                     )
 
     def close(self) -> None:
@@ -273,7 +301,8 @@ class StoredRows:
                 raise damaged(self.folder / name)
 
     def verify_small(self, cached: bool = False) -> None:
-        """Check files that are read at once, and with `cached` those whose checksum is known; others are checked when they are used."""
+        """Check now the files of at most AT_ONCE_BYTES, and with `cached` also those whose checksum
+        is in the cache; others are checked when they are first used."""
         for name, file in self._files.items():
             path = self.folder / name
             if file.bytes <= AT_ONCE_BYTES or (cached and self.checksums.is_cached(path)):

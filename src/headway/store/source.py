@@ -1,7 +1,9 @@
-"""`TokenSource`: documents of tokens, as the loader reads them from a native store, a foreign store or generated data.
+"""`TokenSource`: documents of tokens, as the loader reads them from a native store, a foreign store
+or generated data.
 
-Documents are numbered from 0 and lie one after another: document i starts at the sum of the lengths before it. `DocumentRange` and
-`TokenRange` are views of a part of a source. Invariant: no method costs memory or time in proportion to the whole source.
+Documents are numbered from 0 and lie one after another: document i starts at the sum of the lengths
+before it. `DocumentRange` and `TokenRange` are views of a part of a source. Invariant: no method
+costs memory or time in proportion to the whole source.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 READ_DOCUMENTS = 4096
+"""Documents whose lengths are read together."""
 
 
 class TokenDocument(NamedTuple):
-    """One document: its ids, which of them are loss targets (None: all), its type, and where true documents start if it is a pack."""
+    """One document: its ids, which of them are loss targets (None: all), its type, and where true
+    documents start if it is a pack."""
 
     ids: Ids
     mask: Flags | None
@@ -33,7 +37,8 @@ class TokenDocument(NamedTuple):
 
 
 class TokenSource(ABC):
-    """Documents of tokens. A reader sets the attributes and overrides the properties; it gets `gather` for free or writes a faster one."""
+    """Documents of tokens. A reader sets the attributes and overrides the properties; it gets
+    `gather` for free or writes a faster one."""
 
     name: str
     """The name in messages and metrics."""
@@ -63,7 +68,8 @@ class TokenSource(ABC):
 
     @abstractmethod
     def first_at(self, token: int) -> int:
-        """The first document that starts at token offset `token` or later; `num_documents` if none does."""
+        """The first document that starts at token offset `token` or later; `num_documents` if none
+        does."""
 
     @abstractmethod
     def tokens(self, document: int, start: int, stop: int) -> Ids:
@@ -74,7 +80,8 @@ class TokenSource(ABC):
         return None
 
     def span_starts(self, document: int) -> Longs | None:
-        """Where the true documents start inside a pack (0 first); None if documents are not packs."""
+        """Where the true documents start inside a pack (0 first); None if documents are not
+        packs."""
         return None
 
     def type_of(self, document: int) -> str:
@@ -86,15 +93,19 @@ class TokenSource(ABC):
         return {}
 
     def token_positions(self, documents: Longs, starts: Longs) -> Longs:
-        """Where tokens `starts` of some documents stand in the whole native store: the sum of the lengths before them."""
+        """Where tokens `starts` of some documents stand in the whole native store: the sum of the
+        lengths before them."""
         raise DataError(
-            f"{self.name}: only headway stores number their tokens. Make one with `headway data convert`."
+            f"{self.name}: only headway stores number their tokens. Make one with `headway data "
+            "convert`."
         )
 
     def require_checked(self) -> None:
-        """Wait until all that was read is checked, where large files are checked meanwhile; damage is a DataError.
+        """Wait until all that was read is checked, where large files are checked meanwhile; damage
+        is a DataError.
 
-        For who writes something that is made of what was read: it would have checksums of its own, which say that it is good.
+        Call it before a file is completed that was made of what was read: the new file's own
+        checksums would hide the damage.
         """
         return
 
@@ -103,31 +114,35 @@ class TokenSource(ABC):
         pieces = list(
             zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
         )
+        # An empty array first: numpy cannot concatenate nothing.
         ids = np.concatenate([np.zeros(0, np.uint16), *(self.tokens(*piece) for piece in pieces)])
         if not self.masked:
             return ids, None
-        masks = [found for piece in pieces if (found := self.mask(*piece)) is not None]
+        masks = [mask for piece in pieces if (mask := self.mask(*piece)) is not None]
         return ids, np.concatenate([np.zeros(0, np.bool_), *masks])
 
 
 def iter_documents(source: TokenSource, split_packs: bool = False) -> Iterator[TokenDocument]:
-    """All documents of a source; `split_packs` yields the true documents of a pack one by one. At the end all that was read is checked."""
+    """All documents of a source; `split_packs` yields the true documents of a pack one by one. At
+    the end all that was read is checked."""
     for first in range(0, source.num_documents, READ_DOCUMENTS):
-        lengths = source.lengths(first, min(first + READ_DOCUMENTS, source.num_documents)).tolist()
-        for i, length in enumerate(lengths, first):
-            ids, mask, kind, spans = (
-                source.tokens(i, 0, length),
-                source.mask(i, 0, length),
-                source.type_of(i),
-                source.span_starts(i),
-            )
+        last = min(first + READ_DOCUMENTS, source.num_documents)
+        for number, length in enumerate(source.lengths(first, last).tolist(), first):
+            ids = source.tokens(number, 0, length)
+            mask = source.mask(number, 0, length)
+            type_name = source.type_of(number)
+            spans = source.span_starts(number)
             if not split_packs or spans is None:
-                yield TokenDocument(ids, mask, kind, spans)
+                yield TokenDocument(ids, mask, type_name, spans)
                 continue
-            for start, stop in zip(spans.tolist(), [*spans.tolist()[1:], length], strict=True):
-                yield TokenDocument(
-                    ids[start:stop], None if mask is None else mask[start:stop], kind
-                )
+            starts = spans.tolist()
+            for start, stop in zip(starts, [*starts[1:], length], strict=True):
+                part_mask = None
+                if mask is not None:
+                    part_mask = mask[start:stop]
+                yield TokenDocument(ids[start:stop], part_mask, type_name)
+    # What is written from these documents gets checksums of its own, so damage must be known by
+    # now.
     source.require_checked()
 
 
@@ -138,7 +153,12 @@ class SourceView(TokenSource):
         self.source = source
         self.part_key = part_key
         """Identifies the part within the source."""
-        self.name = f"{source.name}/{label}" if label else source.name
+        # A label makes the types of one store distinct in reports; a part of a document keeps the
+        # name.
+        if label:
+            self.name = f"{source.name}/{label}"
+        else:
+            self.name = source.name
         self.fingerprint = source.fingerprint
 
     @cached_property
@@ -165,16 +185,17 @@ class DocumentRange(SourceView):
         self.first = first
         """The number that its first document has in the source."""
         self._lengths = source.lengths(first, last)
+        # `first_at` counts tokens from here.
         self._begin = int(source.lengths(0, first).sum())
-        self.num_documents, self.num_tokens = len(self._lengths), int(self._lengths.sum())
+        self.num_documents = len(self._lengths)
+        self.num_tokens = int(self._lengths.sum())
 
     def lengths(self, first: int, last: int) -> Longs:
         return self._lengths[first:last]
 
     def first_at(self, token: int) -> int:
-        return min(
-            max(0, self.source.first_at(self._begin + token) - self.first), self.num_documents
-        )
+        number = self.source.first_at(self._begin + token) - self.first
+        return min(max(0, number), self.num_documents)
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:
         return self.source.tokens(self.first + document, start, stop)
@@ -200,13 +221,17 @@ class TokenRange(SourceView):
 
     def __init__(self, source: TokenSource, document: int, start: int, stop: int) -> None:
         super().__init__(source, "", f"{document}-{start}-{stop}")
-        self._document, self._start, self._stop = document, start, stop
-        self.num_documents, self.num_tokens = 1, stop - start
+        self._document = document
+        self._start = start
+        self._stop = stop
+        self.num_documents = 1
+        self.num_tokens = stop - start
 
     def lengths(self, first: int, last: int) -> Longs:
         return np.array([self.num_tokens], np.int64)[first:last]
 
     def first_at(self, token: int) -> int:
+        # The only document starts at 0.
         return int(token > 0)
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:

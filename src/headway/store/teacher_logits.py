@@ -1,12 +1,15 @@
-"""A store of a teacher's likeliest tokens: for every position of a token store, what the teacher expects to follow.
+"""A store of a teacher's likeliest tokens: for every position of a token store, what the teacher
+expects to follow.
 
     ids-00000.bin     k token ids per position, likeliest first, little-endian uint16 or uint32
-    logps-00000.bin   k + 1 numbers per position, float16 or float32: the log-probabilities of the ids, then the rest of the vocabulary
-    logits.json       which store, documents and teacher they belong to, and sizes and checksums; written last
+    logps-00000.bin   k + 1 numbers per position, float16 or float32: the log-probabilities of the
+                      ids, then the rest of the vocabulary
+    logits.json       which store, documents and teacher they belong to, sizes and checksums; last
 
-A position is the number of a token in the whole token store, so shuffling, packing and mixtures find it whatever they do. Several of these
-stores may hold different documents of one token store. A killed writer left progress.json: the next one truncates the files to it and
-continues; the finished bytes are the same. Invariant: sizes are checked at every use, checksums at the first use of a file.
+A position is the number of a token in the whole token store, so shuffling, packing and mixtures
+find it whatever they do. Several of these stores may hold different documents of one token store. A
+killed writer left progress.json: the next one truncates the files to it and continues; the finished
+bytes are the same. Invariant: sizes are checked at every use, checksums at the first use of a file.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ LOGITS_NAME = "logits.json"
 KIND = "headway-teacher-logits"
 VERSION = 1
 COUNTED = "positions"
+"""The key under which a shard's number of positions stands in logits.json."""
 SHARD_BYTES = 1 << 30
 COMMIT_BYTES = 256 << 20
 COMMIT_SECONDS = 20.0
@@ -49,7 +53,8 @@ class LogitsOrigin:
     """What a store of logits belongs to; two with different origins never mix."""
 
     store: str
-    """The content of the token store (`StoreManifest.content`): tokens, documents, loss mask and tokenizer."""
+    """The content of the token store (`StoreManifest.content`): tokens, documents, loss mask and
+    tokenizer."""
     tokenizer: str | None
     documents: tuple[int, int]
     """The first document, and the one after the last."""
@@ -64,21 +69,23 @@ class LogitsOrigin:
     """The teacher read documents in pieces of at most this many tokens."""
     top_k: int
     temperature: float
-    """For which the rest of the vocabulary is summed up."""
+    """At which the probabilities of all other tokens were summed up."""
     dtype: str
-    """Of the log-probabilities."""
+    """The type of the log-probabilities."""
 
     @property
     def id_dtype(self) -> str:
         """The type of the ids."""
-        return "uint16" if self.vocab <= 1 << 16 else "uint32"
+        if self.vocab <= 1 << 16:
+            return "uint16"
+        return "uint32"
 
     @property
     def widths(self) -> tuple[int, int]:
         """Bytes of a position in the two files."""
-        return self.top_k * np.dtype(self.id_dtype).itemsize, (self.top_k + 1) * np.dtype(
-            self.dtype
-        ).itemsize
+        id_bytes = np.dtype(self.id_dtype).itemsize
+        number_bytes = np.dtype(self.dtype).itemsize
+        return self.top_k * id_bytes, (self.top_k + 1) * number_bytes
 
 
 @dataclass(frozen=True)
@@ -101,23 +108,30 @@ class TeacherLogits:
     def __init__(
         self, folder: Path, manifest: LogitsManifest, checksums: Checksums | None = None
     ) -> None:
-        self.folder, self.manifest, self.origin = folder, manifest, manifest.origin
+        self.folder = folder
+        self.manifest = manifest
+        self.origin = manifest.origin
         self._shards = manifest.shards
         self._stored = StoredRows(folder, manifest.shards, checksums)
+        # [shards + 1]: the position of each shard's first row, and the end.
         self._first = self.origin.tokens[0] + self._stored.first_row
 
     def gather(self, positions: Longs) -> tuple[Array, Array]:
-        """(ids [n, k], log-probabilities [n, k + 1]) of positions of the token store, all of which must be held here."""
+        """(ids [n, k], log-probabilities [n, k + 1]) of positions of the token store, all of which
+        must be held here."""
         origin = self.origin
         ids = np.empty((len(positions), origin.top_k), origin.id_dtype)
         log_probs = np.empty((len(positions), origin.top_k + 1), origin.dtype)
         shards = self._stored.shards_of(positions - self.origin.tokens[0])
         for shard in np.unique(shards).tolist():
-            here = slice(None) if len(self._shards) == 1 else shards == shard
-            rows = positions[here] - self._first[shard]
-            for name, found in zip(_names(shard), (ids, log_probs), strict=True):
-                stored = self._stored.map(name, found.dtype)
-                found[here] = stored.reshape(-1, found.shape[1])[rows]
+            # A slice copies at once; flags would be looked at position by position.
+            in_shard: slice | Array = slice(None)
+            if len(self._shards) > 1:
+                in_shard = shards == shard
+            rows = positions[in_shard] - self._first[shard]
+            for name, column in zip(_names(shard), (ids, log_probs), strict=True):
+                stored = self._stored.map(name, column.dtype)
+                column[in_shard] = stored.reshape(-1, column.shape[1])[rows]
         return ids, log_probs
 
     def positions_of(self, file: str) -> tuple[int, int]:
@@ -126,7 +140,8 @@ class TeacherLogits:
         return int(self._first[number]), int(self._first[number + 1])
 
     def verify_small(self) -> None:
-        """Check the checksums of files that are read at once; others are checked when they are used."""
+        """Check the checksums of files that are read at once; others are checked when they are
+        used."""
         self._stored.verify_small()
 
     def verify(self) -> None:
@@ -139,11 +154,14 @@ class TeacherLogits:
 
 
 class TeacherLogitsWriter:
-    """Appends positions in their order to a new store of logits, or to what a killed writer committed; `finish` completes it."""
+    """Appends positions in their order to a new store of logits, or to what a killed writer
+    committed; `finish` completes it."""
 
     def __init__(self, folder: Path, origin: LogitsOrigin) -> None:
-        self.folder, self.origin = folder, origin
+        self.folder = folder
+        self.origin = origin
         self._again = f"Remove the folder {folder} and run the command again."
+        # Both files of a shard have the same positions, so the wider one decides.
         shard_positions = max(1, SHARD_BYTES // max(origin.widths))
         self._rows = RowWriter(folder, _names, shard_positions, COUNTED, self._again)
         self._committed_at = time.monotonic()
@@ -153,7 +171,8 @@ class TeacherLogitsWriter:
         """The probability of the ids, summed over the positions so far."""
         if (folder / LOGITS_NAME).exists():
             raise DataError(
-                f"{folder}: already holds a finished store of logits. Choose another folder or remove it first."
+                f"{folder}: already holds a finished store of logits. Choose another folder or "
+                "remove it first."
             )
         with writing(folder, error=DataError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -168,6 +187,7 @@ class TeacherLogitsWriter:
     def add(self, ids: Array, log_probs: Array) -> None:
         """Append [n, k] ids and [n, k + 1] log-probabilities."""
         self.max_id = max(self.max_id, int(ids.max(initial=-1)))
+        # In float64: a sum over billions of positions.
         self.mass += float(np.exp(log_probs[:, :-1].astype(np.float64)).sum())
         types = (self.origin.id_dtype, self.origin.dtype)
         columns = [
@@ -177,11 +197,9 @@ class TeacherLogitsWriter:
         self._rows.add(columns, sum(self.origin.widths))
 
     def commit_if_due(self) -> None:
-        """Commit if much was written, or long ago."""
-        if (
-            self._rows.uncommitted_bytes >= COMMIT_BYTES
-            or time.monotonic() - self._committed_at >= COMMIT_SECONDS
-        ):
+        """Commit if much was written, or much time has passed, since the last commit."""
+        seconds = time.monotonic() - self._committed_at
+        if self._rows.uncommitted_bytes >= COMMIT_BYTES or seconds >= COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
@@ -194,6 +212,7 @@ class TeacherLogitsWriter:
 
     def finish(self) -> None:
         """Close the files and write logits.json."""
+        # Positions are written in order, so their number says whether all are there.
         if self.next_position != self.origin.tokens[1]:
             raise ValueError(
                 f"{self.next_position} of {self.origin.tokens[1]} positions are written"
@@ -219,20 +238,21 @@ class TeacherLogitsWriter:
         self._rows.close()
 
     def _restore(self, journal: Path) -> None:
-        wanted = _dumped(self.origin)
+        expected = _dumped(self.origin)
         try:
-            given = parse_sealed_json(read_bounded(journal))
-            before = dict(given["origin"])
-            if before == wanted:
-                self._rows.restore(given)
-                self.max_id = int(given["max_id"])
-                self.mass = float(given["mass"])
+            recorded = parse_sealed_json(read_bounded(journal))
+            origin = dict(recorded["origin"])
+            if origin == expected:
+                self._rows.restore(recorded)
+                self.max_id = int(recorded["max_id"])
+                self.mass = float(recorded["mass"])
         except (ValueError, KeyError, TypeError, OSError) as problem:
             raise DataError(f"{journal}: damaged ({problem}). {self._again}") from None
-        if before != wanted:
-            changed = ", ".join(name for name in wanted if before.get(name) != wanted[name])
+        if origin != expected:
+            changed = ", ".join(name for name in expected if origin.get(name) != expected[name])
             raise DataError(
-                f"{self.folder}: holds unfinished logits with other settings ({changed}). {self._again}"
+                f"{self.folder}: holds unfinished logits with other settings ({changed}). "
+                f"{self._again}"
             )
 
 
@@ -242,15 +262,22 @@ def is_logits(folder: Path) -> bool:
 
 
 def open_logits(folder: Path, checksums: Checksums | None = None) -> TeacherLogits:
-    """Open a finished store of logits; an error if it is unfinished, damaged, or if file sizes differ from logits.json."""
+    """Open a finished store of logits; an error if it is unfinished, damaged, or if file sizes
+    differ from logits.json."""
     path = folder / LOGITS_NAME
     try:
         manifest = _parse(read_bounded(path))
     except FileNotFoundError:
-        unfinished = (folder / JOURNAL_NAME).exists()
-        why = f"unfinished logits (no {LOGITS_NAME}). Run the command that makes them again; it resumes."
-        missing = f"no logits of a teacher (no {LOGITS_NAME}). Make them with `headway data teacher-logits`."
-        raise DataError(f"{folder}: {why if unfinished else missing}") from None
+        reason = (
+            f"no logits of a teacher (no {LOGITS_NAME}). Make them with `headway data "
+            "teacher-logits`."
+        )
+        if (folder / JOURNAL_NAME).exists():
+            reason = (
+                f"unfinished logits (no {LOGITS_NAME}). Run the command that makes them again; it "
+                "resumes."
+            )
+        raise DataError(f"{folder}: {reason}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise DataError(
             f"{path}: damaged ({type(problem).__name__}: {problem}). Copy or make the logits again."
@@ -261,32 +288,35 @@ def open_logits(folder: Path, checksums: Checksums | None = None) -> TeacherLogi
 
 
 def _parse(content: bytes) -> LogitsManifest:
-    given = parse_sealed_json(content)
-    if given["kind"] != KIND or given["version"] != VERSION or given["dtype"] not in DTYPES:
-        raise ValueError(
-            f"kind {given['kind']!r}, version {given['version']!r}, dtype {given['dtype']!r}"
-        )
-    values: dict[str, Any] = {field.name: given[field.name] for field in fields(LogitsOrigin)}
-    values |= {
-        name: (int(values[name][0]), int(values[name][1])) for name in ("documents", "tokens")
-    }
-    values |= {name: int(values[name]) for name in ("vocab", "seq_len", "top_k")} | {
-        "temperature": float(values["temperature"])
-    }
+    parsed = parse_sealed_json(content)
+    kind = parsed["kind"]
+    version = parsed["version"]
+    dtype = parsed["dtype"]
+    if kind != KIND or version != VERSION or dtype not in DTYPES:
+        raise ValueError(f"kind {kind!r}, version {version!r}, dtype {dtype!r}")
+
+    # JSON has lists for tuples; origins are compared with those of other stores, so types are
+    # exact.
+    values: dict[str, Any] = {field.name: parsed[field.name] for field in fields(LogitsOrigin)}
+    for name in ("documents", "tokens"):
+        values[name] = (int(values[name][0]), int(values[name][1]))
+    for name in ("vocab", "seq_len", "top_k"):
+        values[name] = int(values[name])
+    values["temperature"] = float(values["temperature"])
     origin = LogitsOrigin(**values)
-    shards = tuple(RowShard.parse(one, COUNTED) for one in given["shards"])
+
+    shards = tuple(RowShard.parse(shard, COUNTED) for shard in parsed["shards"])
     for number, shard in enumerate(shards):
-        sizes = dict(
-            zip(_names(number), (shard.num_rows * width for width in origin.widths), strict=True)
-        )
+        widths = zip(_names(number), origin.widths, strict=True)
+        sizes = {name: shard.num_rows * width for name, width in widths}
         if {name: file.bytes for name, file in shard.files.items()} != sizes:
             raise ValueError(f"the files of shard {number} contradict its positions")
     if sum(shard.num_rows for shard in shards) != origin.tokens[1] - origin.tokens[0]:
         raise ValueError("the positions of the shards do not add up")
     return LogitsManifest(
         origin,
-        int(given["max_id"]),
-        float(given["mass"]),
+        int(parsed["max_id"]),
+        float(parsed["mass"]),
         shards,
         hashlib.sha256(content).hexdigest(),
     )
@@ -297,6 +327,7 @@ def _names(shard: int) -> tuple[str, str]:
 
 
 def _dumped(origin: LogitsOrigin) -> dict[str, Any]:
+    """As JSON gives it back: tuples are lists, so that it compares equal to what was read."""
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(origin).items()

@@ -1,7 +1,9 @@
-"""Check a folder and all folders below it: a path comes in, what was checked and every problem go out.
+"""Check a folder and all folders below it: a path comes in, what was checked and every problem go
+out.
 
-Checked are token stores, tables of media and features, teachers' logits, folders with headway_digests.json (models, adapters, aligners,
-GGUF files, masks) and sealed files. Every byte of them is read and hashed; nothing is taken from the cache of checksums.
+Checked are token stores, tables of media and features, teachers' logits, folders with
+headway_digests.json (models, adapters, aligners, GGUF files, masks) and sealed files. Every byte of
+them is read and hashed; nothing is taken from the cache of checksums.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ class FolderReport:
 
 
 def verify_folder(folder: Path) -> FolderReport:
-    """Check everything in a folder that headway can check; all problems are listed, not only the first."""
+    """Check everything in a folder that headway can check; all problems are listed, not only the
+    first."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: no such folder. Give a token store, a model folder, or a folder that holds some."
+            f"{folder}: no such folder. Give a token store, a model folder, or a folder that holds "
+            "some."
         )
     report = FolderReport(str(folder))
     for path, kind, check in _checks(folder):
@@ -63,39 +67,50 @@ def verify_folder(folder: Path) -> FolderReport:
         except DataError as problem:
             report.problems.append(str(problem))
             files = []
+        # A damaged folder counts as checked, without files.
         report.checked.append(
             CheckedFolder(str(path), kind, len(files), sum(file.stat().st_size for file in files))
         )
     if not report.checked:
         raise ConfigError(
-            f"{folder}: holds nothing that headway can check: no token store, no table, no logits and no {DIGESTS}. Checkpoints: "
+            f"{folder}: holds nothing that headway can check: no token store, no table, no logits "
+            f"and no {DIGESTS}. Checkpoints: "
             "`headway verify checkpoint`. Of a model folder, --update writes the digests."
         )
     return report
 
 
 def update_digests(folder: Path) -> FolderDigests:
-    """Write the digests of a model, adapter or aligner folder anew, from its files as they are now."""
+    """Write the digests of a model, adapter or aligner folder anew, from its files as they are
+    now."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder. Give the folder of a model or an adapter.")
+
     for name, kind in NOT_FOR_UPDATE.items():
         if (folder / name).is_file():
-            inside = f" Its model is in {folder / 'final'}." if (folder / "final").is_dir() else ""
+            inside = ""
+            if (folder / "final").is_dir():
+                inside = f" Its model is in {folder / 'final'}."
             raise ConfigError(
-                f"{folder}: {kind}, which has its own checksums; --update is for model folders.{inside}"
+                f"{folder}: {kind}, which has its own checksums; --update is for model "
+                f"folders.{inside}"
             )
     if not any(is_covered(path) for path in folder.iterdir()):
         raise ConfigError(
-            f"{folder}: holds no file of a model or an adapter, so there is nothing to write digests of."
+            f"{folder}: holds no file of a model or an adapter, so there is nothing to write "
+            "digests of."
         )
     return write_digests(folder)
 
 
 def _checks(folder: Path) -> Iterator[tuple[Path, str, Callable[[], list[Path]]]]:
-    """The folder or file of each check, what it is, and the check, which returns the files it has read."""
-    for place, below, names in os.walk(folder):
+    """The folder or file of each check, what it is, and the check, which returns the files it has
+    read."""
+    for location, below, names in os.walk(folder):
+        # In place: os.walk visits the folders in this order.
         below.sort()
-        path = Path(place)
+        path = Path(location)
+        # `path=path`: a lambda keeps the variable, not its value.
         if MANIFEST_NAME in names:
             yield path, "token store", lambda path=path: _check_store(path)
         if TABLE_NAME in names:
@@ -112,6 +127,7 @@ def _checks(folder: Path) -> Iterator[tuple[Path, str, Callable[[], list[Path]]]
 def _check_store(folder: Path) -> list[Path]:
     store = open_store(folder)
     store.verify()
+    # The file of media items has no entry in the manifest; reading it checks its seal.
     if has_media(store):
         read_items(store)
     return [folder / name for shard in store.manifest.shards for name in shard.files]
@@ -137,6 +153,7 @@ def _check_listed(folder: Path) -> list[Path]:
 
 
 def _is_sealed(file: Path) -> bool:
+    # By its first bytes: sealed files have no name in common.
     try:
         with open(file, "rb", opener=regular_only) as opened:
             return opened.read(len(SEAL)) == SEAL

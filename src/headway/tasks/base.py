@@ -7,7 +7,7 @@ through the noise of dropout and of sampled head gates, which is drawn per micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.data.config import DataConfig
     from headway.data.groups import SourceReader
+    from headway.data.samples import SampleSource
     from headway.kernels.distill_loss import TeacherHead
     from headway.model.base import ModelOut
+    from headway.model.config import Head
 
 MetricSums = dict[str, "tuple[Tensor, Tensor]"]
+"""Metrics by name, each as (sum, weight): over the step both are added up, then divided."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Term:
 
     sum: Tensor
     per: str = "targets"
+    """A name of `StepBatch.totals`, or `tokens`, `step` (1) or `microbatches`, which the engine adds."""
     coefficient: float = 1.0
 
 
@@ -44,6 +48,7 @@ class Loss:
 
     def share(self, totals: Mapping[str, float]) -> Tensor:
         """This microbatch's additive share of the step's loss."""
+        # A total of 0 (a step without a target) has sums of 0: the share is 0, not NaN.
         parts = [
             term.sum * (term.coefficient / max(totals[term.per], 1.0))
             for term in self.terms.values()
@@ -52,7 +57,7 @@ class Loss:
 
 
 SURVEY = "survey"
-"""The name of the pass of a `StepTask`."""
+"""The name of the one first pass of a `StepTask`."""
 
 
 class SeenRows(NamedTuple):
@@ -93,15 +98,17 @@ class StepInfo:
 
     @property
     def survey(self) -> Tensor | None:
-        """What the pass of a `StepTask` read; None if this microbatch is the whole step."""
-        seen = self.seen.get(SURVEY)
-        return None if seen is None else seen.values
+        """What the first pass of a `StepTask` read; None if this microbatch is the whole step."""
+        if SURVEY not in self.seen:
+            return None
+        return self.seen[SURVEY].values
 
     @property
     def survey_start(self) -> int:
         """Where this microbatch's rows begin in it."""
-        seen = self.seen.get(SURVEY)
-        return 0 if seen is None else seen.start
+        if SURVEY not in self.seen:
+            return 0
+        return self.seen[SURVEY].start
 
 
 class Collectives(Protocol):
@@ -121,7 +128,7 @@ class Task(Protocol):
     """A loss. It never calls the model. Its own parameters, if any, are in `module`; the engine trains them."""
 
     scope: Literal["row", "step"]
-    """`row`: rows are independent. `step`: a term couples all rows of a step."""
+    """`row`: rows are independent. `step`: a term couples all rows of a step. For readers; engines go by `first_passes_of`."""
     module: nn.Module | None
     """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
 
@@ -141,7 +148,8 @@ class CoupledTask(Task, Protocol):
 
 @runtime_checkable
 class StepTask(Task, Protocol):
-    """A loss that couples all rows of a step through one pass over the rows it trains on: a shorter form of `CoupledTask`."""
+    """A loss that couples all rows of a step through one pass over the rows it trains on. Plug-ins of earlier releases have this
+    form; new tasks define `first_passes`."""
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
         """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
@@ -158,10 +166,13 @@ def first_passes_of(objective: Task) -> tuple[FirstPass, ...]:
 
 
 class ScoreColumns(Protocol):
-    """How the log-probabilities of a frozen model stand in a microbatch, and in a table with two numbers for each group of the data."""
+    """How the log-probabilities of a frozen model are stored: as columns of a microbatch, and in a table for the whole data.
+
+    The table has two numbers for each group of the data: DPO's chosen and rejected answer, KTO's answer and KL completion. A row of a
+    microbatch has the same number of places for groups in every microbatch; some may be empty."""
 
     number: str
-    """The column with the numbers of a microbatch's groups, -1 for empty places: [rows, places]."""
+    """The column that says which group is in a place, -1 for empty ones: [rows, places]."""
 
     def scored(self, batch: Batch) -> dict[str, Batch]:
         """The rows that the frozen model reads for each column of log-probabilities."""
@@ -183,7 +194,7 @@ class ReferenceSpec:
     path: str | None
     """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
     cached: bool
-    """Compute them once for all pairs before training, instead of keeping the model in memory."""
+    """Compute its log-probabilities once for all data before training, instead of keeping the model in memory."""
     columns: ScoreColumns | None = None
     """How its log-probabilities are kept; None: it is a teacher, whose hidden states and head are needed instead."""
 
@@ -225,6 +236,8 @@ class GateSpec:
 
     window: int | None = None
     sinks: int | None = None
+    target: float | None = None
+    """The share of streaming heads that training aims at; None: the task has no such number."""
 
 
 class UsualRates(NamedTuple):
@@ -239,8 +252,8 @@ class UsualRates(NamedTuple):
 class TaskNeeds:
     """What a task needs beside its rows. The defaults are next-token prediction's."""
 
-    head: Literal["tokens", "scores", "vectors"] = "tokens"
-    """What the model puts out: the next token of every position, one score of every document, or vectors of a sample's modalities."""
+    head: Head = "tokens"
+    """What the model puts out (`ModelConfig.head`)."""
     whole_rows: bool = True
     """Whether a loss must see whole rows. False: terms and metrics are sums over tokens (or per microbatch), so ranks may share a row."""
     frozen: ReferenceSpec | None = None
@@ -284,6 +297,32 @@ class TaskConfig(KindConfig):
     def with_teacher_head(self, head: TeacherHead) -> Self:
         """These settings once the teacher is loaded."""
         return self
+
+    # What follows is asked of a task whose model puts out vectors of modalities.
+
+    def without_absent(self, modalities: tuple[str, ...]) -> tuple[Self, tuple[str, ...]]:
+        """The settings for a model without some modalities, and the pairs of modalities that this leaves out."""
+        return self, ()
+
+    def check_modalities(self, modalities: tuple[str, ...]) -> None:
+        """Raise a ConfigError for settings that do not fit the modalities of a model."""
+
+    def remarks(self, samples: SampleSource) -> Iterator[str]:
+        """What a reader of the log should know about some samples before training on them, a line each."""
+        return iter(())
+
+    def values_from_scales(
+        self, modalities: tuple[str, ...], log_scales: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """First values of its own parameters by name, from the log scales in the file of an aligner."""
+        return {}
+
+    def scales_of(
+        self, modalities: tuple[str, ...], values: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """The log scale of every modality, for the file of an aligner. `values` has its own parameters by name. 0: similarities are
+        taken as they are."""
+        return dict.fromkeys(modalities, 0.0)
 
     def build(self) -> Task:
         """Make the objective."""

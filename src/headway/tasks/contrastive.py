@@ -1,25 +1,31 @@
-"""Contrastive alignment: the vectors of one sample in two modalities are closer than those of different samples. Symmetric InfoNCE.
+"""Contrastive alignment: the vectors of one sample in two modalities are closer than those of
+different samples. Symmetric InfoNCE.
 
-In: unit vectors [rows, modalities, dim] and which are present; out: one term per step. With S = scale * a b^T over the n samples of the
-whole step (all microbatches and ranks) that have both modalities of a pair:
+In: unit vectors [rows, modalities, dim] and which are present; out: one term per step (CLIP's
+loss, arXiv:2103.00020). With S = scale * a b^T over the n samples of the whole step (all
+microbatches and ranks) that have both modalities of a pair:
 
-    loss of a pair = sum over i of [logsumexp_j S_ij - S_ii + logsumexp_j S_ji - S_ii] / (2 n)          the step's loss: the mean over pairs
+    loss of a pair = sum over i of [logsumexp_j S_ij - S_ii + logsumexp_j S_ji - S_ii] / (2 n)
+    loss of a step = the mean over pairs
 
-Samples without one of the two are no rows and no columns: their logits are minus infinity, exactly. With `equal_items: ignore` the same
-holds for S_ij where i and j are different samples with the same caption, picture or sound. A pair with n < 2 is left out. A pair's
-scale is the mean of the exponentials of its modalities' log scales. Each microbatch returns its rows' part of the value, and the
-gradient of the whole step's loss by its vectors, so that neither accumulation nor ranks change anything.
+Samples without one of the two are no rows and no columns: their logits are minus infinity, exactly.
+With `equal_items: ignore` the same holds for S_ij where i and j are different samples with the same
+caption, picture or sound. A pair with n < 2 is left out. A pair's scale is the mean of the
+exponentials of its modalities' log scales. Each microbatch returns its rows' part of the value, and
+the gradient of the whole step's loss by its vectors, so that neither accumulation nor ranks change
+anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations
 from math import log
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 from pydantic import field_validator, model_validator
 
 from headway.config.section import setting
@@ -27,6 +33,7 @@ from headway.data.samples import CONTENT, SAMPLE
 from headway.errors import ConfigError
 from headway.tasks.base import (
     Collectives,
+    FirstPass,
     Loss,
     MetricSums,
     ParameterRule,
@@ -41,16 +48,26 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
+    from headway.data.samples import SampleSource
     from headway.model.base import ModelOut
 
 CHUNK_ROWS = 4096
 """Rows of a similarity matrix that exist at one time."""
+STEP_VECTORS = "vectors"
+"""The name of the first pass, which reads the vectors of a whole step."""
 TOP = (1, 5, 10)
+"""Recall is reported among the nearest 1, 5 and 10."""
 TIE = 1e-6
-"""Similarities that differ by less are equal: the same text gives the same vector but for rounding."""
+"""Similarities that differ by less are equal: the same text gives the same vector but for
+rounding."""
 LOG_SCALE = "log_scale"
 CONTENT_PARTS = 3
 PART_BITS = 16
+"""Content numbers have 48 bits; vectors are gathered as float32, which holds 24 of them, so they
+travel in parts."""
+MIN_LOG_SCALE = -5
+"""The smallest log scale that is accepted: logits within exp(-5) of each other hardly tell samples
+apart."""
 
 
 class Config(TaskConfig):
@@ -59,8 +76,8 @@ class Config(TaskConfig):
     kind: str = setting("contrastive", "contrastive.", on_resume="fixed")
     log_scale: float | dict[str, float] = setting(
         log(1 / 0.07),
-        "Logarithm of the factor of similarities: one number for all (2.66 = temperature 0.07), or one per modality. PurrSight: "
-        "{text: 1.0, image: 2.66, audio: 2.66}.",
+        "Logarithm of the factor of similarities: one number for all (2.66 = temperature 0.07), or "
+        "one per modality. PurrSight: {text: 1.0, image: 2.66, audio: 2.66}.",
     )
     learn_scale: bool = setting(
         True, "Train the scale; false = it stays as given.", on_resume="fixed"
@@ -71,8 +88,8 @@ class Config(TaskConfig):
     )
     equal_items: Literal["negative", "ignore"] = setting(
         "negative",
-        "Samples with an equal caption, picture or sound (captions made of class names): negative = each is a wrong answer for the other, "
-        "as in CLIP; ignore = they are not compared.",
+        "Samples with an equal caption, picture or sound (captions made of class names): negative "
+        "= each is a wrong answer for the other, as in CLIP; ignore = they are not compared.",
         on_resume="fixed",
     )
     pairs: tuple[str, ...] | None = setting(
@@ -98,30 +115,32 @@ class Config(TaskConfig):
             raise ValueError(
                 "has scale_lr and learn_scale=false, so it would be ignored. Remove one of them"
             )
-        for value in (
-            self.log_scale.values() if isinstance(self.log_scale, dict) else (self.log_scale,)
-        ):
-            if not -5 <= value <= log(self.max_scale):
+        if isinstance(self.log_scale, dict):
+            log_scales = list(self.log_scale.values())
+        else:
+            log_scales = [self.log_scale]
+        for value in log_scales:
+            if not MIN_LOG_SCALE <= value <= log(self.max_scale):
                 raise ValueError(
-                    f"has log_scale {value:g}; it must be between -5 and log(max_scale) = {log(self.max_scale):.3f}"
+                    f"has log_scale {value:g}; it must be between {MIN_LOG_SCALE} and "
+                    f"log(max_scale) = {log(self.max_scale):.3f}"
                 )
         return self
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
-        """The scale does not decay."""
-        return (
-            ()
-            if self.scale_lr is None
-            else (ParameterRule(("objective",), self.scale_lr, 0.0, (0.9, 0.999)),)
-        )
+        """A learning rate of its own for the scale, without weight decay."""
+        if self.scale_lr is None:
+            return ()
+        return (ParameterRule(("objective",), self.scale_lr, 0.0, (0.9, 0.999)),)
 
-    def check(self, modalities: tuple[str, ...]) -> None:
-        """Refuse settings that do not fit the modalities of a model."""
+    def check_modalities(self, modalities: tuple[str, ...]) -> None:
+        """Pairs are of these modalities, and scales given by modality are for each of them."""
         if isinstance(self.log_scale, dict) and set(self.log_scale) != set(modalities):
-            given = ", ".join(self.log_scale)
+            names = ", ".join(self.log_scale)
             raise ConfigError(
-                f"objective.log_scale has {given}; the aligner has {', '.join(modalities)}. Give one number for each."
+                f"objective.log_scale has {names}; the aligner has {', '.join(modalities)}. Give "
+                "one number for each."
             )
         for pair in self.pairs or ():
             if not set(pair.split("-")) <= set(modalities):
@@ -129,8 +148,10 @@ class Config(TaskConfig):
                     f"objective.pairs has {pair!r}; the aligner has {', '.join(modalities)}."
                 )
 
-    def without_absent(self, modalities: tuple[str, ...]) -> tuple[Config, tuple[str, ...]]:
-        """The settings for an aligner without some modalities, and the pairs this leaves out: none if no pair would remain."""
+    def without_absent(self, modalities: tuple[str, ...]) -> tuple[Self, tuple[str, ...]]:
+        """The settings for the modalities that are there, and the pairs left out; none is left out
+        if no pair would remain.
+        """
         pairs = self.pairs
         left_out: tuple[str, ...] = ()
         if pairs is not None:
@@ -143,15 +164,57 @@ class Config(TaskConfig):
             log_scale = {name: log_scale[name] for name in log_scale if name in modalities}
         return self.model_copy(update={"pairs": pairs, "log_scale": log_scale}), left_out
 
-    def scales_of(self, modalities: tuple[str, ...], trained: Tensor | None) -> dict[str, float]:
+    def remarks(self, samples: SampleSource) -> Iterator[str]:
+        """What equal captions, pictures or sounds mean for recall, and for the loss."""
+        if self.equal_items == "ignore":
+            treated = "not compared with each other"
+        else:
+            treated = "wrong answers for each other"
+        contents = samples.contents(np.arange(samples.num_documents))
+        for first, second in permutations(range(len(samples.modalities)), 2):
+            both = (contents[:, first] >= 0) & (contents[:, second] >= 0)
+            if both.sum() < 2:
+                continue
+            ceiling = recall_ceiling(
+                contents[both, first].tolist(), contents[both, second].tolist()
+            )
+            if ceiling < 1:
+                names = f"{samples.modalities[first]}_to_{samples.modalities[second]}"
+                yield (
+                    f"{samples.name}: some samples have equal items, so recall at 1 of {names} "
+                    f"over all {int(both.sum())} cannot exceed {100 * ceiling:.1f} %; in the loss "
+                    f"they are {treated} (objective.equal_items)"
+                )
+
+    def values_from_scales(
+        self, modalities: tuple[str, ...], log_scales: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """The scale, where it is trained: one for each modality, or their mean."""
+        import torch
+
+        if not self.learn_scale:
+            return {}
+        if isinstance(self.log_scale, dict):
+            first = torch.tensor([log_scales[name] for name in self.log_scale], device="cpu")
+        else:
+            scales = [log_scales[name] for name in modalities]
+            first = torch.tensor(sum(scales) / len(scales), device="cpu")
+        return {LOG_SCALE: first}
+
+    def scales_of(
+        self, modalities: tuple[str, ...], values: Mapping[str, Tensor]
+    ) -> dict[str, float]:
         """The log scale of every modality: as trained, or as given."""
-        given = self.log_scale
-        if isinstance(given, dict):
-            return {
-                name: float(given[name] if trained is None else trained[list(given).index(name)])
-                for name in modalities
-            }
-        return {name: float(given if trained is None else trained) for name in modalities}
+        initial = self.log_scale
+        trained = values.get(LOG_SCALE)
+        if not isinstance(initial, dict):
+            shared = float(initial if trained is None else trained)
+            return dict.fromkeys(modalities, shared)
+        if trained is None:
+            return {name: float(initial[name]) for name in modalities}
+        # the parameter has one number for each modality, in the order of the setting
+        order = list(initial)
+        return {name: float(trained[order.index(name)]) for name in modalities}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -188,11 +251,11 @@ class StepLoss:
     """The loss of a whole step and its gradients."""
 
     row_loss: Tensor
-    """[N]"""
+    """[N]: each row's part of the loss."""
     gradient: Tensor
-    """[N, M, D]"""
+    """[N, M, D]: by the vectors."""
     by_log_scale: Tensor
-    """[M]"""
+    """[M]: by the log scale of each modality."""
     pair_loss: dict[str, Tensor]
     num_rows: Tensor
 
@@ -207,150 +270,188 @@ class Contrastive:
         from torch import nn
 
         self.config = config
-        given = config.log_scale
-        self.order = tuple(given) if isinstance(given, dict) else ()
-        self._fixed = torch.tensor(
-            list(given.values()) if isinstance(given, dict) else given,
-            dtype=torch.float32,
-            device="cpu",
-        )
-        self.module: nn.Module | None = (
-            nn.ParameterDict({LOG_SCALE: nn.Parameter(self._fixed.clone())})
-            if config.learn_scale
-            else None
-        )
+        self.order: tuple[str, ...] = ()
+        """The modalities of the scale's numbers; empty where one number is for all."""
+        initial: float | list[float]
+        if isinstance(config.log_scale, dict):
+            self.order = tuple(config.log_scale)
+            initial = list(config.log_scale.values())
+        else:
+            initial = config.log_scale
+        # On the CPU whatever the default device is: the engine moves parameters, `log_scales` this
+        # one.
+        self._fixed = torch.tensor(initial, dtype=torch.float32, device="cpu")
+        self.module: nn.Module | None = None
+        if config.learn_scale:
+            self.module = nn.ParameterDict({LOG_SCALE: nn.Parameter(self._fixed.clone())})
         self._last: tuple[Tensor, StepLoss] | None = None
+        """The rows of the last step and their loss, which all microbatches of the step share."""
 
-    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
-        """The vectors of every row, which are present, and whether the row is a sample: [rows, M * D + M + 1].
+    def first_passes(self) -> tuple[FirstPass, ...]:
+        """The vectors of all rows of the step: each row is compared with all of them."""
+        return (FirstPass(STEP_VECTORS, self.read_vectors),)
 
-        Where equal items are ignored, also the numbers of the rows' contents, in parts that a float holds: [rows, M * PARTS] in front.
+    def read_vectors(self, out: ModelOut, batch: Batch) -> Tensor:
+        """The vectors of every row, which are present, and whether the row is a sample: [rows, M *
+        D + M + 1].
+
+        Where equal items are ignored, also the numbers of the rows' contents, in parts that a float
+        holds: [rows, M * PARTS] in front.
         """
         import torch
 
-        found = out.embeddings
-        assert found is not None, "the contrastive objective needs a model that gives embeddings"
+        embeddings = out.embeddings
+        assert embeddings is not None, (
+            "the contrastive objective needs a model that gives embeddings"
+        )
         is_sample = (batch.extra[SAMPLE] >= 0)[:, None]
-        present = found.present & is_sample
-        values = found.values.detach() * present[..., None]
+        present = embeddings.present & is_sample
+        # Vectors of absent items are meaningless; they are zeroed before ranks exchange them.
+        values = embeddings.values.detach() * present[..., None]
         columns = [values.flatten(1), present.to(values.dtype), is_sample.to(values.dtype)]
         if self.config.equal_items == "ignore":
-            contents = torch.stack([batch.extra[f"{CONTENT}{name}"] for name in found.names], dim=1)
+            contents = torch.stack(
+                [batch.extra[f"{CONTENT}{name}"] for name in embeddings.names], dim=1
+            )
             columns.insert(0, content_parts(contents).to(values.dtype))
         return torch.cat(columns, dim=1)
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """This microbatch's rows of the step's loss; its gradient is that of the whole step."""
-        found = out.embeddings
-        assert found is not None
-        survey = self.survey(out, batch) if at.survey is None else at.survey
-        scales = self.log_scales(found.names, survey.device)
-        whole = self._whole(survey, found.names, scales.detach())
-        count = found.values.shape[0]
-        rows = slice(at.survey_start, at.survey_start + count)
+        embeddings = out.embeddings
+        assert embeddings is not None
+        names = embeddings.names
+        if STEP_VECTORS in at.seen:
+            step_rows, start = at.seen[STEP_VECTORS]
+        else:
+            # one microbatch on one rank: its rows are those of the step
+            step_rows = self.read_vectors(out, batch)
+            start = 0
+
+        scales = self.log_scales(names, step_rows.device)
+        whole = self._whole(step_rows, names, scales.detach())
+
+        # The value is this microbatch's rows of the step's loss; the gradient, known in closed
+        # form, is that of the whole step by these rows' vectors.
+        count = embeddings.values.shape[0]
+        rows = slice(start, start + count)
         value = whole.row_loss[rows].sum()
-        through = (whole.gradient[rows] * found.values).sum()
-        # every microbatch carries an equal share of what the scale receives
-        through = through + (whole.by_log_scale * scales).sum() * (count / survey.shape[0])
+        through = (whole.gradient[rows] * embeddings.values).sum()
+        # Every microbatch carries an equal share of what the scale receives.
+        step_share = count / step_rows.shape[0]
+        through = through + (whole.by_log_scale * scales).sum() * step_share
+        # x - x.detach() is zero and has the gradient of x.
         share = value + through - through.detach()
+
+        weight = value.new_tensor(float(count))
         metrics: MetricSums = {
-            f"loss/{name}": (one * count, one.new_tensor(float(count)))
-            for name, one in whole.pair_loss.items()
+            f"loss/{pair}": (loss * count, weight) for pair, loss in whole.pair_loss.items()
         }
-        metrics["scale"] = (scales.detach().exp().mean() * count, value.new_tensor(float(count)))
+        metrics["scale"] = (scales.detach().exp().mean() * count, weight)
         if not at.training:
-            metrics = {
-                "loss": (value.detach(), value.new_tensor(count / survey.shape[0])),
-                **metrics,
-            }
-            _, vectors = self._split_contents(survey, len(found.names))
-            metrics |= retrieval_sums(vectors, found.names, self._pairs(found.names), rows)
+            metrics = {"loss": (value.detach(), value.new_tensor(step_share)), **metrics}
+            _, vectors = self._split_contents(step_rows, len(names))
+            metrics |= retrieval_sums(vectors, names, self._pairs(names), rows)
+        # The engine divides by the step's rows; the loss is a mean already.
         return Loss({"contrastive": Term(share * whole.num_rows.clamp(min=1), per="rows")}, metrics)
 
     def log_scales(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """The log scale of every modality, [M]."""
         if self.module is None:
-            own = self._fixed.to(device)
+            scales = self._fixed.to(device)
         else:
-            own = dict(self.module.named_parameters())[LOG_SCALE]
-        return (
-            own[[self.order.index(name) for name in names]]
-            if self.order
-            else own.expand(len(names))
-        )
+            scales = dict(self.module.named_parameters())[LOG_SCALE]
+        # One number per modality is stored in the order of the setting, not of the model.
+        if self.order:
+            return scales[[self.order.index(name) for name in names]]
+        return scales.expand(len(names))
 
     def _pairs(self, names: tuple[str, ...]) -> list[tuple[int, int]]:
-        chosen = (
-            None
-            if self.config.pairs is None
-            else {frozenset(pair.split("-")) for pair in self.config.pairs}
-        )
+        """Indices of the modalities of every aligned pair; text-image and image-text are the
+        same."""
+        chosen = None
+        if self.config.pairs is not None:
+            chosen = {frozenset(pair.split("-")) for pair in self.config.pairs}
         return [
             (a, b)
             for a, b in combinations(range(len(names)), 2)
             if chosen is None or {names[a], names[b]} in chosen
         ]
 
-    def _split_contents(self, survey: Tensor, modalities: int) -> tuple[Tensor | None, Tensor]:
-        """The content numbers [N, M, PARTS] in front of a survey, or None, and the rest of it."""
+    def _split_contents(self, step_rows: Tensor, modalities: int) -> tuple[Tensor | None, Tensor]:
+        """The content numbers [N, M, PARTS] in front of what the first pass read, or None, and the
+        rest of it."""
         if self.config.equal_items == "negative":
-            return None, survey
+            return None, step_rows
         width = modalities * CONTENT_PARTS
-        return survey[:, :width].view(len(survey), modalities, CONTENT_PARTS), survey[:, width:]
+        contents = step_rows[:, :width].view(len(step_rows), modalities, CONTENT_PARTS)
+        return contents, step_rows[:, width:]
 
-    def _whole(self, survey: Tensor, names: tuple[str, ...], log_scales: Tensor) -> StepLoss:
+    def _whole(self, step_rows: Tensor, names: tuple[str, ...], log_scales: Tensor) -> StepLoss:
         """The loss of all rows, computed once for the microbatches of a step."""
-        if self._last is None or self._last[0] is not survey:
-            self._last = (survey, self._compute(survey, names, log_scales))
+        # All microbatches of a step see the same tensor of the first pass.
+        if self._last is None or self._last[0] is not step_rows:
+            self._last = (step_rows, self._compute(step_rows, names, log_scales))
         return self._last[1]
 
-    def _compute(self, survey: Tensor, names: tuple[str, ...], log_scales: Tensor) -> StepLoss:
+    def _compute(self, step_rows: Tensor, names: tuple[str, ...], log_scales: Tensor) -> StepLoss:
+        """Value and gradients of the step's loss in closed form, pair by pair."""
         import torch
 
-        contents, survey = self._split_contents(survey, len(names))
-        values, present, is_sample = split_survey(survey, len(names))
+        contents, vectors = self._split_contents(step_rows, len(names))
+        values, present, is_sample = split_vectors(vectors, len(names))
         factors = log_scales.float().exp().clamp(max=self.config.max_scale)
-        pairs = self._pairs(names)
-        found: dict[tuple[int, int], PairResult] = {}
-        for a, b in pairs:
+
+        results: dict[tuple[int, int], PairResult] = {}
+        for a, b in self._pairs(names):
             both = present[:, a] & present[:, b]
-            pair_contents = None if contents is None else contents[:, [a, b]]
-            found[a, b] = pair_loss(
+            pair_contents = None
+            if contents is not None:
+                pair_contents = contents[:, [a, b]]
+            results[a, b] = pair_loss(
                 values[:, a], values[:, b], both, (factors[a] + factors[b]) / 2, pair_contents
             )
-        active = torch.stack([one.is_active for one in found.values()]).sum().clamp(min=1)
-        gradient, by_scale = torch.zeros_like(values), torch.zeros_like(factors)
-        for (a, b), one in found.items():
-            gradient[:, a] += one.by_first / active
-            gradient[:, b] += one.by_second / active
-            by_scale[[a, b]] += one.by_scale / active / 2
-        by_log = by_scale * factors
-        at_limit = log_scales.float() >= log(self.config.max_scale)
-        by_log = torch.where(
-            at_limit & (by_log < 0), 0.0, by_log
-        )  # at the limit it may only shrink
-        return StepLoss(
-            sum((one.row_loss for one in found.values()), torch.zeros_like(is_sample)) / active,
-            gradient,
-            by_log,
-            {f"{names[a]}-{names[b]}": one.row_loss.sum() for (a, b), one in found.items()},
-            is_sample.sum(),
-        )
+
+        # The step's loss is the mean over pairs that have something to compare.
+        active = torch.stack([result.is_active for result in results.values()]).sum().clamp(min=1)
+        gradient = torch.zeros_like(values)
+        by_scale = torch.zeros_like(factors)
+        for (a, b), result in results.items():
+            gradient[:, a] += result.by_first / active
+            gradient[:, b] += result.by_second / active
+            # a pair's scale is the mean of two
+            by_scale[[a, b]] += result.by_scale / active / 2
+
+        # d exp(s) / ds = exp(s); at the limit the scale may only shrink
+        by_log_scale = by_scale * factors
+        is_at_limit = log_scales.float() >= log(self.config.max_scale)
+        by_log_scale = torch.where(is_at_limit & (by_log_scale < 0), 0.0, by_log_scale)
+
+        no_loss = torch.zeros_like(is_sample)
+        row_loss = sum((result.row_loss for result in results.values()), no_loss) / active
+        pair_losses = {
+            f"{names[a]}-{names[b]}": result.row_loss.sum() for (a, b), result in results.items()
+        }
+        return StepLoss(row_loss, gradient, by_log_scale, pair_losses, is_sample.sum())
 
 
-def split_survey(survey: Tensor, modalities: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(vectors [N, M, D], present [N, M], 1 for samples [N]) of a survey."""
-    width = survey.shape[1] - modalities - 1
-    values = survey[:, :width].view(len(survey), modalities, width // modalities)
-    return values, survey[:, width : width + modalities] > 0, survey[:, -1]
+def split_vectors(step_rows: Tensor, modalities: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(vectors [N, M, D], present [N, M], 1 for samples [N]) of what the first pass read, without
+    content numbers."""
+    width = step_rows.shape[1] - modalities - 1
+    values = step_rows[:, :width].view(len(step_rows), modalities, width // modalities)
+    present = step_rows[:, width : width + modalities] > 0
+    return values, present, step_rows[:, -1]
 
 
 def _chunks(rows: int) -> Iterator[slice]:
+    """Slices of at most CHUNK_ROWS rows: memory grows with N, not with its square."""
     return (slice(start, min(start + CHUNK_ROWS, rows)) for start in range(0, rows, CHUNK_ROWS))
 
 
 def content_parts(contents: Tensor) -> Tensor:
-    """Content numbers [n, M] of 48 bits as parts of 16 bits, [n, M * PARTS]: float32 holds each exactly."""
+    """Content numbers [n, M] of 48 bits as parts of 16 bits, [n, M * PARTS]: float32 holds each
+    exactly."""
     import torch
 
     parts = [
@@ -360,23 +461,26 @@ def content_parts(contents: Tensor) -> Tensor:
 
 
 def _share_content(contents: Tensor, rows: slice) -> Tensor:
-    """Which of some rows have the same item as which row, of either modality: [rows, N]. One [rows, N] at a time exists."""
-    shared = None
+    """Which of some rows have the same item as which row, of either modality: [rows, N]. One [rows,
+    N] at a time exists."""
+    import torch
+
+    matrix = (len(contents[rows]), len(contents))
+    shared = torch.zeros(matrix, dtype=torch.bool, device=contents.device)
     for modality in range(contents.shape[1]):
-        same = None
+        # content numbers are equal where all their parts are
+        same = torch.ones_like(shared)
         for part in range(contents.shape[2]):
-            equal = contents[rows, None, modality, part] == contents[None, :, modality, part]
-            same = equal if same is None else same & equal
-        assert same is not None
-        shared = same if shared is None else shared | same
-    assert shared is not None
+            same &= contents[rows, None, modality, part] == contents[None, :, modality, part]
+        shared |= same
     return shared
 
 
 def recall_ceiling(queries: Sequence[object], candidates: Sequence[object]) -> float:
     """The highest recall at 1 that any model can have: equal items cannot be distinguished.
 
-    Of k samples with the same query, one finds its own candidate first; of k equal candidates, the right one stands first with chance 1/k.
+    Of k samples with the same query, one finds its own candidate first; of k equal candidates, the
+    right one stands first with chance 1/k.
     """
     same_query = Counter(queries)
     same_candidate = Counter(candidates)
@@ -390,20 +494,26 @@ def recall_ceiling(queries: Sequence[object], candidates: Sequence[object]) -> f
 def pair_loss(
     first: Tensor, second: Tensor, valid: Tensor, scale: Tensor, contents: Tensor | None = None
 ) -> PairResult:
-    """Symmetric InfoNCE of two sets of vectors [N, D] over the rows where `valid`, and its gradients; a chunk of logits at a time.
+    """Symmetric InfoNCE of two sets of vectors [N, D] over the rows where `valid`, and its
+    gradients; a chunk of logits at a time.
 
-    `contents` [N, 2, PARTS]: rows whose content of the first or of the second modality is equal are not compared with each other.
+    `contents` [N, 2, PARTS]: rows whose content of the first or of the second modality is equal are
+    not compared with each other.
 
-    Columns that are not valid are minus infinity. What is not valid is replaced, not multiplied, so that no value of it can matter.
+    Columns that are not valid are minus infinity. What is not valid is replaced, not multiplied, so
+    that no value of it can matter.
     """
     import torch
 
+    # One sample alone has nothing to be compared with: its pair is left out of the step's mean.
     n = valid.sum()
     active = (n >= 2).to(first.dtype)
     weight = active / (2 * n.clamp(min=1))
-    a, b = torch.where(valid[:, None], first, 0.0), torch.where(valid[:, None], second, 0.0)
+    a = torch.where(valid[:, None], first, 0.0)
+    b = torch.where(valid[:, None], second, 0.0)
     diagonal = (a * b).sum(1)
-    row_lse, column_lse = torch.empty_like(diagonal), torch.full_like(diagonal, float("-inf"))
+    row_lse = torch.empty_like(diagonal)
+    column_lse = torch.full_like(diagonal, float("-inf"))
 
     def logits(rows: slice) -> Tensor:
         both = valid[rows, None] & valid[None, :]
@@ -414,75 +524,108 @@ def pair_loss(
             both &= is_self | ~_share_content(contents, rows)
         return torch.where(both, scale * (a[rows] @ b.T), float("-inf"))
 
+    # First sweep: the log-sums over rows and columns. Logits are computed twice rather than kept.
     for rows in _chunks(len(a)):
         chunk = logits(rows)
         row_lse[rows] = chunk.logsumexp(1)
+        # A column runs through all chunks, so its log-sum is added up.
         column_lse = torch.logaddexp(column_lse, chunk.logsumexp(0))
-    row_lse, column_lse = torch.where(valid, row_lse, 0.0), torch.where(valid, column_lse, 0.0)
-    by_first, by_second, total = torch.empty_like(a), torch.zeros_like(b), torch.zeros_like(weight)
+    row_lse = torch.where(valid, row_lse, 0.0)
+    column_lse = torch.where(valid, column_lse, 0.0)
+
+    # Second sweep: d loss / d S_ij = [softmax over row i + softmax over column j - 2 (i = j)] / (2
+    # n).
+    by_first = torch.empty_like(a)
+    by_second = torch.zeros_like(b)
+    by_scale = torch.zeros_like(weight)
     for rows in _chunks(len(a)):
         chunk = logits(rows)
-        share = ((chunk - row_lse[rows, None]).exp() + (chunk - column_lse[None, :]).exp()) * weight
-        by_first[rows] = share @ b
-        by_second += share.T @ a[rows]
-        total += (by_first[rows] * a[rows]).sum()
+        row_softmax = (chunk - row_lse[rows, None]).exp()
+        column_softmax = (chunk - column_lse[None, :]).exp()
+        by_logits = (row_softmax + column_softmax) * weight
+        by_first[rows] = by_logits @ b
+        by_second += by_logits.T @ a[rows]
+        # sum_ij dS_ij (a_i . b_j): what the product with b has just given, times a.
+        by_scale += (by_first[rows] * a[rows]).sum()
+
+    # The diagonal's -2 (i = j), kept out of the sweeps above.
     row_loss = torch.where(valid, (row_lse + column_lse - 2 * scale * diagonal) * weight, 0.0)
-    by_first, by_second = (by_first - 2 * weight * b) * scale, (by_second - 2 * weight * a) * scale
-    return PairResult(row_loss, by_first, by_second, total - 2 * weight * diagonal.sum(), active)
+    by_first = (by_first - 2 * weight * b) * scale
+    by_second = (by_second - 2 * weight * a) * scale
+    by_scale = by_scale - 2 * weight * diagonal.sum()
+    return PairResult(row_loss, by_first, by_second, by_scale, active)
 
 
 def places_of(first: Tensor, second: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of `first`: how many of `second` are closer than its own partner, and how many as close, itself counted: [N] each.
+    """For each row of `first`: how many of `second` are closer than its own partner, and how many
+    as close, itself counted: [N] each.
 
-    Equal texts give equal scores: a partner among `equal` that tie stands at each of their ranks with the same probability.
+    Equal texts give equal scores: a partner among `equal` that tie stands at each of their ranks
+    with the same probability.
     """
     import torch
 
-    better, equal = (torch.empty(len(first), device=first.device) for _ in range(2))
+    better = torch.empty(len(first), device=first.device)
+    equal = torch.empty(len(first), device=first.device)
     for rows in _chunks(len(first)):
         scores = first[rows] @ second.T
-        own = scores.gather(1, torch.arange(rows.start, rows.stop, device=first.device)[:, None])
-        close = (scores - own).abs() <= TIE
-        better[rows] = ((scores > own) & ~close & valid).sum(1).to(better.dtype)
-        equal[rows] = (close & valid).sum(1).clamp(min=1).to(equal.dtype)
+        # The partner of row i is column i.
+        partners = torch.arange(rows.start, rows.stop, device=first.device)[:, None]
+        partner_score = scores.gather(1, partners)
+        is_tie = (scores - partner_score).abs() <= TIE
+        better[rows] = ((scores > partner_score) & ~is_tie & valid).sum(1).to(better.dtype)
+        equal[rows] = (is_tie & valid).sum(1).clamp(min=1).to(equal.dtype)
     return better, equal
 
 
 def retrieval_sums(
-    survey: Tensor, names: tuple[str, ...], pairs: list[tuple[int, int]], rows: slice
+    step_rows: Tensor, names: tuple[str, ...], pairs: list[tuple[int, int]], rows: slice
 ) -> MetricSums:
-    """Retrieval metrics of every pair over all rows of a survey, as this microbatch's part of sums; medians and gaps enter whole."""
+    """Retrieval metrics of every pair over all rows of a step, as this microbatch's part of sums;
+    medians and gaps enter whole."""
     import torch
 
-    values, present, _ = split_survey(survey, len(names))
-    part = survey.new_tensor((rows.stop - rows.start) / len(survey))
+    values, present, _ = split_vectors(step_rows, len(names))
+    # What is one number for the whole step is given by every microbatch with its share as the
+    # weight.
+    part = step_rows.new_tensor((rows.stop - rows.start) / len(step_rows))
     sums: MetricSums = {}
     for a, b in pairs:
         valid = present[:, a] & present[:, b]
-        mine = valid[rows].to(values.dtype)
+        in_microbatch = valid[rows].to(values.dtype)
         count = valid.sum()
-        x, y = (
-            torch.where(valid[:, None], values[:, a], 0.0),
-            torch.where(valid[:, None], values[:, b], 0.0),
-        )
-        for one, two, name in (
+        x = torch.where(valid[:, None], values[:, a], 0.0)
+        y = torch.where(valid[:, None], values[:, b], 0.0)
+        directions = (
             (x, y, f"{names[a]}_to_{names[b]}"),
             (y, x, f"{names[b]}_to_{names[a]}"),
-        ):
-            better, equal = places_of(one, two, valid)
+        )
+        for queries, candidates, name in directions:
+            better, equal = places_of(queries, candidates, valid)
+            # the mean of the ranks that a partner among equal candidates may have
             ranks = better + (equal + 1) / 2
             for k in TOP:
-                found = ((k - better[rows]) / equal[rows]).clamp(0, 1)
-                sums[f"{name}/recall_at_{k}"] = ((found * mine).sum(), mine.sum())
-            sums[f"{name}/mrr"] = ((mine / ranks[rows]).sum(), mine.sum())
-            middle = torch.where(valid, ranks, float("nan")).nanmedian().nan_to_num(0.0)
-            sums[f"{name}/median_rank"] = (middle * part, part)
+                # the chance that it is among the first k
+                hits = ((k - better[rows]) / equal[rows]).clamp(0, 1)
+                sums[f"{name}/recall_at_{k}"] = ((hits * in_microbatch).sum(), in_microbatch.sum())
+            sums[f"{name}/mrr"] = ((in_microbatch / ranks[rows]).sum(), in_microbatch.sum())
+            # nanmedian skips rows that are not valid; without any there is no median, which counts
+            # 0.
+            median = torch.where(valid, ranks, float("nan")).nanmedian().nan_to_num(0.0)
+            sums[f"{name}/median_rank"] = (median * part, part)
+
         pair = f"{names[a]}-{names[b]}"
         positive = (x * y).sum(1)
-        total_x, total_y = x.sum(0), y.sum(0)
-        others = ((total_x @ total_y) - positive.sum()) / (count * (count - 1)).clamp(min=1)
-        sums[f"{pair}/positive_similarity"] = ((positive[rows] * mine).sum(), mine.sum())
-        sums[f"{pair}/negative_similarity"] = (others * part, part)
+        total_x = x.sum(0)
+        total_y = y.sum(0)
+        # The sum over all i, j is the product of the sums; what is left without i = j are the
+        # negatives.
+        negative = ((total_x @ total_y) - positive.sum()) / (count * (count - 1)).clamp(min=1)
+        sums[f"{pair}/positive_similarity"] = (
+            (positive[rows] * in_microbatch).sum(),
+            in_microbatch.sum(),
+        )
+        sums[f"{pair}/negative_similarity"] = (negative * part, part)
         gap = (total_x / count.clamp(min=1) - total_y / count.clamp(min=1)).norm()
         sums[f"{pair}/modality_gap"] = (gap * part, part)
         sums[f"{pair}/samples"] = (count * part, part)

@@ -1,8 +1,10 @@
-"""Distillation: the model learns the whole distribution that a frozen teacher gives to every target, beside the target itself.
+"""Distillation: the model learns the whole distribution that a frozen teacher gives to every
+target, beside the target itself.
 
-In: a batch with the teacher's hidden states and the teacher's head, or with what is stored of the teacher's likeliest tokens; out: one term
-over targets. kernels/distill_loss.py and kernels/topk_distill_loss.py have the formulas. Teacher and model may differ in everything but
-the vocabulary.
+In: a batch with the teacher's hidden states and the teacher's head, or with what is stored of the
+teacher's likeliest tokens; out: one term over targets. kernels/distill_loss.py and
+kernels/topk_distill_loss.py have the formulas. Teacher and model may differ in everything but the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -42,44 +44,50 @@ class Config(TaskConfig):
     kind: str = setting("distill", "distill.", on_resume="fixed")
     teacher: str | None = setting(
         None,
-        "The model to learn from: a run, a checkpoint or a Hugging Face folder with the same vocabulary; null = the weights the run starts "
-        "from (keeps a fine-tuned model near them).",
+        "The model to learn from: a run, a checkpoint or a Hugging Face folder with the same "
+        "vocabulary; null = the weights the run starts from (keeps a fine-tuned model near them).",
         on_resume="fixed",
     )
     cache: str | tuple[str, ...] | None = setting(
         None,
-        "Stored logits of a teacher instead of a teacher in memory: folders that `headway data teacher-logits` wrote, one or more for "
-        "every store of the data, or a folder of such folders.",
+        "Stored logits of a teacher instead of a teacher in memory: folders that `headway data "
+        "teacher-logits` wrote, one or more for every store of the data, or a folder of such "
+        "folders.",
     )
     tail: Literal["bucket", "drop"] = setting(
         "bucket",
-        "With cache: tokens beyond the stored ones count as one class (bucket), or both distributions are those of the stored tokens "
-        "alone (drop).",
+        "With cache: tokens beyond the stored ones count as one class (bucket), or both "
+        "distributions are those of the stored tokens alone (drop).",
     )
     direction: Literal["forward", "reverse"] = setting(
         "forward",
-        "forward: KL(teacher || model), covers all the teacher says. reverse: KL(model || teacher), keeps to its likeliest.",
+        "forward: KL(teacher || model), covers all the teacher says. reverse: KL(model || "
+        "teacher), keeps to its likeliest.",
     )
     temperature: float = setting(
         1.0,
-        "Both models' logits are divided by it for the divergence; its loss is multiplied by its square.",
+        "Both models' logits are divided by it for the divergence; its loss is multiplied by its "
+        "square.",
         gt=0,
     )
     alpha: float = setting(
         0.5, "Share of the divergence in the loss; the rest is next-token prediction.", gt=0, le=1
     )
 
+    # Not a setting: the loaded teacher's head, which `build` passes on.
     _head: TeacherHead | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _has_one_teacher(self) -> Self:
         if self.cache is not None and self.teacher is not None:
             raise ValueError(
-                "teacher and cache are both given; cache needs no teacher in memory. Remove one of them."
+                "teacher and cache are both given; cache needs no teacher in memory. Remove one "
+                "of them."
             )
         if self.cache is not None and not self.cache:
             raise ValueError(
-                "cache names no folder. Give what `headway data teacher-logits` wrote, or remove it."
+                "cache names no folder. Give what `headway data teacher-logits` wrote, or remove "
+                "it."
             )
         if self.cache is None and self.tail != "bucket":
             raise ValueError(
@@ -92,15 +100,20 @@ class Config(TaskConfig):
         """The teacher in memory, or its stored logits."""
         if self.cache is None:
             return TaskNeeds(frozen=ReferenceSpec(self.teacher, cached=False))
-        paths = (self.cache,) if isinstance(self.cache, str) else self.cache
+        if isinstance(self.cache, str):
+            paths = (self.cache,)
+        else:
+            paths = self.cache
+        # The bucket's probability is stored for one temperature; `drop` reads the stored tokens
+        # alone.
         temperature = self.temperature if self.tail == "bucket" else None
         return TaskNeeds(stored_logits=TeacherCacheSpec(paths, temperature))
 
     def with_teacher_head(self, head: TeacherHead) -> Config:
         """These settings with a loaded teacher's head."""
-        taught = self.model_copy()
-        taught._head = head
-        return taught
+        config = self.model_copy()
+        config._head = head
+        return config
 
     def build(self) -> Distill:
         """Make the objective."""
@@ -114,37 +127,44 @@ class Distill:
     module: nn.Module | None = None
 
     def __init__(self, config: Config, head: TeacherHead | None) -> None:
-        self.config, self.head = config, head
+        self.config = config
+        self.head = head
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """One term. Its gradient is computed in the same pass as its value."""
         from headway.kernels.distill_loss import DistillShaping
 
-        config, weight = self.config, batch.loss_weight
+        config = self.config
+        weight = batch.loss_weight
         shaping = DistillShaping(config.temperature, config.direction == "reverse", config.alpha)
         scored = self._score(out, batch, shaping)
+
         total = weight.sum()
-        found = {"nll": scored.nll, "accuracy": scored.correct, "kl": scored.kl}
+        per_token = {"nll": scored.nll, "accuracy": scored.correct, "kl": scored.kl}
         metrics: MetricSums = {
-            name: ((value * weight).sum(), total) for name, value in found.items()
+            name: ((value * weight).sum(), total) for name, value in per_token.items()
         }
         if at.num_sources > 1:
-            weights = by_source(weight.sum(1), batch, at)
-            for name, value in found.items():
-                metrics[f"{name}/source"] = (by_source((value * weight).sum(1), batch, at), weights)
+            source_weights = by_source(weight.sum(1), batch, at)
+            for name, value in per_token.items():
+                source_sums = by_source((value * weight).sum(1), batch, at)
+                metrics[f"{name}/source"] = (source_sums, source_weights)
         return Loss({"distill": Term(scored.total)}, metrics)
 
     def _score(self, out: ModelOut, batch: Batch, shaping: DistillShaping) -> Distilled:
+        """Divergence and cross-entropy of every token, against stored logits or a live teacher."""
         from headway.data.teacher import IDS_COLUMN, LOG_PROBS_COLUMN
         from headway.kernels.topk_distill_loss import TopLogProbs
 
         if self.config.cache is not None:
-            taught = TopLogProbs(batch.extra[IDS_COLUMN], batch.extra[LOG_PROBS_COLUMN])
+            teacher = TopLogProbs(batch.extra[IDS_COLUMN], batch.extra[LOG_PROBS_COLUMN])
             return out.head.distill_top_k(
-                batch.targets, batch.loss_weight, taught, shaping, self.config.tail == "drop"
+                batch.targets, batch.loss_weight, teacher, shaping, self.config.tail == "drop"
             )
         if self.head is None:
             raise AssertionError("the teacher is not loaded")
+        # The teacher's logits are never whole either: its head is applied chunk by chunk, beside
+        # the model's.
         return out.head.distill(
             batch.targets, batch.loss_weight, batch.extra[TAUGHT], self.head, shaping
         )

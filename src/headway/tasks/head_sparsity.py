@@ -1,9 +1,14 @@
-"""Head sparsity (PruLong): next-token loss, constrained so that a growing share of KV heads streams.
+"""Head sparsity (PruLong): next-token loss, constrained so that a growing share of KV heads
+streams.
 
-    loss = next-token + lambda_1 (s - t) + lambda_2 (s - t)^2      minimised over gates (and weights), maximised over both lambdas
+    loss = next-token + lambda_1 (s - t) + lambda_2 (s - t)^2
 
-s is the measured sparsity of a microbatch, t the target of the step; the constraint of a step is the mean over its microbatches. The gates
-are the model's (model/head_gates.py); the lambdas are this objective's own parameters.
+    minimised over gates (and weights), maximised over both lambdas
+    (the constraint of L0 pruning; PruLong, arXiv:2506.17121)
+
+s is the measured sparsity of a microbatch, t the target of the step; the constraint of a step is
+the mean over its microbatches. The gates are the model's (model/head_gates.py); the lambdas are
+this objective's own parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ class Config(TaskConfig):
     target: float = setting(0.7, "Target share of streaming heads after the warm-up.", ge=0, le=1)
     warmup: int | float = setting(
         0.8,
-        "How long the target moves from start to target: steps (an integer) or a fraction of all steps.",
+        "How long the target moves from start to target: steps (an integer) or a fraction of all "
+        "steps.",
         ge=0,
     )
     warmup_shape: Literal["linear", "logarithmic"] = setting(
@@ -54,7 +60,8 @@ class Config(TaskConfig):
     )
     measure: Measure = setting(
         "sampled",
-        "The sparsity that is compared with the target: 1 - mean of sampled z, 1 - mean of E[z], or the mean of P(z = 0).",
+        "The sparsity that is compared with the target: 1 - mean of sampled z, 1 - mean of E[z], "
+        "or the mean of P(z = 0).",
     )
     linear_term: bool = setting(
         True, "Use the term lambda_1 (s - t); false leaves only the squared term."
@@ -108,13 +115,15 @@ class Config(TaskConfig):
     def _logarithm(self) -> Config:
         if self.warmup_shape == "logarithmic" and 1.0 in (self.start, self.target):
             raise ValueError(
-                "warmup_shape is logarithmic and start or target is 1; log(1 - 1) is undefined. Use linear, or values below 1"
+                "warmup_shape is logarithmic and start or target is 1; log(1 - 1) is undefined. "
+                "Use linear, or values below 1"
             )
         return self
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
-        """Gradient descent for the gates, ascent for the lambdas, each with its own learning rate."""
+        """Gradient descent for the gates, ascent for the lambdas, each with its own learning
+        rate."""
         return (
             ParameterRule(("gates",), self.mask_lr, self.mask_weight_decay, self.mask_betas),
             ParameterRule(
@@ -125,17 +134,23 @@ class Config(TaskConfig):
     @property
     def needs(self) -> TaskNeeds:
         """Gates, with the window and sinks of the recipe."""
-        return TaskNeeds(whole_rows=False, gates=GateSpec(self.window, self.sinks))
+        return TaskNeeds(whole_rows=False, gates=GateSpec(self.window, self.sinks, self.target))
 
     def target_at(self, step: int, total_steps: int) -> float:
         """The target sparsity of one step, counted from 0."""
-        steps = (
-            self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total_steps)
-        )
-        done = 1.0 if step >= steps else step / steps
+        if isinstance(self.warmup, int):
+            warmup_steps = self.warmup
+        else:
+            warmup_steps = math.ceil(self.warmup * total_steps)
+        # warmup 0 means the target from the first step on, without a division by it.
+        progress = 1.0
+        if step < warmup_steps:
+            progress = step / warmup_steps
+
         if self.warmup_shape == "logarithmic":
-            return 1 - (1 - self.start) ** (1 - done) * (1 - self.target) ** done
-        return self.start + (self.target - self.start) * done
+            # log(1 - t) moves in a straight line from log(1 - start) to log(1 - target)
+            return 1 - (1 - self.start) ** (1 - progress) * (1 - self.target) ** progress
+        return self.start + (self.target - self.start) * progress
 
     def build(self) -> HeadSparsity:
         """Make the objective."""
@@ -143,7 +158,8 @@ class Config(TaskConfig):
 
 
 class HeadSparsity:
-    """Cross-entropy and the constraint."""
+    """Cross-entropy and the Lagrangian of the sparsity constraint, with the lambdas as
+    parameters."""
 
     scope: Literal["row", "step"] = "row"
 
@@ -153,7 +169,11 @@ class HeadSparsity:
 
         self.config = config
         self.next_token = NextToken(NextTokenConfig())
-        names = ("lambda_1", "lambda_2") if config.linear_term else ("lambda_2",)
+        if config.linear_term:
+            names = ("lambda_1", "lambda_2")
+        else:
+            names = ("lambda_2",)
+        # They start at 0; ascent lets them grow as long as the sparsity is off its target.
         self.module: nn.Module | None = nn.ParameterDict(
             {name: nn.Parameter(torch.zeros((), device="cpu")) for name in names}
         )
@@ -164,36 +184,38 @@ class HeadSparsity:
         assert self.module is not None
         plain = self.next_token.loss(out, batch, at, collectives)
         lambdas = dict(self.module.named_parameters())
-        sparsity, target = (
-            self._measured(out.gates, training=at.training),
-            self.config.target_at(at.step, at.total_steps),
-        )
+
+        sparsity = self._measured(out.gates, training=at.training)
+        target = self.config.target_at(at.step, at.total_steps)
         gap = sparsity - target
         constraint = lambdas["lambda_2"] * gap.square()
         if self.config.linear_term:
             constraint = constraint + lambdas["lambda_1"] * gap
-        one = sparsity.new_ones(())
+
+        # weight 1: a metric of the step is the mean over its microbatches
+        weight = sparsity.new_ones(())
         metrics = {
             **plain.metrics,
-            "sparsity": (sparsity, one),
-            "sparsity_target": (one * target, one),
+            "sparsity": (sparsity, weight),
+            "sparsity_target": (weight * target, weight),
         }
         if at.training:
+            # Gates are a stretched sigmoid, clamped to [0, 1]: strictly between, a head is both
+            # kinds.
             undecided = ((out.gates.z > 0) & (out.gates.z < 1)).float().mean()
-            metrics |= {
-                "undecided_heads": (undecided, one),
-                **{name: (value, one) for name, value in lambdas.items()},
-            }
+            metrics["undecided_heads"] = (undecided, weight)
+            for name, value in lambdas.items():
+                metrics[name] = (value, weight)
         return Loss({**plain.terms, "sparsity": Term(constraint, per="microbatches")}, metrics)
 
     def _measured(self, gates: GateDraw, *, training: bool) -> Tensor:
+        """The sparsity that is compared with the target; a validation measures the gates it ran
+        with."""
         from headway.model.head_gates import expected_z, probability_zero
 
         if self.config.measure == "sampled" or not training:
             return 1 - gates.z.mean()
         log_alpha = gates.log_alpha.float()
-        return (
-            probability_zero(log_alpha).mean()
-            if self.config.measure == "expected_l0"
-            else 1 - expected_z(log_alpha).mean()
-        )
+        if self.config.measure == "expected_l0":
+            return probability_zero(log_alpha).mean()
+        return 1 - expected_z(log_alpha).mean()

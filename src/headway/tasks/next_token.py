@@ -1,4 +1,13 @@
-"""Next-token prediction: cross-entropy over unmasked targets, optionally with label smoothing and z-loss."""
+"""Next-token prediction: cross-entropy over unmasked targets, optionally with label smoothing and
+z-loss.
+
+With p the model's distribution at a position, y its target, V the vocabulary, e label_smoothing, k
+z_loss and Z the sum of exponentials:
+
+    -(1 - e) log p(y) - e / V * sum over v of log p(v) + k (log Z)^2
+
+    summed with the batch's loss weights
+"""
 
 from __future__ import annotations
 
@@ -54,11 +63,15 @@ class NextToken:
         self.z_loss = config.z_loss
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
-        """One term. It is linear in per-token log-probabilities, so the head computes gradients in the same pass."""
+        """One term. It is linear in per-token log-probabilities, so the head computes gradients in
+        the same pass."""
         from headway.kernels.cross_entropy import Shaping
 
         weight = batch.loss_weight
         scored = out.head.nll(batch.targets, weight, Shaping(self.label_smoothing, self.z_loss))
+
+        # Metrics are sums and weights: ranks and microbatches are added up before the division.
+        # `nll` is the plain cross-entropy, without smoothing and z-loss.
         total = weight.sum()
         metrics = {
             "nll": ((scored.nll * weight).sum(), total),
@@ -66,13 +79,14 @@ class NextToken:
         }
         if self.z_loss:
             metrics["z_loss"] = (self.z_loss * (scored.lse.square() * weight).sum(), total)
+        # One vector over sources, so that all ranks reduce the same tensors, whatever rows they
+        # have.
         if at.num_sources > 1:
-            weights = by_source(weight.sum(1), batch, at)
-            metrics["nll/source"] = (by_source((scored.nll * weight).sum(1), batch, at), weights)
-            metrics["accuracy/source"] = (
-                by_source((scored.correct * weight).sum(1), batch, at),
-                weights,
-            )
+            source_weights = by_source(weight.sum(1), batch, at)
+            source_nll = by_source((scored.nll * weight).sum(1), batch, at)
+            source_correct = by_source((scored.correct * weight).sum(1), batch, at)
+            metrics["nll/source"] = (source_nll, source_weights)
+            metrics["accuracy/source"] = (source_correct, source_weights)
         return Loss({"next_token": Term(scored.total)}, metrics)
 
 

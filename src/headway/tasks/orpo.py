@@ -1,6 +1,8 @@
-"""ORPO: supervised tuning on the chosen answer and, in the same loss, higher odds for it than for the rejected one. No reference model.
+"""ORPO: supervised tuning on the chosen answer and, in the same loss, higher odds for it than for
+the rejected one. No reference model.
 
-In: rows of pairs (tasks/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+In: rows of pairs (tasks/preference/); out: one term over pairs (Hong et al. 2024,
+arXiv:2403.07691). With c and r the mean log-probability of a token of the chosen and of the
 rejected answer, and s the logistic function:
 
     -c - b log s(odds(c) - odds(r)),     odds(x) = x - log(1 - e^x)       b: beta
@@ -42,31 +44,38 @@ class ORPO(PerTokenTask):
         self.config = config
 
     def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
-        """The formula at the top."""
+        """The formula at the top for every pair: [rows, pairs of a row]."""
         return -pairs.chosen_gain - self.config.beta * _log_ratio(pairs)
 
     def metrics(self, pairs: Pairs, total: Tensor, at: StepInfo) -> MetricSums:
-        """Both parts beside the rewards. A plain `nll` would take the place of the loss in a validation."""
-        found, count = super().metrics(pairs, total, at), pairs.is_pair.sum()
+        """Both parts beside the rewards. A plain `nll` would take the place of the loss in a
+        validation."""
+        metrics = super().metrics(pairs, total, at)
+        count = pairs.is_pair.sum()
         parts = {"nll/chosen": -pairs.chosen_gain, "log_odds_ratio": _log_ratio(pairs)}
-        return found | {
-            name: ((value.detach() * pairs.is_pair).sum(), count) for name, value in parts.items()
-        }
+        for name, value in parts.items():
+            metrics[name] = ((value.detach() * pairs.is_pair).sum(), count)
+        return metrics
 
 
 def _log_ratio(pairs: Pairs) -> Tensor:
     """log s(odds of the chosen answer - odds of the rejected one)."""
     from torch.nn.functional import logsigmoid
 
-    c, r = pairs.chosen_gain, pairs.rejected_gain
+    # Without a reference and per token, gains are mean log-probabilities.
+    c = pairs.chosen_gain
+    r = pairs.rejected_gain
     return logsigmoid((c - r) - (_log_rest(c) - _log_rest(r)))
 
 
 def _log_rest(x: Tensor) -> Tensor:
-    """log(1 - e^x) of x < 0, exact near 0 and far from it; at 0 the nearest number below, so that no row is NaN."""
+    """log(1 - e^x) of x < 0, exact near 0 and far from it; at 0 the nearest number below, so that
+    no row is NaN."""
     import torch
 
+    # Both forms lose digits in the other's range; they meet at e^x = 1/2, x = -ln 2.
     x = x.float().clamp(max=-1e-7)
     # The other branch gets a harmless number: where() would pass on its NaN gradient.
-    near, far = x.clamp(min=-0.7), x.clamp(max=-0.6)
+    near = x.clamp(min=-0.7)
+    far = x.clamp(max=-0.6)
     return torch.where(x > -0.6931, torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))

@@ -1,9 +1,11 @@
 """Reward model: a score of every answer, higher for the chosen one of each pair (Bradley-Terry).
 
-In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the model's score head; out: one term over pairs. With c and r the scores of
-the chosen and of the rejected conversation, each at its last token:
+In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the model's score head; out: one term
+over pairs. With c and r the scores of the chosen and of the rejected conversation, each at its last
+token:
 
-    -log s(c - r - m) + k (c + r)^2          m: margin, k: center_rewards_coefficient, s: the logistic function
+    -log s(c - r - m) + k (c + r)^2          m: margin, k: center_rewards_coefficient, s: the
+                                             logistic function
 
 The second part keeps scores near zero: the first one depends on their difference alone.
 """
@@ -33,7 +35,8 @@ class Config(PreferenceConfig):
     )
     center_rewards_coefficient: float = setting(
         0.0,
-        "Weight of (chosen + rejected)^2 beside the loss of the difference, which keeps scores near zero; 0.01 is usual.",
+        "Weight of (chosen + rejected)^2 beside the loss of the difference, which keeps scores "
+        "near zero; 0.01 is usual.",
         ge=0,
     )
 
@@ -57,7 +60,8 @@ class Reward:
         self.config = config
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
-        """The formula at the top."""
+        """The formula at the top, summed over pairs; scores are taken at each document's last
+        token."""
         from torch.nn.functional import logsigmoid
 
         if out.score is None:
@@ -65,11 +69,12 @@ class Reward:
         chosen, rejected, is_pair = _scored_pairs(out.score.of_documents(batch.bounds), batch)
         per_pair = -logsigmoid(chosen - rejected - self.config.margin)
         if self.config.center_rewards_coefficient:
-            per_pair = (
-                per_pair + self.config.center_rewards_coefficient * (chosen + rejected).square()
-            )
-        total, count = (per_pair * is_pair).sum(), is_pair.sum()
-        found = {
+            off_center = (chosen + rejected).square()
+            per_pair = per_pair + self.config.center_rewards_coefficient * off_center
+
+        total = (per_pair * is_pair).sum()
+        count = is_pair.sum()
+        per_pair_metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/mean": (chosen + rejected) / 2,
@@ -77,16 +82,19 @@ class Reward:
             "rewards/margins": chosen - rejected,
         }
         metrics: MetricSums = {
-            name: ((value.detach() * is_pair).sum(), count) for name, value in found.items()
+            name: ((value.detach() * is_pair).sum(), count)
+            for name, value in per_pair_metrics.items()
         }
-        return Loss(
-            {"reward": Term(total, per="pairs")},
-            metrics if at.training else {"loss": (total, count), **metrics},
-        )
+        if not at.training:
+            metrics = {"loss": (total, count), **metrics}
+        return Loss({"reward": Term(total, per="pairs")}, metrics)
 
 
 def _scored_pairs(scores: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of the chosen and of the rejected side, and 1 where there is a pair: [rows, pairs of a row]. Other places have score 0."""
+    """Scores of the chosen and of the rejected side, and 1 where there is a pair: [rows, pairs of a
+    row]. Other places have score 0."""
+    # Documents without a loss target are padding. Their scores are replaced, not multiplied: a NaN
+    # there would survive a product with 0.
     lengths = sides(document_sums(batch.loss_weight, batch))
     is_pair = (lengths[0] > 0) & (lengths[1] > 0)
     chosen, rejected = (side.masked_fill(~is_pair, 0.0) for side in sides(scores))

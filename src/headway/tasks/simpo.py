@@ -1,9 +1,12 @@
-"""SimPO: the chosen answer should be likelier per token than the rejected one, by a margin. No reference model.
+"""SimPO: the chosen answer should be likelier per token than the rejected one, by a margin. No
+reference model.
 
-In: rows of pairs (tasks/preference/); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+In: rows of pairs (tasks/preference/); out: one term over pairs (Meng et al. 2024,
+arXiv:2405.14734). With c and r the mean log-probability of a token of the chosen and of the
 rejected answer and m = b (c - r) - g:
 
-    -(1 - e) log s(m) - e log s(-m)          b: beta, g: gamma, e: label_smoothing, s: the logistic function
+    -(1 - e) log s(m) - e log s(-m)          b: beta, g: gamma, e: label_smoothing, s: the logistic
+                                             function
 """
 
 from __future__ import annotations
@@ -50,9 +53,10 @@ class SimPO(PerTokenTask):
         self.config = config
 
     def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
-        """The formula at the top."""
+        """The formula at the top for every pair: [rows, pairs of a row]."""
         from torch.nn.functional import logsigmoid
 
+        # Per token and without a reference: gains are mean log-probabilities (PerTokenTask).
         margin = self.config.beta * (pairs.chosen_gain - pairs.rejected_gain) - self.config.gamma
         smoothing = self.config.label_smoothing
         return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)

@@ -1,7 +1,9 @@
-"""Drop documents that are too short, of poor quality or duplicates, and report how many were dropped and why.
+"""Drop documents that are too short, of poor quality or duplicates, and report how many were
+dropped and why.
 
-In: a stream of documents. Out: those that pass, unchanged and in order, and a `CleanReport`. Each document is counted under the first
-rule it breaks. Lengths and shares are counted in characters, so that languages without spaces work too.
+In: a stream of documents. Out: those that pass, unchanged and in order, and a `CleanReport`.
+Each document is counted under the first rule it breaks. Lengths and shares are counted in
+characters, so that languages without spaces work too.
 """
 
 from __future__ import annotations
@@ -24,21 +26,22 @@ from headway.text.write import record_file
 
 TO_SIMPLIFIED = "t2s"
 """OpenCC's conversion from traditional to simplified characters, without replacing words."""
+EXAMPLES = 3
+"""Removed documents that a report names for each reason."""
 
 
 def simplifier(option: str) -> Callable[[str], str]:
-    """A function that converts Chinese text to simplified characters, by OpenCC (the extra `zh`)."""
+    """A function that converts Chinese text to simplified characters, by OpenCC (the extra
+    `zh`).
+    """
     need("opencc", option)
     opencc = importlib.import_module("opencc")
     return opencc.OpenCC(TO_SIMPLIFIED).convert
 
 
-EXAMPLES = 3
-
-
 @dataclass
 class CleanReport:
-    """Counts of all, kept and removed documents, by reason, with the places of a few examples."""
+    """Counts of all, kept and removed documents, by reason, with file and line of some examples."""
 
     documents: int = 0
     bytes: int = 0
@@ -48,6 +51,7 @@ class CleanReport:
     removed_bytes: Counter[str] = field(default_factory=lambda: Counter[str]())
     examples: dict[str, list[str]] = field(default_factory=lambda: dict[str, list[str]]())
     forgotten_documents: int = 0
+    """Documents that near duplicates were no longer compared with, because the index was full."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -71,7 +75,8 @@ class CleanReport:
         """Refuse an output without documents."""
         if not self.kept_documents:
             raise DataError(
-                f"{out}: no document passed the rules ({', '.join(self.removed_documents)}); nothing was written."
+                f"{out}: no document passed the rules ({', '.join(self.removed_documents)}); "
+                "nothing was written."
             )
 
 
@@ -79,31 +84,42 @@ def clean(
     documents: Iterable[Document], rules: CleanRules, report: CleanReport
 ) -> Iterator[Document]:
     """The documents that pass all rules; `report` is filled on the way."""
-    exact = ExactDuplicates() if rules.duplicates != "keep" else None
+    exact = None
+    if rules.duplicates != "keep":
+        exact = ExactDuplicates()
+
     near = None
     if rules.duplicates == "near":
         near = NearDuplicates(
             rules.similarity, seed=rules.seed, max_memory_bytes=rules.max_memory_bytes
         )
+
     for document in documents:
         size = len(document.text.encode())
         report.documents += 1
         report.bytes += size
+
+        # The cheap checks first. A document that breaks a rule is not remembered: a later copy of it
+        # is no duplicate, it breaks the same rule.
         reason = broken_rule(document.text, rules)
         if reason is None and exact is not None and not exact.is_new(document.text):
             reason = "duplicate"
         if reason is None and near is not None and not near.is_new(document.text):
             reason = "near duplicate"
+
         if reason is None:
             report.kept_documents += 1
             report.kept_bytes += size
             yield document
             continue
+
         report.removed_documents[reason] += 1
         report.removed_bytes[reason] += size
         places = report.examples.setdefault(reason, [])
         if len(places) < EXAMPLES:
             places.append(document.place)
+
+    # Only known at the end: the index may be full at any time.
     if near is not None:
         report.forgotten_documents = near.forgotten
 
@@ -118,7 +134,12 @@ def clean_files(
     split: TextSplit = "file",
     convert: Callable[[str], str] | None = None,
 ) -> CleanReport:
-    """Clean files into one new file. Records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
+    """Clean files into one new file.
+
+    Records keep all their keys; a template's text goes under `text`. `convert` rewrites texts
+    first.
+    """
+    # The output is written while the inputs are read.
     refuse_source(out, expand(sources))
     report = CleanReport()
     documents = read_documents(
@@ -126,14 +147,20 @@ def clean_files(
     )
     if convert is not None:
         documents = (replace(document, text=convert(document.text)) for document in documents)
-    key = "text" if template is not None else text_key
+
+    key = text_key
+    if template is not None:
+        key = "text"
+
     with progress("clean", unit="bytes") as advance, record_file(out) as write:
-        seen = 0
+        reported_bytes = 0
         for document in clean(documents, rules, report):
             write(cleaned_record(document, key))
-            advance(report.bytes - seen)
-            seen = report.bytes
+            advance(report.bytes - reported_bytes)
+            reported_bytes = report.bytes
+
         report.refuse_empty(out)
+
     return report
 
 
@@ -157,6 +184,8 @@ def broken_rule(text: str, rules: CleanRules) -> str | None:
         return "too short"
     if rules.max_characters is not None and length > rules.max_characters:
         return "too long"
+
+    # Functions, so that the checks after the first broken one are not computed.
     counted = count_characters(text)
     visible = max(1, counted.visible)
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
@@ -176,13 +205,16 @@ def broken_rule(text: str, rules: CleanRules) -> str | None:
 def repeated_share(text: str) -> float:
     """The share of a text's characters in lines that repeat an earlier line."""
     seen: set[str] = set()
-    total = repeated = 0
+    total = 0
+    repeated = 0
     for line in text.splitlines():
         line = line.strip()
         total += len(line)
         if line in seen:
             repeated += len(line)
+
         seen.add(line)
+
     return repeated / max(1, total)
 
 

@@ -1,4 +1,5 @@
-"""Which documents cleaning keeps: the rules of `text/clean.py`, which are the options of `headway data clean` too.
+"""Which documents cleaning keeps: the rules of `text/clean.py`, which are the options of
+`headway data clean` too.
 
 A module of its own, because the command line imports it for every help, without numpy.
 """
@@ -10,6 +11,12 @@ from typing import Literal
 
 from headway.config.options import option
 from headway.errors import ConfigError
+
+
+def _memory(text: str) -> int:
+    from headway.text.sample import parse_bytes
+
+    return parse_bytes(text, "--max-memory")
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,19 @@ class CleanRules:
     similarity: float = option(
         0.8, "Share of common character n-grams above which two documents are near duplicates."
     )
-    seed: int = 0
-    """Of the near-duplicate hashes."""
-    max_memory_bytes: int | None = None
-    """Of the near-duplicate index; None: no limit."""
+    seed: int = option(0, "Seed of the near-duplicate hashes.")
+    max_memory_bytes: int | None = option(
+        None,
+        "Memory of the near-duplicate index; when it is full, the oldest documents are forgotten. With --on: an upper bound "
+        "for each task, and nothing is forgotten.",
+        "--max-memory",
+        written="4GB",
+        read=_memory,
+    )
+    """None: no limit."""
 
     def __post_init__(self) -> None:
+        """Refuse impossible rules, by the names of their options."""
         for name in (
             "min_letters",
             "max_digits",
@@ -49,14 +63,18 @@ class CleanRules:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it is a share between 0 and 1."
                 )
+
         for name in ("min_characters", "min_line_length"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+
         if self.duplicates not in ("keep", "exact", "near"):
             raise ConfigError(f"duplicates is {self.duplicates!r}; it must be keep, exact or near.")
+
         if self.max_characters is not None and self.max_characters < self.min_characters:
             raise ConfigError(
-                f"max_characters is {self.max_characters}, less than min_characters={self.min_characters}."
+                f"max_characters is {self.max_characters}, less than "
+                f"min_characters={self.min_characters}."
             )
 
 

@@ -19,8 +19,13 @@ TextSplit = Literal["file", "line"]
 
 def place_of(source: str, line: int | None, number: int | None = None) -> str:
     """`file`, `file:line` or `file:line (record 3)`."""
-    there = source if line is None else f"{source}:{line}"
-    return there if number is None else f"{there} (record {number})"
+    if line is None:
+        location = source
+    else:
+        location = f"{source}:{line}"
+    if number is None:
+        return location
+    return f"{location} (record {number})"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Record:
 
     data: dict[str, Any]
     source: str
+    """The file, as messages name it; `archive.zip:member.jsonl` in an archive."""
     line: int | None
     number: int | None = None
     """In a JSON list: the entry, counted from 1 (a list may be on one line)."""
@@ -51,12 +57,16 @@ class Document:
     @property
     def place(self) -> str:
         """`file:line`."""
-        return self.source if self.line is None else f"{self.source}:{self.line}"
+        if self.line is None:
+            return self.source
+        return f"{self.source}:{self.line}"
 
 
 @dataclass(frozen=True)
 class TextOf:
-    """How a record becomes a text: the value of `text_key`, or a template such as `{title}\\n{content}`."""
+    """How a record becomes a text: the value of `text_key`, or a template such as
+    `{title}\\n{content}`.
+    """
 
     text_key: str = option("text", "Key that holds the text of a record.")
     template: str | None = option(
@@ -64,69 +74,89 @@ class TextOf:
     )
 
     def __post_init__(self) -> None:
+        # A mistake in the template is found here, before any file is read.
         self.parts()
 
     def parts(self) -> list[tuple[str, str | None]]:
         """The template as (literal, key) pairs; `\\n` and `\\t` may be typed as two characters."""
         if self.template is None:
             return [("", self.text_key)]
+
         try:
-            found = list(
+            fields = list(
                 string.Formatter().parse(self.template.replace("\\n", "\n").replace("\\t", "\t"))
             )
         except ValueError as error:
             raise ConfigError(
-                f"template is {self.template!r}: {error}. Write keys as {{key}}, braces themselves as {{{{ and }}}}."
+                f"template is {self.template!r}: {error}. Write keys as {{key}}, braces "
+                f"themselves as {{{{ and }}}}."
             ) from None
-        if not any(key for _, key, _, _ in found):
+
+        if not any(key for _, key, _, _ in fields):
             raise ConfigError(
-                f"template is {self.template!r}; it must name at least one key, as in '{{title}}\\n{{content}}'."
+                f"template is {self.template!r}; it must name at least one key, as in "
+                f"'{{title}}\\n{{content}}'."
             )
-        if any(key == "" or form or change for _, key, form, change in found):
+
+        # Python's formatter also knows {}, {key:>5} and {key!r}, which mean nothing here.
+        if any(key == "" or form or change for _, key, form, change in fields):
             raise ConfigError(
-                f"template is {self.template!r}; keys are written {{key}}, without numbers, ':' or '!'."
+                f"template is {self.template!r}; keys are written {{key}}, without numbers, ':' "
+                "or '!'."
             )
-        return [(literal, key) for literal, key, _, _ in found]
+
+        return [(literal, key) for literal, key, _, _ in fields]
 
     def keys(self) -> list[str]:
         """The keys a record must have."""
         return [key for _, key in self.parts() if key is not None]
 
     def __call__(self, record: Record) -> Document:
-        """The document of a record; a missing key or a value that is not text is an error with its place."""
+        """The document of a record; a missing key or a value that is not text is an error with
+        its place.
+        """
         pieces: list[str] = []
         for literal, key in self.parts():
             pieces.append(literal)
             if key is not None:
                 pieces.append(self._value(record, key))
+
         text = "".join(pieces)
+
+        # As in records/parse_turns.py: a lone surrogate from a JSON escape cannot be encoded as
+        # UTF-8.
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise DataError(
-                    f"{record.place}: the text has a lone surrogate at character {error.start}, which is not valid Unicode."
+                    f"{record.place}: the text has a lone surrogate at character {error.start}, "
+                    "which is not valid Unicode."
                 ) from None
+
         return Document(text, record.source, record.line, record.data)
 
     def _value(self, record: Record, key: str) -> str:
+        """The value of a record under a key, as text."""
         value = look_up(record.data, key)
         if value is MISSING:
-            have = ", ".join(map(str, record.data)) or "none"
+            present = ", ".join(map(str, record.data)) or "none"
             flag = "text_key" if self.template is None else "template"
             raise DataError(
-                f"{record.place}: the record has no key {key!r} ({flag}); its keys are {have}.{_other_kind(record.data)}"
+                f"{record.place}: the record has no key {key!r} ({flag}); its keys are "
+                f"{present}.{_other_kind(record.data)}"
             )
-        if value is None and self.template is not None:
-            return ""
-        if (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and self.template is not None
-        ):
-            return str(value)
+
+        # In a template a value is one of several: null is left out, and numbers are written.
+        if self.template is not None:
+            if value is None:
+                return ""
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return str(value)
+
         if not isinstance(value, str):
             raise DataError(f"{record.place}: {key!r} is {_kind(value)}; a text is expected.")
+
         return value
 
 
@@ -150,22 +180,31 @@ class Reading(TextOf):
 
 
 MISSING = object()
+"""No such key; unlike None, which is JSON's null."""
 
 
 def look_up(data: Mapping[str, Any], key: str) -> Any:
-    """A record's value under a key or a dotted path through nested objects (`meta.title`), else MISSING."""
+    """A record's value under a key or a dotted path through nested objects (`meta.title`), else
+    MISSING.
+    """
+    # A key that itself has a dot comes first.
     if key in data:
         return data[key]
-    here: Any = data
+
+    value: Any = data
     for part in key.split("."):
-        if not isinstance(here, Mapping) or part not in here:
+        if not isinstance(value, Mapping) or part not in value:
             return MISSING
-        here = cast(Mapping[str, Any], here)[part]
-    return here
+
+        value = cast(Mapping[str, Any], value)[part]
+
+    return value
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"
+    if value is None:
+        return "null"
+    return f"of type {type(value).__name__}"
 
 
 def _other_kind(data: Mapping[str, Any]) -> str:
@@ -178,8 +217,10 @@ def _other_kind(data: Mapping[str, Any]) -> str:
 
 
 def _remedy(records: str, kind: str) -> str:
-    """What to do about records that are no texts; true of every verb that reads texts, of which few have --kind."""
+    """What to do about records that are no texts; true of every verb that reads texts, of which
+    few have --kind.
+    """
     return (
-        f" These look like {records}: set kind: {kind} in a recipe; elsewhere make a token store of them"
-        f" with `headway data tokenize --kind {kind}` and give that."
+        f" These look like {records}: set kind: {kind} in a recipe; elsewhere make a token store "
+        f"of them with `headway data tokenize --kind {kind}` and give that."
     )

@@ -1,4 +1,5 @@
-"""Files and archive members as streams of bytes, decompressed by content (gz, bz2, zst, xz). Errors name the damaged file.
+"""Files and archive members as streams of bytes, decompressed by content (gz, bz2, zst, xz).
+Errors name the damaged file.
 
 Members of zip and tar archives come in the archive's order; tar is read as a stream.
 Invariant: nothing here reads more of a file than its caller asks for.
@@ -21,7 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tarfile import EOFHeaderError, HeaderError, ReadError  # pyright: ignore[reportAttributeAccessIssue]
+from tarfile import (
+    EOFHeaderError,  # pyright: ignore[reportAttributeAccessIssue]
+    HeaderError,
+    ReadError,
+)
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from headway.errors import DataError
@@ -39,13 +44,22 @@ COMPRESSION_SUFFIXES = {
     ".xz": "xz",
 }
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz"}
+MAGIC_BYTES = max(map(len, _MAGIC))
 CHUNK_BYTES = 1 << 18
+"""What is read of a compressed file at once."""
 BLOCK_BYTES = 1 << 20
+"""About the size of a block of text."""
+ENCRYPTED_FLAG = 1
+"""Bit of a zip entry's flags."""
+ZSTD_MAX_WINDOW = 1 << 31
+"""The largest window that zstd can write (--ultra --long=31)."""
 
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file or a member of an archive: its `name` for messages, and `open_stored` for its bytes as stored."""
+    """A file or a member of an archive: its `name` for messages, and `open_stored` for its bytes
+    as stored.
+    """
 
     name: str
     open_stored: Callable[[], io.BufferedReader]
@@ -62,11 +76,15 @@ class RawFile:
 
     @property
     def suffix(self) -> str:
-        """The suffix of the format in lower case, without the compression suffix: `.jsonl` of `a.JSONL.gz`."""
+        """The suffix of the format in lower case, without the compression suffix: `.jsonl` of
+        `a.JSONL.gz`.
+        """
         name = Path(self.name.lower())
         if name.suffix in (".tgz", ".tbz2", ".txz"):
             return ".tar"
-        return name.with_suffix("").suffix if name.suffix in COMPRESSION_SUFFIXES else name.suffix
+        if name.suffix in COMPRESSION_SUFFIXES:
+            return name.with_suffix("").suffix
+        return name.suffix
 
     @contextmanager
     def open(self) -> Iterator[io.BufferedIOBase]:
@@ -75,6 +93,7 @@ class RawFile:
             with reading(self.name), self.section.open() as stream:
                 yield stream
             return
+
         with (
             reading(self.name),
             self.open_stored() as stored,
@@ -93,6 +112,8 @@ class RawFile:
             ):
                 yield stream
                 return
+
+            # Parquet and zip have their table of contents at the end.
             with tempfile.TemporaryFile(prefix="headway-raw-") as copy:
                 shutil.copyfileobj(stream, copy, CHUNK_BYTES)
                 copy.seek(0)
@@ -106,17 +127,21 @@ def reading(name: str) -> Iterator[None]:
         yield
     except _damage() as error:
         raise DataError(
-            f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again."
+            f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the "
+            "file again."
         ) from None
     except (tarfile.TarError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{name}: the archive is damaged or cut short ({error}); fetch or write it again."
         ) from None
     except OSError as error:
+        # bz2 reports damage as an OSError without a number; those of the system have one.
         if error.errno is None:
             raise DataError(
-                f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again."
+                f"{name}: the compressed data is damaged or cut short ({error}); fetch or write "
+                "the file again."
             ) from None
+
         raise DataError(f"{name}: cannot be read: {error.strerror}.") from None
 
 
@@ -124,29 +149,34 @@ def _damage() -> tuple[type[Exception], ...]:
     """What decompressors raise. The one of zstd exists only where a zstd file was opened."""
     zstandard = sys.modules.get("zstandard")
     plain = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-    return plain if zstandard is None else (*plain, zstandard.ZstdError)
+    if zstandard is None:
+        return plain
+    return (*plain, zstandard.ZstdError)
 
 
 @contextmanager
 def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIOBase]:
     """Decompress by content; a name with the suffix of another compression is an error."""
-    head = stored.peek(6)
-    found = compression_of(head)
+    head = stored.peek(MAGIC_BYTES)
+    compression = compression_of(head)
     promised = COMPRESSION_SUFFIXES.get(Path(name.lower()).suffix)
     if promised is not None and not head:
         raise DataError(f"{name}: the file is empty; {promised} data is expected.")
-    if promised is not None and found != promised:
+
+    if promised is not None and compression != promised:
         raise DataError(
-            f"{name}: the name promises {promised} data, but the content is {found or 'not compressed'}."
+            f"{name}: the name promises {promised} data, but the content is "
+            f"{compression or 'not compressed'}."
         )
-    if found is None:
+
+    if compression is None:
         yield stored
         return
-    if found == "zstd":
+    if compression == "zstd":
         need("zstandard", name)
-    stream = {"gzip": _gzip, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile, "zstd": _zstd}[found](
-        stored
-    )
+
+    opener = {"gzip": _gzip, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile, "zstd": _zstd}[compression]
+    stream = opener(stored)
     try:
         yield stream
     finally:
@@ -167,17 +197,21 @@ def _zstd(stored: io.BufferedReader) -> io.BufferedIOBase:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Concatenated zstd frames; unlike the library's reader, an error if the file ends inside a frame."""
+    """Concatenated zstd frames; unlike the library's reader, an error if the file ends inside a
+    frame.
+    """
 
     def __init__(self, stored: io.BufferedReader) -> None:
         super().__init__()
         import zstandard
 
         self._stored = stored
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_MAX_WINDOW)
         self._frame = self._decompressor.decompressobj()
         self._begun = False
+        """Whether the current frame has got any bytes."""
         self._ready = memoryview(b"")
+        """Decompressed bytes that nobody has read yet."""
 
     def readable(self) -> bool:
         return True
@@ -185,95 +219,152 @@ class _ZstdFrames(io.RawIOBase):
     def readinto(self, buffer: Buffer, /) -> int:
         room = memoryview(buffer)
         while not self._ready:
-            chunk = self._frame.unused_data if self._frame.eof else b""
+            # A frame has ended: what follows it begins the next one.
+            chunk = b""
             if self._frame.eof:
-                self._frame, self._begun = self._decompressor.decompressobj(), False
+                chunk = self._frame.unused_data
+                self._frame = self._decompressor.decompressobj()
+                self._begun = False
+
             chunk = chunk or self._stored.read(CHUNK_BYTES)
             if not chunk:
                 if self._begun:
                     raise EOFError("the last frame has no end")
                 return 0
+
             self._begun = True
             self._ready = memoryview(self._frame.decompress(chunk))
+
         size = min(len(room), len(self._ready))
-        room[:size], self._ready = self._ready[:size], self._ready[size:]
+        room[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
         return size
 
 
 def lines(raw: RawFile) -> Iterator[tuple[int, str]]:
-    """The lines of a file, numbered from 1, without line ends; invalid UTF-8 is an error with file and line."""
+    """The lines of a file, numbered from 1, without line ends; invalid UTF-8 is an error with
+    file and line.
+    """
+    first_line = 1
+    if raw.section is not None:
+        first_line = raw.section.first_line
+
     with raw.open() as stream:
-        for number, line in enumerate(stream, 1 if raw.section is None else raw.section.first_line):
+        for number, line in enumerate(stream, first_line):
             yield number, decode(line, raw.name, number).rstrip("\r\n")
 
 
 def text_blocks(raw: RawFile) -> Iterator[str]:
     """The text of a file in blocks that are not empty, in bounded memory."""
     with raw.open() as stream:
-        line, column, rest = 1, 0, b""
-        while data := stream.read(BLOCK_BYTES):
-            data = rest + data
+        line = 1
+        column = 0
+        # Bytes of a character that the end of a block cuts; they begin the next block.
+        cut_bytes = b""
+        while block := stream.read(BLOCK_BYTES):
+            data = cut_bytes + block
             end = whole_characters(data)
-            data, rest = data[:end], data[end:]
+            cut_bytes = data[end:]
+            data = data[:end]
             if text := decode(data, raw.name, line, column):
                 yield text
+
+            # Line and column of what comes next, for errors.
             newline = data.rfind(b"\n")
-            column = column + len(data) if newline < 0 else len(data) - newline - 1
+            if newline < 0:
+                column += len(data)
+            else:
+                column = len(data) - newline - 1
             line += data.count(b"\n")
-        if rest:
-            decode(rest, raw.name, line, column)
+
+        # The file ends inside a character: decoding it raises the error.
+        if cut_bytes:
+            decode(cut_bytes, raw.name, line, column)
 
 
 def whole_characters(data: bytes) -> int:
-    """How many of these bytes are whole UTF-8 characters: at most the last three belong to a character that is cut."""
+    """How many of these bytes are whole UTF-8 characters: at most the last three belong to a
+    character that is cut.
+    """
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
-        if byte >= 0xC0:
-            return (
-                len(data) - back
-                if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
-                else len(data)
-            )
+        # ASCII: nothing is cut.
         if byte < 0x80:
             break
+
+        # A first byte says how many bytes its character has. Other bytes are 0x80 to 0xBF.
+        if byte >= 0xC0:
+            length = 4
+            if byte < 0xE0:
+                length = 2
+            elif byte < 0xF0:
+                length = 3
+
+            if back < length:
+                return len(data) - back
+            return len(data)
+
     return len(data)
 
 
 def decode(data: bytes, name: str, line: int, column: int = 0) -> str:
-    """Text of UTF-8 bytes that begin at `column` of `line`; invalid bytes are an error. A byte order mark at the start is dropped."""
+    """Text of UTF-8 bytes that begin at `column` of `line`; invalid bytes are an error.
+
+    A byte order mark at the start is dropped.
+    """
+    # The byte order marks of UTF-16.
     if line == 1 and not column and data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(
             f"{name}: the text is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)."
         )
+
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        at = line + data.count(b"\n", 0, error.start)
+        error_line = line + data.count(b"\n", 0, error.start)
         newline = data.rfind(b"\n", 0, error.start)
-        place = error.start - newline if newline >= 0 else column + error.start + 1
+        if newline >= 0:
+            error_byte = error.start - newline
+        else:
+            error_byte = column + error.start + 1
+
         raise DataError(
-            f"{name}:{at}: not UTF-8 at byte {place} of the line (0x{data[error.start]:02x}, {error.reason}); convert the file to UTF-8."
+            f"{name}:{error_line}: not UTF-8 at byte {error_byte} of the line "
+            f"(0x{data[error.start]:02x}, {error.reason}); convert the file to UTF-8."
         ) from None
-    return text.removeprefix("\ufeff") if line == 1 and not column else text
+
+    if line == 1 and not column:
+        return text.removeprefix("\ufeff")
+
+    return text
 
 
 def archive_members(raw: RawFile, kind: str) -> Iterator[RawFile]:
-    """The files in a `zip` or `tar`; read each one before taking the next. Hidden files are skipped."""
-    for member in _zip(raw) if kind == "zip" else _tar(raw):
+    """The files in a `zip` or `tar`; read each one before taking the next.
+
+    Hidden files are skipped.
+    """
+    members = _zip(raw) if kind == "zip" else _tar(raw)
+    for member in members:
         inner = PurePosixPath(member.name.removeprefix(f"{raw.name}:"))
+        # macOS adds a folder __MACOSX with copies of all names to its archives.
         if not any(part.startswith((".", "__MACOSX")) and part != "." for part in inner.parts):
             yield member
 
 
 def _zip(raw: RawFile) -> Iterator[RawFile]:
+    """The members of a zip in its order; an encrypted one is an error."""
     with raw.seekable() as stream:
         with _damaged_zip():
             archive = zipfile.ZipFile(stream)
+
         for entry in archive.infolist():
-            if entry.flag_bits & 1:
+            if entry.flag_bits & ENCRYPTED_FLAG:
                 raise DataError(
-                    f"{raw.name}:{entry.filename}: the member is encrypted; unpack the archive first."
+                    f"{raw.name}:{entry.filename}: the member is encrypted; unpack the archive "
+                    "first."
                 )
+
             if entry.filename and not entry.is_dir():
                 yield RawFile(
                     f"{raw.name}:{entry.filename}",
@@ -300,7 +391,10 @@ def _damaged_zip() -> Iterator[None]:
 def open_tar(raw: RawFile) -> Iterator[tarfile.TarFile]:
     """A tar as a stream of entries; a damaged header is an error."""
     with raw.open() as stream:
-        yield tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictEntry)  # noqa: SIM115 - the stream's owner closes it
+        # Not closed here: the stream belongs to `raw`.
+        yield tarfile.open(  # noqa: SIM115
+            fileobj=stream, mode="r|", tarinfo=_StrictEntry
+        )
 
 
 def _tar(raw: RawFile) -> Iterator[RawFile]:
@@ -313,19 +407,22 @@ def _tar(raw: RawFile) -> Iterator[RawFile]:
 
 
 class _StrictEntry(tarfile.TarInfo):
-    """A tar entry whose damaged header is an error; the library would take it for the end of the archive."""
+    """A tar entry whose damaged header is an error; the library would take it for the end of the
+    archive.
+    """
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Self:
         try:
             return super().fromtarfile(tarfile)
-        except EOFHeaderError:  # the block of zeros with which an archive ends
+        except EOFHeaderError:
+            # The block of zeros with which an archive ends.
             raise
         except HeaderError as error:
             raise ReadError(str(error)) from None
 
 
 def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> io.BufferedReader:
-    found = archive.extractfile(entry)
-    assert isinstance(found, io.BufferedReader)
-    return found
+    stream = archive.extractfile(entry)
+    assert isinstance(stream, io.BufferedReader)
+    return stream

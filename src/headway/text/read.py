@@ -1,7 +1,8 @@
 """Raw data in any known format as one stream of documents or records, in bounded memory.
 
-In: files, folders, globs, dataset folders (see `formats.SUPPORTED`). Out: `Document`s or `Record`s in the order of `expand`.
-Invariant: nothing is skipped or replaced silently; a file without documents is an error.
+In: files, folders, globs, dataset folders (see `formats.SUPPORTED`). Out: `Document`s or
+`Record`s in the order of `expand`. Invariant: nothing is skipped or replaced silently; a file
+without documents is an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ __all__ = ["Document", "Record", "expand", "read_blocks", "read_documents", "rea
 
 T = TypeVar("T")
 SNIFF_BYTES = 4096
+"""How much of a file without a known suffix is looked at."""
+MAGIC = (
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "arrow"),
+    (b"PK\x03\x04", "zip"),
+    (b"<mediawiki", "mediawiki"),
+)
+"""How files of some formats begin."""
+TAR_MARK = slice(257, 262)
+"""Where the first header of a tar has the mark `ustar`."""
 
 
 def read_documents(
@@ -32,12 +43,17 @@ def read_documents(
     split: TextSplit = "file",
     keep_record: bool = False,
 ) -> Iterator[Document]:
-    """Every document of some files, folders or globs; a record's text is its `text_key`, or `template` filled from it.
+    """Every document of some files, folders or globs; a record's text is its `text_key`, or
+    `template` filled from it.
 
-    `keep_record` leaves the whole record in `Document.record`; without it only the keys of the text are sure to be there.
+    `keep_record` leaves the whole record in `Document.record`; without it only the keys of the
+    text are sure to be there.
     """
     text_of = TextOf(text_key, template)
-    keys = None if keep_record else text_of.keys()
+    keys = None
+    if not keep_record:
+        keys = text_of.keys()
+
     for path in expand(paths):
         yield from not_empty(documents_of(RawFile.at(path), text_of, split, keys), path)
 
@@ -50,12 +66,16 @@ def read_blocks(
     split: TextSplit = "file",
     keep_record: bool = False,
 ) -> Iterator[tuple[Document, Iterator[str]]]:
-    """As `read_documents`, but each document comes with its text in blocks. Read the blocks before taking the next document.
+    """As `read_documents`, but each document comes with its text in blocks. Read the blocks
+    before taking the next document.
 
     The text of a .txt file is in the blocks only, and never in memory as a whole.
     """
     text_of = TextOf(text_key, template)
-    keys = None if keep_record else text_of.keys()
+    keys = None
+    if not keep_record:
+        keys = text_of.keys()
+
     for path in expand(paths):
         yield from not_empty(blocks_of(RawFile.at(path), text_of, split, keys), path)
 
@@ -67,7 +87,9 @@ def read_records(paths: Sequence[Path | str] | Path | str) -> Iterator[Record]:
 
 
 def read_anything(paths: Sequence[Path | str] | Path | str) -> Iterator[Record | RawFile]:
-    """Every record of some files, folders or globs; a text file, which holds no records, comes as a whole."""
+    """Every record of some files, folders or globs; a text file, which holds no records, comes
+    as a whole.
+    """
     for path in expand(paths):
         for kind, raw in _data_files(RawFile.at(path)):
             if kind == "txt":
@@ -77,7 +99,7 @@ def read_anything(paths: Sequence[Path | str] | Path | str) -> Iterator[Record |
 
 
 def not_empty(items: Iterator[T], path: Path | str) -> Iterator[T]:
-    """The items; none at all is an error."""
+    """The items; none at all is an error, raised where a caller takes the first one."""
     empty = True
     for item in items:
         empty = False
@@ -96,7 +118,10 @@ def documents_of(
 ) -> Iterator[Document]:
     """The documents of one file, or of the part of it that `file` states."""
     for kind, raw in _data_files(file):
-        yield from read_text(raw, split) if kind == "txt" else map(text_of, _read(kind, raw, keys))
+        if kind == "txt":
+            yield from read_text(raw, split)
+        else:
+            yield from map(text_of, _read(kind, raw, keys))
 
 
 def blocks_of(
@@ -105,12 +130,20 @@ def blocks_of(
     """The documents of one file, each with its text in blocks."""
     for kind, raw in _data_files(file):
         if kind == "txt" and split == "file":
+            # The first block is read in advance: a file without text has no document.
             blocks = text_blocks(raw)
-            if (begin := next(blocks, None)) is not None:
+            begin = next(blocks, None)
+            if begin is not None:
                 yield Document("", raw.name), chain([begin], blocks)
+            continue
+
+        # A record or line is in memory anyway, so its text is one block.
+        if kind == "txt":
+            documents = read_text(raw, split)
         else:
-            found = read_text(raw, split) if kind == "txt" else map(text_of, _read(kind, raw, keys))
-            yield from ((document, iter([document.text])) for document in found)
+            documents = map(text_of, _read(kind, raw, keys))
+        for document in documents:
+            yield document, iter([document.text])
 
 
 def records_of(file: RawFile) -> Iterator[Record]:
@@ -130,6 +163,7 @@ def read_text(raw: RawFile, split: TextSplit = "file") -> Iterator[Document]:
     elif split == "file":
         with raw.open() as stream:
             text = decode(stream.read(), raw.name, 1)
+
         if text:
             yield Document(text, raw.name)
     else:
@@ -137,23 +171,28 @@ def read_text(raw: RawFile, split: TextSplit = "file") -> Iterator[Document]:
 
 
 def _read(kind: str, raw: RawFile, keys: list[str] | None) -> Iterator[Record]:
-    return getattr(
-        importlib.import_module(f"headway.text.formats.{MODULES[kind]}"), f"read_{kind}"
-    )(raw, keys)
+    # Imported by name when a file needs it: some formats need large packages (pyarrow, numpy).
+    module = importlib.import_module(f"headway.text.formats.{MODULES[kind]}")
+    return getattr(module, f"read_{kind}")(raw, keys)
 
 
 def _data_files(raw: RawFile) -> Iterator[tuple[str, RawFile]]:
-    """A file and its format, or every data file of an archive; an archive inside an archive is an error."""
+    """A file and its format, or every data file of an archive; an archive inside an archive is
+    an error.
+    """
     kind = FORMATS.get(raw.suffix) or _sniff(raw)
     if kind not in ("zip", "tar"):
         yield kind, raw
         return
+
+    # Members of other formats (a README, pictures) are passed over, as in a folder.
     for member in archive_members(raw, kind):
         inner = FORMATS.get(member.suffix)
         if inner in ("zip", "tar"):
             raise DataError(
                 f"{member.name}: an archive inside an archive is not read; unpack the outer one."
             )
+
         if inner is not None:
             yield inner, member
 
@@ -162,20 +201,22 @@ def _sniff(raw: RawFile) -> str:
     """The format of a file without a known suffix, from how it begins."""
     with raw.open() as stream:
         head = stream.read(SNIFF_BYTES)
+
+    # Texts may begin with a byte order mark and white space.
     begin = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    for magic, kind in (
-        (b"PAR1", "parquet"),
-        (b"ARROW1", "arrow"),
-        (b"PK\x03\x04", "zip"),
-        (b"<mediawiki", "mediawiki"),
-    ):
+    for magic, kind in MAGIC:
         if begin.startswith(magic):
             return kind
-    if head[257:262] == b"ustar":
+
+    if head[TAR_MARK] == b"ustar":
         return "tar"
     if b"\x00" in head or (head and _is_binary(head)):
         raise DataError(f"{raw.name}: unknown format. Supported: {SUPPORTED}.")
-    return "json" if begin.startswith((b"{", b'[{"')) else "txt"
+
+    # The JSON reader also reads JSON lines: objects one after another.
+    if begin.startswith((b"{", b'[{"')):
+        return "json"
+    return "txt"
 
 
 def _is_binary(head: bytes) -> bool:
@@ -183,5 +224,6 @@ def _is_binary(head: bytes) -> bool:
     try:
         head.decode("utf-8")
     except UnicodeDecodeError as error:
+        # The last character has up to four bytes, of which up to three are here.
         return error.start < len(head) - 3
     return False

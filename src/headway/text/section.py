@@ -1,6 +1,8 @@
-"""A range of a file whose lines can be read by themselves. In: a path and two byte positions; out: a stream of whole lines.
+"""A range of a file whose lines can be read by themselves. In: a path and two byte positions;
+out: a stream of whole lines.
 
-A line belongs to the section in which it begins, so consecutive sections hold every line of the file once.
+A line belongs to the section in which it begins, so consecutive sections hold every line of the
+file once.
 
     bytes   0 .. start .. line begins here .. end .. the line ends here
                           └── this section's last line is read to its end
@@ -17,21 +19,29 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CHUNK_BYTES = 1 << 18
+"""What is read at once."""
 UNKNOWN_LINE = 2
-"""Stands for the number of a first line that nobody has counted: not 1, where a file may begin with a mark."""
+"""Stands for the number of a first line that nobody has counted: not 1, where a file may begin
+with a mark."""
 
 
 class FileSection:
-    """The lines of a file that begin at `start` or later and before `end`; `newlines` counts the line ends that were read."""
+    """The lines of a file that begin at `start` or later and before `end`; `newlines` counts the
+    line ends that were read.
+    """
 
     def __init__(self, path: Path, start: int, end: int, first_line: int | None = None) -> None:
-        self.path, self.start, self.end = path, start, end
+        self.path = path
+        self.start = start
+        self.end = end
         self.first_line = first_line or (UNKNOWN_LINE if start else 1)
         self.newlines = 0
 
     def open(self) -> io.BufferedReader:
         """The bytes of the section."""
         file = open(self.path, "rb")  # noqa: SIM115 - closed with the stream
+
+        # Both edges move to the next line start, so that neighbouring sections meet exactly.
         begin = line_start(file, self.start)
         stop = line_start(file, self.end)
         file.seek(begin)
@@ -41,35 +51,43 @@ class FileSection:
     def count_lines_before(self) -> int:
         """The line ends before the section; reads the file up to it."""
         with open(self.path, "rb") as file:
-            left, found = line_start(file, self.start), 0
+            left = line_start(file, self.start)
+            newlines = 0
             file.seek(0)
             while left and (data := file.read(min(left, CHUNK_BYTES))):
-                found += data.count(b"\n")
+                newlines += data.count(b"\n")
                 left -= len(data)
-        return found
+        return newlines
 
 
 def line_start(file: io.BufferedReader, position: int) -> int:
     """Where the first line begins that begins at `position` or later."""
     if position <= 0:
         return 0
+
+    # From the byte before: if it is a line end, a line begins exactly at `position`.
     file.seek(position - 1)
     while data := file.read(CHUNK_BYTES):
-        found = data.find(b"\n")
-        if found >= 0:
-            return file.tell() - len(data) + found + 1
+        newline = data.find(b"\n")
+        if newline >= 0:
+            return file.tell() - len(data) + newline + 1
     return os.fstat(file.fileno()).st_size
 
 
 class _Range(io.RawIOBase):
+    """The next `left` bytes of a file; counts their line ends in the section."""
+
     def __init__(self, file: io.BufferedReader, left: int, section: FileSection) -> None:
         super().__init__()
-        self._file, self._left, self._section = file, left, section
+        self._file = file
+        self._left = left
+        self._section = section
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Buffer, /) -> int:
+        # The buffer may have items of any size; bytes are counted here.
         room = memoryview(buffer).cast("B")
         data = self._file.read(min(len(room), self._left))
         room[: len(data)] = data

@@ -1,11 +1,13 @@
-"""Conversations, and how a chat template writes them as segments: plain text or a control token, each a loss target or not.
+"""Conversations, and how a chat template writes them as segments: plain text or a control token,
+each a loss target or not.
 
     chatml, one turn    <|im_start|> "assistant\\n" | "Hello." <|im_end|> | "\\n"
                                 no loss             |   loss (target)     | no loss
 
-The built-in templates are the jinja files in chat_templates/. Text inside {% generation %} is the assistant's and carries the loss.
-Invariant: while headway renders a built-in template, each control token is one private character that no text of the conversation holds,
-so text that a person typed never becomes a control token. For export the same source spells the tokens out.
+The built-in templates are the jinja files in chat_templates/. Text inside {% generation %} is
+the assistant's and carries the loss. Invariant: while headway renders a built-in template, each
+control token is one private character that no text of the conversation holds, so text that a
+person typed never becomes a control token. For export the same source spells the tokens out.
 `chat.py` finds a template by name and turns segments into ids and a loss mask.
 """
 
@@ -29,8 +31,10 @@ FALLBACK_TEMPLATE = "chatml"
 """The chat template where the tokenizer brings none."""
 FOLDER = Path(__file__).parent / "chat_templates"
 ALL_PRIVATE = "".join(map(chr, range(0xE000, 0xF900)))
+"""Unicode's private use area: characters without a meaning, which texts hardly ever hold."""
 PRIVATE = re.compile(f"[{ALL_PRIVATE[0]}-{ALL_PRIVATE[-1]}]")
 GENERATION_TAG = re.compile(r"\{%- (?:end)?generation -%\}")
+"""As the built-in templates write it."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,18 @@ class Turn:
     role: Role
     content: str
     context: str = ""
-    """Material an instruction refers to (Alpaca's `input`); templates without a section for it write it below the content."""
+    """Material an instruction refers to (Alpaca's `input`); templates without a section for it
+    write it below the content."""
     calls: tuple[Call, ...] = ()
     learn: bool = True
     """False: an assistant turn that is context only and carries no loss."""
 
 
 class ControlToken(NamedTuple):
-    """A special token: by its spelling, or by its role (`bos`, `eos`) in the tokenizer; an optional one is left out if missing."""
+    """A special token: by its spelling, or by its role (`bos`, `eos`) in the tokenizer.
+
+    An optional one is left out where the tokenizer lacks it; any other is an error then.
+    """
 
     spelling: str = ""
     role: Literal["", "bos", "eos"] = ""
@@ -101,19 +109,22 @@ class ChatTemplate(Protocol):
         ...
 
     def export(self, tokenizer: Tokenizer) -> str | None:
-        """The template as jinja for a tokenizer folder; None where no text is read back as its tokens."""
+        """The template as jinja for a tokenizer folder; None where no text is read back as its
+        tokens.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BuiltInTemplate:
-    """A template of headway: a jinja source whose `controls` are variables."""
+    """A template of headway: a jinja source in which each of `controls` is a variable."""
 
     name: str
     controls: Mapping[str, ControlToken | ContinuedText]
     file: str = ""
     is_text: bool = True
-    """False: no text is read back as its tokens, so it cannot be exported."""
+    """False: the tokenizer reads no text as its control tokens, so jinja, which writes text, cannot
+    express it and it is not exported."""
     has_input_section: bool = False
     """The template writes the context of a turn itself."""
 
@@ -130,9 +141,12 @@ class BuiltInTemplate:
         return self._write(turns, tools, prompt=True)
 
     def export(self, tokenizer: Tokenizer) -> str | None:
-        """The template as jinja with its tokens spelled out, without {% generation %}, which not every server knows."""
+        """The template as jinja with its tokens spelled out, without {% generation %}, which not
+        every server knows.
+        """
         if not self.is_text:
             return None
+
         lines = [
             f"{{%- set {variable} = {json.dumps(_spelled(part, tokenizer))} -%}}\n"
             for variable, part in self.controls.items()
@@ -146,14 +160,18 @@ class BuiltInTemplate:
 
     @property
     def cache_key(self) -> str:
-        """The key that earlier versions gave the same template, or its source if it was changed since."""
+        """The key that earlier versions gave the same template, or its source if it was changed
+        since.
+
+        Earlier versions had templates in Python, whose repr is in the keys of existing caches.
+        cache_keys.json has, for each template, that key and the hash of the jinja source that
+        writes the same text.
+        """
         known = _known_keys().get(self.name, {})
-        given = repr((self.source, dict(self.controls)))
-        return (
-            known["key"]
-            if known.get("sha256") == hashlib.sha256(given.encode()).hexdigest()
-            else given
-        )
+        content = repr((self.source, dict(self.controls)))
+        if known.get("sha256") == hashlib.sha256(content.encode()).hexdigest():
+            return known["key"]
+        return content
 
     @cached_property
     def _render(self) -> Callable[..., str]:
@@ -164,6 +182,9 @@ class BuiltInTemplate:
     def _write(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], prompt: bool
     ) -> list[Segment]:
+        """Render with one private character for each control token and for the two edges of a loss
+        region, then split the text at these characters.
+        """
         start, end, *characters = unused_private_characters(turns, tools, 2 + len(self.controls))
         text = self._render(
             messages=[self._message(turn) for turn in turns],
@@ -173,22 +194,26 @@ class BuiltInTemplate:
             generation_end=end,
             **dict(zip(self.controls, characters, strict=True)),
         )
+
         parts = dict(zip(characters, self.controls.values(), strict=True))
+        # {% generation %} encloses each answer in turn; a prompt carries no loss at all.
         learned = iter([turn.learn and not prompt for turn in turns if turn.role == "assistant"])
-        found: list[Segment] = []
+        segments: list[Segment] = []
         target = False
         for piece in _pattern(start, end, *characters).split(text):
             if (part := parts.get(piece)) is not None:
-                found.append(Segment(part, target))
+                segments.append(Segment(part, target))
             elif piece == start:
                 target = next(learned)
             elif piece == end:
                 target = False
             elif piece:
-                found.append(Segment(piece, target))
-        return found
+                segments.append(Segment(piece, target))
+
+        return segments
 
     def _message(self, turn: Turn) -> dict[str, Any]:
+        """A turn as the template sees it."""
         calls = [{"name": call.name, "arguments": call.arguments} for call in turn.calls]
         if turn.context and not self.has_input_section:
             return {
@@ -196,6 +221,7 @@ class BuiltInTemplate:
                 "content": f"{turn.content}\n{turn.context}",
                 "tool_calls": calls,
             }
+
         return {
             "role": turn.role,
             "content": turn.content,
@@ -206,7 +232,7 @@ class BuiltInTemplate:
 
 @cache
 def _pattern(*characters: str) -> re.Pattern[str]:
-    """Splits a text at some characters, which are kept."""
+    """Splits a text at some characters; the group keeps them in the result."""
     return re.compile(f"([{''.join(characters)}])")
 
 
@@ -233,20 +259,23 @@ def unused_private_characters(
     calls = [[call.name, call.arguments] for turn in turns for call in turn.calls]
     if tools or calls:
         texts.append(json.dumps([list(tools), calls], ensure_ascii=False))
+
+    # Most texts are ASCII, which has no private characters and is quickly recognised.
     used = {
         character for text in texts if not text.isascii() for character in PRIVATE.findall(text)
     }
-    return (
-        [character for character in ALL_PRIVATE[: count + len(used)] if character not in used][
-            :count
-        ]
-        if used
-        else ALL_PRIVATE[:count]
-    )
+    if used:
+        return [
+            character for character in ALL_PRIVATE[: count + len(used)] if character not in used
+        ][:count]
+
+    return ALL_PRIVATE[:count]
 
 
-IM_START, IM_END = ControlToken("<|im_start|>"), ControlToken("<|im_end|>")
-BOS, EOS = ControlToken(role="bos"), ControlToken(role="eos")
+IM_START = ControlToken("<|im_start|>")
+IM_END = ControlToken("<|im_end|>")
+BOS = ControlToken(role="bos")
+EOS = ControlToken(role="eos")
 
 BUILT_IN: dict[str, ChatTemplate] = {
     template.name: template
@@ -277,7 +306,8 @@ BUILT_IN: dict[str, ChatTemplate] = {
                 "line_break": ContinuedText("\n"),
             },
         ),
-        # The ids that InternLM's tools/alpaca_tokenizer.py writes (103167, 103166, 13), as V7_sft.model spells them.
+        # The ids that InternLM's tools/alpaca_tokenizer.py writes (103167, 103166, 13), as
+        # V7_sft.model spells them.
         BuiltInTemplate(
             "internlm_alpaca",
             {

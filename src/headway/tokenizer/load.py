@@ -1,7 +1,9 @@
-"""Text to ids and back: one class over a `tokenizers` tokenizer or a sentencepiece model, of any origin.
+"""Text to ids and back: one class over a `tokenizers` tokenizer or a sentencepiece model, of any
+origin.
 
-In: a folder (of headway or Hugging Face), a tokenizer.json, a sentencepiece .model or a .tiktoken file. Out: a `Tokenizer`.
-Invariant: special tokens written in a text are ordinary text unless `allowed_special` names them, and nothing is added to a text.
+In: a folder (of headway or Hugging Face), a tokenizer.json, a sentencepiece .model or a
+.tiktoken file. Out: a `Tokenizer`. Invariant: special tokens written in a text are ordinary text
+unless `allowed_special` names them, and nothing is added to a text.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     from headway.tokenizer.split_points import SplitPoints, TextPiece
 
 MODEL_MULTIPLE = 64
-# Longer texts are encoded in pieces.
+"""The rows of an embedding are a multiple of this."""
 WHOLE_CHARACTERS = 1 << 18
+"""Texts longer than this are encoded in pieces, in parallel and with bounded memory."""
+BYTE_TOKEN_CHARACTERS = len("<0x0A>")
+"""Characters of a token that stands for a byte, in vocabularies with byte fallback."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,26 +40,33 @@ class Tokenizer:
 
     backend: tokenizers.Tokenizer | SentencePieceProcessor
     roles: dict[str, str] = field(default_factory=dict)
+    """`bos`, `eos`, `pad`, `unk` -> the token that has this role."""
     config: dict[str, Any] = field(default_factory=dict)
+    """tokenizer_config.json, so that saving keeps what headway does not read."""
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
         import tokenizers
 
-        # Not part of the file format, so it is set on every backend, from a file or pickled to a worker.
+        # A special token typed in a text must be ordinary text. The flag is not part of the file
+        # format, so it is set on every backend, from a file or pickled to a worker.
         if isinstance(self.backend, tokenizers.Tokenizer):
             self.backend.encode_special_tokens = True
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, so that a worker process also runs __post_init__.
         return Tokenizer, (self.backend, self.roles, self.config, self.chat_template)
 
     @cached_property
     def fast(self) -> tokenizers.Tokenizer:
-        """The same vocabulary and rules as a `tokenizers` tokenizer; a sentencepiece model is converted on first use."""
+        """The same vocabulary and rules as a `tokenizers` tokenizer; a sentencepiece model is
+        converted on first use.
+        """
         import tokenizers
 
         if isinstance(self.backend, tokenizers.Tokenizer):
             return self.backend
+
         from headway.tokenizer.sentencepiece_model import content_of, convert
 
         converted = convert(content_of(self.backend))
@@ -83,16 +95,17 @@ class Tokenizer:
         """Every special token and its id, in the order of ids."""
         if self.is_sentencepiece:
             sp: Any = self.backend
-            found = {
+            ids = {
                 sp.id_to_piece(i): i
                 for i in range(sp.get_piece_size())
                 if sp.is_control(i) or sp.is_unknown(i)
             }
         else:
-            found = {
+            ids = {
                 t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special
             }
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+        return dict(sorted(ids.items(), key=lambda item: item[1]))
 
     @property
     def bos_id(self) -> int | None:
@@ -116,29 +129,39 @@ class Tokenizer:
         if self.is_sentencepiece:
             sp: Any = self.backend
             number: int = sp.piece_to_id(token)
+            # sentencepiece answers the unknown id for a piece that it does not have.
             return number if sp.id_to_piece(number) == token else None
         return self.fast.token_to_id(token)
 
     def encode(
         self, text: str, *, allowed_special: Collection[str] | Literal["all"] = ()
     ) -> list[int]:
-        """Ids of a text. Special tokens in it are ordinary text, save those named in `allowed_special`."""
-        allowed = (
-            frozenset(self.special_tokens)
-            if allowed_special == "all"
-            else frozenset(allowed_special)
-        )
+        """Ids of a text.
+
+        Special tokens in it are ordinary text, save those named in `allowed_special`.
+        """
+        if allowed_special == "all":
+            allowed = frozenset(self.special_tokens)
+        else:
+            allowed = frozenset(allowed_special)
+
         unknown = sorted(allowed - self.special_tokens.keys())
         if unknown:
             raise ConfigError(
-                f"allowed_special names {unknown[0]!r}; the special tokens are {', '.join(self.special_tokens) or 'none'}."
+                f"allowed_special names {unknown[0]!r}; the special tokens are "
+                f"{', '.join(self.special_tokens) or 'none'}."
             )
+
+        # The usual case needs no clone of the tokenizer.
         if not any(token in text for token in allowed):
             return self.encode_batch([text])[0]
+
         return self._allowing(allowed).encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, in parallel threads; no special token is added, and none in the texts is recognised."""
+        """Ids of many texts, in parallel threads; no special token is added, and none in the
+        texts is recognised.
+        """
         if all(len(text) <= WHOLE_CHARACTERS for text in texts):
             return self._encode(self.backend, texts)
         return [
@@ -147,18 +170,24 @@ class Tokenizer:
         ]
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[TextPiece]:
-        """A text that comes in blocks, in pieces for `encode_pieces`; one that is not long is one piece."""
+        """A text that comes in blocks, in pieces for `encode_pieces`; one that is not long is
+        one piece.
+        """
         from headway.tokenizer.split_points import TextPiece, blocks_of
 
-        waiting = (part for block in blocks for part in blocks_of(block))
-        begin = next(waiting, "")
+        parts = (part for block in blocks for part in blocks_of(block))
+        begin = next(parts, "")
+
+        # Looks one block ahead: only then is known whether a short beginning is the whole text.
         if len(begin) <= WHOLE_CHARACTERS:
-            following = next(waiting, None)
+            following = next(parts, None)
             if following is None:
                 yield TextPiece(begin)
                 return
+
             begin += following
-        yield from self.split_points.pieces(chain([begin], waiting))
+
+        yield from self.split_points.pieces(chain([begin], parts))
 
     @cached_property
     def split_points(self) -> SplitPoints:
@@ -168,23 +197,36 @@ class Tokenizer:
         return split_points(self)
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[list[int]]:
-        """Ids of pieces that `split_points` made, in parallel threads: the ids of a text are those of its pieces in a row."""
-        begun = iter(self._encode(self.backend, [piece.text for piece in pieces if piece.first]))
-        others = [piece.text for piece in pieces if not piece.first]
-        continued = iter(self._encode(self.split_points.continued, others) if others else ())
-        return [next(begun if piece.first else continued) for piece in pieces]
+        """Ids of pieces that `split_points` made, in parallel threads: the ids of a text are
+        those of its pieces in a row.
+        """
+        # A tokenizer may put a space before a text. Pieces that continue a text go to a backend
+        # that does not. Each backend encodes its pieces in one batch, and the results are merged
+        # back into the order of `pieces`.
+        first_texts = [piece.text for piece in pieces if piece.first]
+        other_texts = [piece.text for piece in pieces if not piece.first]
+        first_ids = iter(self._encode(self.backend, first_texts))
+        other_ids = iter(())
+        if other_texts:
+            other_ids = iter(self._encode(self.split_points.continued, other_texts))
+        return [next(first_ids if piece.first else other_ids) for piece in pieces]
 
     def _encode(
         self, backend: tokenizers.Tokenizer | SentencePieceProcessor, texts: Sequence[str]
     ) -> list[list[int]]:
+        """Ids of texts by a backend, which may be another one than this tokenizer's."""
         try:
             if self.is_sentencepiece:
                 from headway.tokenizer.sentencepiece_model import encode_batch
 
                 return encode_batch(backend, texts)  # pyright: ignore[reportArgumentType]
-            found: Any = backend
+
+            fast_backend: Any = backend
             return [
-                one.ids for one in found.encode_batch_fast(list(texts), add_special_tokens=False)
+                encoding.ids
+                for encoding in fast_backend.encode_batch_fast(
+                    list(texts), add_special_tokens=False
+                )
             ]
         except (TypeError, UnicodeEncodeError) as error:
             raise DataError(
@@ -192,7 +234,10 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of some ids; bytes that are no UTF-8 (an id sequence cut inside a character) show as U+FFFD."""
+        """The text of some ids; bytes that are no UTF-8 (an id sequence cut inside a character)
+        show as U+FFFD.
+        """
+        # Joining bytes first shows a character whose bytes are in several tokens.
         if self.is_sentencepiece or self._token_bytes is not None:
             return self.decode_bytes(ids, skip_special=skip_special).decode(
                 "utf-8", errors="replace"
@@ -204,18 +249,28 @@ class Tokenizer:
         table = self._token_bytes
         if table is None:
             return self.fast.decode(list(ids), skip_special_tokens=skip_special).encode()
-        drop = self._special_ids if skip_special else frozenset[int]()
+
+        dropped = frozenset[int]()
+        if skip_special:
+            dropped = self._special_ids
+
         try:
-            joined = b"".join([table[i] for i in ids if i not in drop])
+            joined = b"".join([table[i] for i in ids if i not in dropped])
         except KeyError as missing:
             raise DataError(
                 f"id {missing.args[0]} is not in the vocabulary of {self.vocab_size} ids."
             ) from None
-        return joined[1:] if self._strips_first_space and joined.startswith(b" ") else joined
+
+        if self._strips_first_space and joined.startswith(b" "):
+            return joined[1:]
+
+        return joined
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over vocabulary, merges, special tokens, normaliser and pre-tokenizer: what decides the ids of a text."""
+        """sha256 over vocabulary, merges, special tokens, normaliser and pre-tokenizer: what
+        decides the ids of a text. Stores and caches keep it, so its input must never change.
+        """
         packed = json.dumps(
             canonical(self.fast), ensure_ascii=True, separators=(",", ":"), sort_keys=True
         )
@@ -226,22 +281,31 @@ class Tokenizer:
         return Tokenizer(self.backend, self.roles, self.config, template)
 
     def save(self, folder: Path) -> None:
-        """Write a folder that `load_tokenizer` and `AutoTokenizer.from_pretrained` read back with the same ids."""
+        """Write a folder that `load_tokenizer` and `AutoTokenizer.from_pretrained` read back
+        with the same ids.
+        """
         from headway.tokenizer.folder import write_folder
 
         write_folder(self, Path(folder))
 
     def _allowing(self, allowed: frozenset[str]) -> tokenizers.Tokenizer:
-        """A clone that recognises only the allowed special tokens, cutting text around them as the original would."""
+        """A clone that recognises only the allowed special tokens, cutting text around them as
+        the original would.
+        """
+        # The dataclass is frozen, so the cache is put into its __dict__, as cached_property does.
         clones: dict[frozenset[str], tokenizers.Tokenizer] = self.__dict__.setdefault("_clones", {})
         if allowed not in clones:
             import tokenizers
 
             content = json.loads(self.fast.to_str())
+            # `encode_special_tokens` ignores tokens marked as special. An allowed one loses the
+            # mark, so it is recognised as any other added token.
             for token in content["added_tokens"]:
                 token["special"] = token["special"] and token["content"] not in allowed
+
             clones[allowed] = tokenizers.Tokenizer.from_str(json.dumps(content))
             clones[allowed].encode_special_tokens = True
+
         return clones[allowed]
 
     @cached_property
@@ -258,7 +322,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Open a tokenizer: a folder, a tokenizer.json, a sentencepiece .model, a .tiktoken file or the id of a model on the hub."""
+    """Open a tokenizer: a folder, a tokenizer.json, a sentencepiece .model, a .tiktoken file or
+    the id of a model on the hub.
+    """
     from headway.text.hub import is_hub_id, local_or_hub
     from headway.tokenizer import folder
 
@@ -267,62 +333,112 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         path = local_or_hub(path, tokenizer=True)
     if path.is_dir():
         return folder.read_folder(path)
+
     if not path.is_file():
         raise ConfigError(
-            f"tokenizer is {str(path)!r}, which does not exist; give a folder, a tokenizer.json or a sentencepiece .model."
+            f"tokenizer is {str(path)!r}, which does not exist; give a folder, a tokenizer.json "
+            "or a sentencepiece .model."
         )
+
     folder.check_files(path.parent)
     if path.suffix == ".json":
         return folder.read_tokenizer_json(path)
+
     if path.suffix == ".model":
         from headway.tokenizer.sentencepiece_model import read_model
 
         return read_model(path)
+
     if path.suffix == ".tiktoken":
         from headway.tokenizer.tiktoken_ranks import read_ranks
 
         return read_ranks(path)
+
     raise ConfigError(
-        f"tokenizer is {str(path)!r}; it must be a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file."
+        f"tokenizer is {str(path)!r}; it must be a folder, a tokenizer.json, a sentencepiece "
+        ".model or a .tiktoken file."
     )
+
+
+MODEL_RULES = (
+    "unk_token",
+    "unk_id",
+    "byte_fallback",
+    "ignore_merges",
+    "dropout",
+    "fuse_unk",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "max_input_chars_per_word",
+)
+"""Fields of the model in a tokenizer.json that decide the ids of a text."""
 
 
 def canonical(backend: tokenizers.Tokenizer) -> dict[str, Any]:
     """What decides the ids of a text, in one spelling whichever tool wrote the file."""
     content = json.loads(backend.to_str())
     model = content["model"]
+
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    # A unigram model lists [piece, score]; its scores decide ids as merges do for BPE.
+    scores = None
+    if isinstance(model.get("vocab"), list):
+        scores = model["vocab"]
+
+    # Older files write a merge as "left right", newer ones as a list.
+    merges = [
+        list(merge) if isinstance(merge, list) else merge.split(" ")
+        for merge in model.get("merges", [])
+    ]
     flags = ("single_word", "lstrip", "rstrip", "normalized")
+    added = sorted(
+        [token["id"], token["content"], *(token[flag] for flag in flags)]
+        for token in content["added_tokens"]
+    )
     return {
         "type": model.get("type"),
-        "vocab": sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: (item[1], item[0])),
-        "scores": model["vocab"] if isinstance(model.get("vocab"), list) else None,
-        "merges": [list(m) if isinstance(m, list) else m.split(" ") for m in model.get("merges", [])],
-        "rules": {k: model.get(k) or None for k in ("unk_token", "unk_id", "byte_fallback", "ignore_merges", "dropout", "fuse_unk",
-                  "continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")},
-        "special": sorted([t["id"], t["content"], *(t[f] for f in flags)] for t in content["added_tokens"]),
+        "vocab": sorted(vocabulary.items(), key=lambda item: (item[1], item[0])),
+        "scores": scores,
+        "merges": merges,
+        # Tools write an absent rule as null, false, "" or not at all.
+        "rules": {rule: model.get(rule) or None for rule in MODEL_RULES},
+        "special": added,
         "normalizer": _plain(content.get("normalizer")),
         "pre_tokenizer": _plain(content.get("pre_tokenizer")),
-    }  # fmt: skip
+    }
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
-    """The bytes each id stands for, or None where the decoder is neither byte-level nor byte-fallback."""
+    """The bytes each id stands for, or None where the decoder is neither byte-level nor
+    byte-fallback.
+    """
     kinds = {part["type"]: part for part in _decoders(backend)}
     if not kinds.keys() & {"ByteLevel", "ByteFallback"}:
         return None
-    table = {i: token.encode() for i, token in _plain_tokens(backend, "ByteLevel" not in kinds)}
+
+    table: dict[int, bytes] = {}
+    vocabulary = backend.get_vocab(with_added_tokens=False)
     if "ByteLevel" in kinds:
-        for token, i in backend.get_vocab(with_added_tokens=False).items():
-            table[i] = spelled if (spelled := unspell(token)) is not None else token.encode()
+        for token, number in vocabulary.items():
+            spelled = unspell(token)
+            table[number] = token.encode() if spelled is None else spelled
     else:
-        table |= {
-            i: bytes([int(t[3:5], 16)])
-            for t, i in backend.get_vocab(with_added_tokens=False).items()
-            if _is_byte(t)
-        }
-    return table | {
-        i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()
-    }
+        replaces = any(
+            part["type"] == "Replace" and part["pattern"] == {"String": "▁"}
+            for part in _decoders(backend)
+        )
+        for token, number in vocabulary.items():
+            if _is_byte(token):
+                table[number] = bytes([int(token[3:5], 16)])
+            elif replaces:
+                table[number] = token.replace("▁", " ").encode()
+            else:
+                table[number] = token.encode()
+
+    # Added tokens stand for their own text in both spellings.
+    for number, token in backend.get_added_tokens_decoder().items():
+        table[number] = token.content.encode()
+    return table
 
 
 def strips_first_space(backend: tokenizers.Tokenizer) -> bool:
@@ -330,35 +446,34 @@ def strips_first_space(backend: tokenizers.Tokenizer) -> bool:
     return any(part["type"] == "Strip" and part.get("start") for part in _decoders(backend))
 
 
-def _plain_tokens(backend: tokenizers.Tokenizer, escaped: bool) -> list[tuple[int, str]]:
-    replaces = escaped and any(
-        p["type"] == "Replace" and p["pattern"] == {"String": "▁"} for p in _decoders(backend)
-    )
-    return [
-        (i, t.replace("▁", " ") if replaces else t)
-        for t, i in backend.get_vocab(with_added_tokens=False).items()
-    ]
-
-
 def _is_byte(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return len(token) == BYTE_TOKEN_CHARACTERS and token.startswith("<0x") and token.endswith(">")
 
 
 def _decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    return (
-        decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder] if decoder else []
-    )
+    """The steps of the decoder, as tokenizer.json writes them."""
+    decoder = {}
+    if backend.decoder is not None:
+        decoder = json.loads(backend.decoder.__getstate__())
+    if decoder.get("type") == "Sequence":
+        return decoder["decoders"]
+    if decoder:
+        return [decoder]
+    return []
 
 
 def _plain(part: Any) -> Any:
-    """A normaliser or pre-tokenizer without what does not change ids, and without a sequence of one."""
+    """A normaliser or pre-tokenizer without what does not change ids (`trim_offsets`); a sequence
+    of one step is that step.
+    """
     if isinstance(part, list):
         return [_plain(p) for p in cast(list[Any], part)]
     if not isinstance(part, dict):
         return part
-    found = {k: _plain(v) for k, v in cast(dict[str, Any], part).items() if k != "trim_offsets"}
+
+    fields = {k: _plain(v) for k, v in cast(dict[str, Any], part).items() if k != "trim_offsets"}
     for key in ("pretokenizers", "normalizers"):
-        if found.get("type") == "Sequence" and len(found.get(key, ())) == 1:
-            return found[key][0]
-    return found
+        if fields.get("type") == "Sequence" and len(fields.get(key, ())) == 1:
+            return fields[key][0]
+
+    return fields

@@ -1,8 +1,10 @@
-"""Tiktoken rank files (qwen.tiktoken, Llama 3's tokenizer.model): one `base64-bytes rank` per line, converted to byte-level BPE.
+"""Tiktoken rank files (qwen.tiktoken, Llama 3's tokenizer.model): one `base64-bytes rank` per
+line, converted to byte-level BPE.
 
-A rank file says which byte strings are tokens and in which order they were learned, not how they are made; the two halves of each token
-are found by merging its bytes with the tokens learned before it. The pattern that splits words is not in the file: it is known for the
-published vocabularies, which are recognised by their size.
+A rank file says which byte strings are tokens and in which order they were learned, not how they
+are made; the two halves of each token are found by merging its bytes with the tokens learned
+before it. The pattern that splits words is not in the file: it is known for the published
+vocabularies, which are recognised by their size.
 """
 
 from __future__ import annotations
@@ -18,11 +20,21 @@ from headway.tokenizer.byte_level import CL100K, QWEN, byte_level, spell
 from headway.tokenizer.load import Tokenizer
 
 _LLAMA3 = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
-)  # fmt: skip
-# Number of ranks -> word pattern, whether texts are NFC-normalised first, special tokens from the next id on, roles.
+)
+# Number of ranks -> word pattern, whether texts are NFC-normalised first, special tokens from the
+# next id on, roles.
 KNOWN: dict[int, tuple[str | None, bool, tuple[str, ...], dict[str, str]]] = {
     151643: (
         QWEN,
@@ -53,7 +65,9 @@ def is_ranks(data: bytes) -> bool:
 
 
 def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
-    """Open a rank file of a published vocabulary; takes some seconds for the largest, so save it as a folder."""
+    """Open a rank file of a published vocabulary; takes some seconds for the largest, so save it
+    as a folder.
+    """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
@@ -62,27 +76,33 @@ def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
     ranks = _parse(path)
     if len(ranks) not in KNOWN:
         raise DataError(
-            f"{path} has {len(ranks)} ranks; the word pattern is known only for {', '.join(map(str, KNOWN))} ranks."
+            f"{path} has {len(ranks)} ranks; the word pattern is known only for "
+            f"{', '.join(map(str, KNOWN))} ranks."
         )
-    pattern, composed, special, roles = KNOWN[len(ranks)]
+
+    pattern, normalises, special, roles = KNOWN[len(ranks)]
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
     backend = Backend(models.BPE(vocabulary, merges))
-    if composed:
+    if normalises:
         backend.normalizer = normalizers.NFC()
+
     backend.pre_tokenizer = byte_level(pattern)
     backend.decoder = decoders.ByteLevel()
+    # The class of the folder (Qwen's own) reads the rank file with code that is not needed now.
     usable = {k: v for k, v in (config or {}).items() if k not in ("auto_map", "tokenizer_class")}
     return finish(backend, {"additional_special_tokens": list(special), **roles, **usable})
 
 
 def _parse(path: Path) -> dict[bytes, int]:
+    """The ranks of a file: token -> rank, without gaps and with all 256 bytes."""
     from headway.tokenizer.folder import read_bytes
 
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line.strip():
             continue
+
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -90,12 +110,15 @@ def _parse(path: Path) -> dict[bytes, int]:
             raise DataError(
                 f"{path}:{number}: not a rank line; expected base64 bytes, a space and a number."
             ) from None
+
     if sorted(ranks.values()) != list(range(len(ranks))) or any(
         bytes([b]) not in ranks for b in range(256)
     ):
         raise DataError(
-            f"{path}: the ranks have gaps or lack some of the 256 bytes; the file is damaged or cut short."
+            f"{path}: the ranks have gaps or lack some of the 256 bytes; the file is damaged or "
+            "cut short."
         )
+
     return ranks
 
 
@@ -109,14 +132,20 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _halves(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The last two parts of a token when its bytes are merged as BPE merges them: always the pair
+    of the lowest rank, with tokens of lower rank than its own.
+    """
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        joined = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
-        best = min(joined)
+        joined_ranks = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
+        best = min(joined_ranks)
         if best >= rank:
             raise DataError(
-                f"token {token!r} cannot be made from tokens of lower rank; the rank file is damaged."
+                f"token {token!r} cannot be made from tokens of lower rank; the rank file is "
+                "damaged."
             )
-        at = joined.index(best)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+        index = joined_ranks.index(best)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
+
     return parts[0], parts[1]

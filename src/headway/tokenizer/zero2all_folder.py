@@ -1,8 +1,12 @@
-"""zero2all's tokenizers, whose classes add special tokens in code, so that no file of their folders holds them.
+"""zero2all's tokenizers, whose classes add special tokens in code, so that no file of their
+folders holds them.
 
-hf_bbpe_tokenizer/my_tokenizer.json       64000 ids of byte-level BPE; 13 special tokens follow, 64000 to 64012
-sp_bbpe_tokenizer/sp_bbpe_tokenizer.model sentencepiece with 12 of them as pieces; <|role_end|> follows the last piece
-my_hf_bbpe_tokenizer_10G.json             the first one's file alone, recognised by its size and its word pattern
+    hf_bbpe_tokenizer/my_tokenizer.json
+        64000 ids of byte-level BPE; 13 special tokens follow, 64000 to 64012
+    sp_bbpe_tokenizer/sp_bbpe_tokenizer.model
+        sentencepiece with 12 of them as pieces; <|role_end|> follows the last piece
+    my_hf_bbpe_tokenizer_10G.json
+        the first one's file alone, recognised by its size and its word pattern
 """
 
 from __future__ import annotations
@@ -12,20 +16,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import DataError
-from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-HF_CLASS, SP_CLASS = "MyHFTokenizer", "MySPTokenizer"
+    from headway.tokenizer.load import Tokenizer
+
+HF_CLASS = "MyHFTokenizer"
+SP_CLASS = "MySPTokenizer"
 FIRST = 64000
+"""The id of the first special token."""
 TOKENS = (
-    "<|beginoftext|>", "<|endoftext|>", "<|endofprompt|>", "<|im_start|>", "<|im_end|>", "<|UNK|>", "<|PAD|>", "<|CLS|>", "<|SEP|>",
-    "<|MASK|>", "<|BOS|>", "<|EOS|>", "<|role_end|>",
-)  # fmt: skip
+    "<|beginoftext|>",
+    "<|endoftext|>",
+    "<|endofprompt|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|UNK|>",
+    "<|PAD|>",
+    "<|CLS|>",
+    "<|SEP|>",
+    "<|MASK|>",
+    "<|BOS|>",
+    "<|EOS|>",
+    "<|role_end|>",
+)
+"""In the order in which zero2all's classes add them, which decides their ids."""
 ROLES = {"bos_token": "<|beginoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|PAD|>"}
 CUT = r"[\u4e00-\u9fa5]+"
-"""Runs of Chinese characters are split off as separate words: no other known vocabulary of this size does that."""
+"""Runs of Chinese characters are split off as separate words: no other known vocabulary of this
+size does that."""
 
 
 def is_zero2all(config: dict[str, Any]) -> bool:
@@ -45,12 +65,13 @@ def read_zero2all(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _file(folder: Path, *names: str) -> Path:
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
         raise DataError(
-            f"{folder}: its tokenizer_config.json is zero2all's, but it holds no {' or '.join(names)}. Fetch the whole folder again."
+            f"{folder}: its tokenizer_config.json is zero2all's, but it holds no "
+            f"{' or '.join(names)}. Fetch the whole folder again."
         )
-    return found
+    return path
 
 
 def full_config() -> dict[str, Any]:
@@ -66,12 +87,13 @@ def is_bare(backend: tokenizers.Tokenizer) -> bool:
         or backend.get_added_tokens_decoder()
     ):
         return False
-    cuts = (
-        json.loads(backend.pre_tokenizer.__getstate__())
-        if backend.pre_tokenizer is not None
-        else {}
-    )
+
+    splitter = {}
+    if backend.pre_tokenizer is not None:
+        splitter = json.loads(backend.pre_tokenizer.__getstate__())
+
     patterns = [
-        part.get("pattern", {}).get("Regex", "") for part in cuts.get("pretokenizers", [cuts])
+        part.get("pattern", {}).get("Regex", "")
+        for part in splitter.get("pretokenizers", [splitter])
     ]
     return any(pattern.endswith(CUT) for pattern in patterns)

@@ -1,7 +1,9 @@
-"""Alerts: send a message when a run starts, finishes, crashes or hangs, when its loss spikes or is not finite, or when a save fails.
+"""Alerts: send a message when a run starts, finishes, crashes or hangs, when its loss spikes or is
+not finite, or when a save fails.
 
-Messages are sent in the background, and each is also logged. The address comes from the environment and is never logged.
-The recipe's `heal` section defines a loss spike. The supervisor and the launcher send the alerts that a dead run cannot send.
+Messages are sent in the background, and each is also logged. The address comes from the environment
+and is never logged. The recipe's `heal` section defines a loss spike. The supervisor and the
+launcher send the alerts that a dead run cannot send.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from headway.runtime.web import address_from_environment, job_id
 from headway.track.base import Event, TrackerConfig
 from headway.track.sender import Send, Sender, poster
 
-Form = Literal["feishu", "slack", "webhook", "command"]
-EVENTS_DOC = "Events to report; all of: start, finish, crash, hang, spike, nan, save_failure, slow_rank, callback, tracker_failure."
 log = logging.getLogger("headway")
+
+Form = Literal["feishu", "slack", "webhook", "command"]
+EVENTS_DOC = (
+    "Events to report; all of: start, finish, crash, hang, spike, nan, save_failure, slow_rank, "
+    "callback, tracker_failure."
+)
 
 
 class Config(TrackerConfig):
@@ -58,17 +64,19 @@ class Config(TrackerConfig):
     )
 
     def build(self, run_dir: Path, run_name: str) -> Alert:
-        """Make the tracker; raises ConfigError if the address is not set or the program does not exist."""
+        """Make the tracker.
+
+        Raises ConfigError if the address is not set or the program does not exist.
+        """
         if self.form != "command":
             address = address_from_environment(self.url_env, "track url_env")
-            return Alert(
-                self,
-                run_name,
-                poster(address, self.timeout_seconds, lambda answer: _refusal(self.form, answer)),
-            )
+            send = poster(address, self.timeout_seconds, lambda answer: _refusal(self.form, answer))
+            return Alert(self, run_name, send)
+        # Refused at the start: a mistake must not show at the first crash.
         if not self.command or shutil.which(self.command[0]) is None:
             raise ConfigError(
-                f"track command is {list(self.command)}; form: command needs a program that can be run, and its arguments."
+                f"track command is {list(self.command)}; form: command needs a program that can be "
+                "run, and its arguments."
             )
         return Alert(self, run_name, self._call)
 
@@ -80,7 +88,7 @@ class Config(TrackerConfig):
         """Run the command with the message on stdin; returns the reason of a failure."""
         null = subprocess.DEVNULL
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 self.command,
                 input=message,
                 stdout=null,
@@ -92,15 +100,16 @@ class Config(TrackerConfig):
             return f"{self.command[0]} took longer than {self.timeout_seconds:g} s"
         except OSError as problem:
             return f"{self.command[0]}: {problem.strerror}"
-        return (
-            None
-            if done.returncode == 0
-            else f"{self.command[0]} ended with exit code {done.returncode}"
-        )
+        if process.returncode == 0:
+            return None
+        return f"{self.command[0]} ended with exit code {process.returncode}"
 
 
 class Alert:
-    """Sends alerts from a background thread. Repeated events within `every_seconds` are only counted."""
+    """Sends alerts from a background thread.
+
+    Repeated events within `every_seconds` are only counted.
+    """
 
     def __init__(self, config: Config, run_name: str, send: Send) -> None:
         self._config = config
@@ -110,23 +119,29 @@ class Alert:
         self._lock = threading.Lock()
         self._last_sent: dict[Event, float] = {}
         self._suppressed: dict[Event, int] = {}
+        """Events since the last message about them."""
         self._loss: float | None = None
+        """The last finite one."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Remember the loss, which messages include."""
         loss = metrics.get("loss")
-        self._loss = loss if isinstance(loss, (int, float)) and math.isfinite(loss) else self._loss
+        if isinstance(loss, (int, float)) and math.isfinite(loss):
+            self._loss = loss
 
     def event(self, name: Event, text: str, step: int) -> None:
         """Send an alert. Callable from any thread."""
         if name not in self._config.events:
             return
         with self._lock:
+            # A loss that spikes at every step must not fill a chat.
             now = time.monotonic()
-            if name in self._last_sent and now - self._last_sent[name] < self._config.every_seconds:
+            last_sent = self._last_sent.get(name, -math.inf)
+            if now - last_sent < self._config.every_seconds:
                 self._suppressed[name] = self._suppressed.get(name, 0) + 1
                 return
             self._last_sent[name] = now
+            # The count comes with the next message of the same kind.
             if suppressed := self._suppressed.pop(name, 0):
                 text += f" ({suppressed} more since the last message)"
         log.info("alert %s: %s", name, text)
@@ -159,9 +174,13 @@ class AlertMessage:
         return f"{self.job}_{self.run}"
 
     def body(self, form: Form) -> bytes:
-        """The message as JSON in the format of its receiver; `webhook` and `command` receive every field."""
+        """The message as JSON in the format of its receiver.
+
+        `webhook` and `command` receive every field.
+        """
         content: dict[str, Any] = asdict(self)
         if form == "feishu":
+            # Feishu's rich text: paragraphs of elements, by language.
             post = {"title": self.title, "content": [[{"tag": "text", "text": self.text}]]}
             content = {
                 "timestamp": self.timestamp,
@@ -177,9 +196,12 @@ def _refusal(form: Form, answer: bytes) -> str | None:
     """The error in an HTTP 200 answer: Feishu reports a rejected message with a non-zero code."""
     if form != "feishu":
         return None
+    # Two generations of its webhooks have different names for the code.
     try:
-        found: Any = json.loads(answer)
-        code = found.get("code", found.get("StatusCode", 0))
+        content: Any = json.loads(answer)
+        code = content.get("code", content.get("StatusCode", 0))
     except (ValueError, AttributeError):
         return None
-    return None if code == 0 else f"code {code}"
+    if code == 0:
+        return None
+    return f"code {code}"

@@ -1,7 +1,9 @@
-"""Console output: one line of at most 100 columns per logged step. With -v a second line shows all other metrics. Always on.
+"""Console output: one line of at most 100 columns per logged step.
 
-On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone. With log.style internlm the line is
-InternLM's (`internlm_line.py`), on a terminal too.
+With -v a second line shows all other metrics. Always on.
+
+On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone.
+With log.style internlm the line is InternLM's (`internlm_line.py`), on a terminal too.
 """
 
 import logging
@@ -16,9 +18,14 @@ from headway.track.bar import ProgressBar
 from headway.track.base import Event, Value, flatten
 from headway.track.internlm_line import internlm_line
 
+log = logging.getLogger("headway")
+
 COLUMNS = 100
+"""A line that is longer loses its least important parts."""
 DATA_WAIT_SHOWN = 0.05
+"""The share of a step spent waiting for data above which the line says so."""
 RETRIEVAL = "/recall_at_1"
+"""The end of the one retrieval metric that the console shows."""
 SHOWN = (
     "loss",
     "lr",
@@ -31,7 +38,7 @@ SHOWN = (
     "memory_bytes",
     "eta_seconds",
 )
-log = logging.getLogger("headway")
+"""Metrics of the line of a step; all others are in the second line of -v."""
 
 
 class Console:
@@ -43,8 +50,11 @@ class Console:
         status: StatusLine | None = None,
         style: Literal["headway", "internlm"] = "headway",
     ) -> None:
-        self.total_steps, self.style = total_steps, style
-        self.bar = None if status is None else ProgressBar(status, total_steps)
+        self.total_steps = total_steps
+        self.style = style
+        self.bar: ProgressBar | None = None
+        if status is not None:
+            self.bar = ProgressBar(status, total_steps)
 
     def tick(self, record: Mapping[str, Any]) -> None:
         """Move the bar; called with the record of every step."""
@@ -55,35 +65,32 @@ class Console:
         """Show one step; validation results get a separate line."""
         flat = flatten(metrics)
         valid = {name: value for name, value in flat.items() if name.startswith("valid")}
-        if any(
-            name.endswith(RETRIEVAL) for name in valid
-        ):  # dozens of numbers; metrics.jsonl and trackers have them all
-            valid = {
-                name: value for name, value in valid.items() if name.endswith((RETRIEVAL, "/loss"))
-            }
+        # Retrieval has dozens of numbers; metrics.jsonl and trackers have them all.
+        if any(name.endswith(RETRIEVAL) for name in valid):
+            shown_ends = (RETRIEVAL, "/loss")
+            valid = {name: value for name, value in valid.items() if name.endswith(shown_ends)}
+
+        # With a bar, the screen shows the steps and train.log the lines.
+        destination = None if self.bar is None else FILE_ONLY
         # Validation before the first step has no training metrics.
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
-            line = (
-                step_line(step, self.total_steps, flat)
-                if self.style == "headway"
-                else internlm_line(step, flat)
-            )
-            log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
+            if self.style == "headway":
+                line = step_line(step, self.total_steps, flat)
+            else:
+                line = internlm_line(step, flat)
+            log.info("%s", line, extra=destination)
         if valid:
-            line = at_start + "  ".join(f"{name} {_number(value)}" for name, value in valid.items())
-            log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
+            log.info("%s", at_start + _pairs(valid), extra=destination)
             if self.bar is not None:
                 log.info("step %d  valid: %s", step, _short(valid), extra=SCREEN_ONLY)
-        rest = {
-            name: value
-            for name, value in flat.items()
-            if name not in SHOWN and not name.startswith("valid") and value is not None
-        }
-        if rest:
-            log.debug(
-                "%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items())
-            )
+
+        others: dict[str, Value] = {}
+        for name, value in flat.items():
+            if name not in SHOWN and not name.startswith("valid") and value is not None:
+                others[name] = value
+        if others:
+            log.debug("%s", "  " + _pairs(others))
 
     def note(self, text: str) -> None:
         """Show a note."""
@@ -91,6 +98,7 @@ class Console:
 
     def event(self, name: Event, text: str, step: int) -> None:
         """Show an event as a warning; start and finish appear only with -v."""
+        # The run itself says on the console that it starts and ends.
         if name in ("start", "finish"):
             log.debug("%s: %s", name, text)
         else:
@@ -108,26 +116,33 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) 
     for name, write in (("loss", _loss), ("lr", _rate), ("grad_norm", _norm)):
         if name in metrics:
             parts.append(write(metrics[name]))
-    if isinstance(sparsity := metrics.get("sparsity"), (int, float)):
+
+    sparsity = metrics.get("sparsity")
+    if isinstance(sparsity, (int, float)):
+        text = f"sparsity {sparsity:.3f}"
         target = metrics.get("sparsity_target")
-        parts.append(
-            f"sparsity {sparsity:.3f}"
-            + (f"/{target:.3f}" if isinstance(target, (int, float)) else "")
-        )
+        if isinstance(target, (int, float)):
+            text += f"/{target:.3f}"
+        parts.append(text)
+
     speed = metrics.get("tokens_per_second")
     if isinstance(speed, (int, float)):
         parts.append(f"{quantity(speed)} tok/s")
-    if used := _utilisation(metrics.get("mfu_full"), metrics.get("mfu_causal")):
-        parts.append(used)
+    utilisation = _utilisation(metrics.get("mfu_full"), metrics.get("mfu_causal"))
+    if utilisation:
+        parts.append(utilisation)
     waiting = metrics.get("data_wait_share")
     if isinstance(waiting, (int, float)) and waiting > DATA_WAIT_SHOWN:
         parts.append(f"WAITS FOR DATA {waiting:.0%}")
     memory = metrics.get("memory_bytes")
     if isinstance(memory, (int, float)):
-        parts.append(f"{memory / 1e9:.{0 if memory >= 10e9 else 1}f} GB")
+        digits = 0 if memory >= 10e9 else 1
+        parts.append(f"{memory / 1e9:.{digits}f} GB")
     eta = metrics.get("eta_seconds")
     if isinstance(eta, (int, float)) and math.isfinite(eta):
         parts.append(f"eta {duration(eta)}")
+
+    # Too long: first with single spaces, then without one part after the other.
     line = "  ".join(parts)
     for droppable in ("", "mfu ", " GB", " tok/s"):
         if len(line) > COLUMNS:
@@ -141,37 +156,46 @@ def _loss(value: Value) -> str:
 
 
 def _rate(value: Value) -> str:
-    return (
-        f"lr {value:.1e}".replace("e-0", "e-").replace("e+00", "e0")
-        if isinstance(value, (int, float))
-        else f"lr {value}"
-    )
+    if isinstance(value, (int, float)):
+        # 3.0e-4 instead of 3.0e-04.
+        return f"lr {value:.1e}".replace("e-0", "e-").replace("e+00", "e0")
+    return f"lr {value}"
 
 
 def _norm(value: Value) -> str:
     if isinstance(value, (int, float)) and math.isfinite(value):
-        return f"grad {value:.2f}" if value < 1000 else f"grad {quantity(value)}"
+        if value < 1000:
+            return f"grad {value:.2f}"
+        return f"grad {quantity(value)}"
     return f"grad {value}"
 
 
 def _utilisation(full: Value, causal: Value) -> str:
-    known = [
-        f"{name} {value:.0%}"
-        for name, value in (("full", full), ("causal", causal))
-        if isinstance(value, (int, float))
-    ]
-    return f"mfu {' '.join(known)}" if known else ""
+    """`mfu full 41% causal 38%`, of what is known."""
+    words: list[str] = []
+    if isinstance(full, (int, float)):
+        words.append(f"full {full:.0%}")
+    if isinstance(causal, (int, float)):
+        words.append(f"causal {causal:.0%}")
+    if words:
+        return f"mfu {' '.join(words)}"
+    return ""
 
 
 def _number(value: Value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def _pairs(metrics: Mapping[str, Value]) -> str:
+    return "  ".join(f"{name} {_number(value)}" for name, value in metrics.items())
 
 
 def _short(valid: Mapping[str, Value]) -> str:
-    """Validation results for a terminal: without the first word of their names and without counts."""
-    names = {name: name.removeprefix("valid/") for name in valid}
-    return "  ".join(
-        f"{names[name]} {_number(value)}"
-        for name, value in valid.items()
-        if not name.endswith("/tokens")
-    )
+    """Validation results for a terminal: shorter names, no counts of tokens."""
+    shortened: dict[str, Value] = {}
+    for name, value in valid.items():
+        if not name.endswith("/tokens"):
+            shortened[name.removeprefix("valid/")] = value
+    return _pairs(shortened)

@@ -1,6 +1,8 @@
-"""events.jsonl, and alerts sent by a process other than the training loop: a failing rank, the launcher or the supervisor.
+"""events.jsonl, and alerts sent by a process other than the training loop: a failing rank, the
+launcher or the supervisor.
 
-A crash is reported once: by the first process that claims it. The same error after a restart of the same job is not reported again.
+A crash is reported once: by the first process that claims it. The same error after a restart of the
+same job is not reported again.
 """
 
 from __future__ import annotations
@@ -22,24 +24,34 @@ from headway.track.metrics_file import read_lines
 
 EVENTS = "events.jsonl"
 CLAIMS = Path("logs") / "crash.json"
+"""Which crashes of a job were reported: `told` has their signatures."""
 LAST_LINES = 10
+"""Of a traceback, in a message."""
 MAX_CLAIM_BYTES = 1 << 20
 
 
 def append_event(
     run_dir: Path, event: Event, text: str, step: int, writes: Deferred | None = None, **facts: Any
 ) -> None:
-    """Append an event to events.jsonl as one line of JSON. Does nothing before the run folder exists.
+    """Append an event to events.jsonl as one line of JSON.
 
-    If the line cannot be written (a full disk), it waits in `writes`: reporting an event must never fail.
+    Does nothing before the run folder exists.
+
+    If the line cannot be written (a full disk), it waits in `writes`: reporting an event must never
+    fail.
     """
     if not run_dir.is_dir():
         return
-    line = json.dumps(
-        {"time": round(time.time(), 3), "event": event, "step": step, "text": text, **facts},
-        ensure_ascii=False,
-    )
-    (writes or Deferred()).append(run_dir / EVENTS, line.encode(errors="backslashreplace") + b"\n")
+    record = {
+        "time": round(time.time(), 3),
+        "event": event,
+        "step": step,
+        "text": text,
+        **facts,
+    }
+    # A text of another program may hold what UTF-8 cannot encode.
+    line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+    (writes or Deferred()).append(run_dir / EVENTS, line)
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -48,11 +60,11 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
         with open(run_dir / EVENTS, "rb", opener=regular_only) as file:
             for line in read_lines(file):
                 try:
-                    found: Any = json.loads(line)
+                    event: Any = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(found, dict):
-                    yield found
+                if isinstance(event, dict):
+                    yield event
     except OSError:
         return
 
@@ -65,7 +77,11 @@ def report_event(
     step: int = 0,
     writes: Deferred | None = None,
 ) -> None:
-    """Record an event and send it through every tracker that works without a run; waits briefly for the messages to be sent."""
+    """Record an event and send it through every tracker that works without a run.
+
+    Waits briefly for the messages to be sent.
+    """
+    # The file first: it needs no network.
     append_event(run_dir, event, text, step, writes)
     for config in configs:
         tracker = config.build_outside(run_dir, run_dir.name)
@@ -90,14 +106,18 @@ def traceback_tail(trace: str) -> str:
 
 
 def reset_crash_report(run_dir: Path) -> None:
-    """At the start of a run, allow its next crash to be reported. A restart of the same job remembers the crashes reported before."""
+    """At the start of a run, allow its next crash to be reported.
+
+    A restart of the same job remembers the crashes reported before.
+    """
     path = run_dir / CLAIMS
     if not path.exists():
         return
+    job = _job()
     with _claims(run_dir) as claims:
-        is_same = claims.get("job") == _job() is not None
+        is_same_job = job is not None and claims.get("job") == job
         claims["told_this_start"] = False
-    if not is_same:
+    if not is_same_job:
         path.unlink(missing_ok=True)
 
 
@@ -107,36 +127,50 @@ def clear_crash_report(run_dir: Path) -> None:
 
 
 def claim_crash_report(run_dir: Path, text: str, job: str | None = None) -> bool:
-    """Whether the caller must report this crash. A supervisor passes its own `job`; other processes read theirs from the environment."""
+    """Whether the caller must report this crash.
+
+    A supervisor passes its own `job`; other processes read theirs from the environment.
+    """
+    # Without the folder no other process can have claimed it.
     if not (run_dir / "logs").is_dir():
-        return True  # without the folder no other process can have claimed it
-    signature = re.sub(r"\d+(\.\d+)?", "#", (text.rstrip().splitlines() or [""])[-1])
+        return True
+
+    # The last line names the error. Its numbers (steps, ranks, bytes) differ from start to start.
+    lines = text.rstrip().splitlines()
+    last_line = lines[-1] if lines else ""
+    signature = re.sub(r"\d+(\.\d+)?", "#", last_line)
     with _claims(run_dir) as claims:
-        found: Any = claims.get("told")
-        reported: list[Any] = found if isinstance(found, list) else []
+        stored: Any = claims.get("told")
+        reported: list[Any] = stored if isinstance(stored, list) else []
+        # One report per start, whatever the ranks say, and one per error over all starts.
         is_new = not claims.get("told_this_start") and signature not in reported
-        reported = [*reported, signature] if is_new else reported
+        if is_new:
+            reported = [*reported, signature]
         claims.update(job=job or claims.get("job") or _job(), told_this_start=True, told=reported)
         return is_new
 
 
 @contextmanager
 def _claims(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The claims file, locked for one process at a time. If the disk cannot be written, claims are lost: a second report beats none."""
+    """The claims file, locked for one process at a time.
+
+    If the disk cannot be written, claims are lost: a second report beats none.
+    """
     import fcntl
 
     claims: dict[str, Any] = {}
     try:
-        file = open(run_dir / CLAIMS, "a+b", buffering=0, opener=regular_only)  # noqa: SIM115 - closed below
+        file = open(run_dir / CLAIMS, "a+b", buffering=0, opener=regular_only)  # noqa: SIM115
     except OSError:
         yield claims
         return
     with file:
+        # Ranks that fail together come here at the same moment. Closing the file unlocks it.
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            found: Any = json.loads(file.read(MAX_CLAIM_BYTES) or b"{}")
-            claims = found if isinstance(found, dict) else {}
+            content: Any = json.loads(file.read(MAX_CLAIM_BYTES) or b"{}")
+            claims = content if isinstance(content, dict) else {}
         except (OSError, ValueError, RecursionError):
             claims = {}
         yield claims
@@ -149,5 +183,8 @@ def _claims(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def _job() -> str | None:
     """A name that stays the same when a job restarts; None without a supervisor or scheduler."""
+    supervised = supervisor()
+    if supervised:
+        return supervised
     scheduled = job_id()
-    return supervisor() or (None if scheduled == "none" else scheduled)
+    return None if scheduled == "none" else scheduled

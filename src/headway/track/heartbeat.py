@@ -1,9 +1,11 @@
-"""Heartbeats: every N steps, post all metrics of the step to a monitor as one flat JSON object, in the format of InternLM's light_monitor.
+"""Heartbeats: every N steps, post all metrics of the step to a monitor as one flat JSON object, in
+the format of InternLM's light_monitor.
 
-    {"msg_type": "train_metrics", "cluster": "a", "job": "7", "run": "pretrain", "step": 50, "loss": 3.1, "valid_wiki_loss": null, ...}
+    {"msg_type": "train_metrics", "cluster": "a", "job": "7", "run": "pretrain", "step": 50,
+     "loss": 3.1, "valid_wiki_loss": null, ...}
 
-Characters of a name other than letters, digits and _ become _. Values that are not finite become null. Heartbeats are sent in the
-background; if two are already queued, the next one is dropped.
+Characters of a name other than letters, digits and _ become _. Values that are not finite become
+null. Heartbeats are sent in the background; if two are already queued, the next one is dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from headway.config.section import setting
 from headway.runtime.web import address_from_environment, cluster_name, job_id
 from headway.track.base import Event, TrackerConfig, flatten
 from headway.track.sender import Sender, poster
+
+MAX_QUEUED = 2
 
 
 class Config(TrackerConfig):
@@ -43,9 +47,8 @@ class Config(TrackerConfig):
 
     def build(self, run_dir: Path, run_name: str) -> HeartbeatPost:
         """Make the tracker; raises ConfigError if the address is not set."""
-        return HeartbeatPost(
-            self, run_name, address_from_environment(self.url_env, "track url_env")
-        )
+        address = address_from_environment(self.url_env, "track url_env")
+        return HeartbeatPost(self, run_name, address)
 
 
 class HeartbeatPost:
@@ -59,23 +62,23 @@ class HeartbeatPost:
             "job": job_id(),
             "run": run_name,
         }
-        self._sender = Sender("heartbeats", poster(address, config.timeout_seconds), capacity=2)
+        send = poster(address, config.timeout_seconds)
+        self._sender = Sender("heartbeats", send, capacity=MAX_QUEUED)
         self._next = 0
+        """The step from which on the next heartbeat is due."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Post this step if a heartbeat is due."""
         if step < self._next:
             return
+        # By multiples of `every`, not by distance: logged steps need not be multiples of it.
         self._next = (step // self._every + 1) * self._every
         numbers = {
             re.sub(r"\W", "_", name, flags=re.ASCII): _finite(value)
             for name, value in flatten(metrics).items()
         }
-        self._sender.put(
-            json.dumps(
-                {**self._identity, "step": step, **numbers}, ensure_ascii=False, allow_nan=False
-            ).encode()
-        )
+        content = {**self._identity, "step": step, **numbers}
+        self._sender.put(json.dumps(content, ensure_ascii=False, allow_nan=False).encode())
 
     def note(self, text: str) -> None:
         """Ignored: a heartbeat carries only metrics."""
@@ -89,4 +92,6 @@ class HeartbeatPost:
 
 
 def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

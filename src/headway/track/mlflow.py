@@ -1,4 +1,5 @@
-"""MLflow: metrics, the recipe as parameters, events as tags, and the files of a finished run as artifacts, on a tracking server.
+"""MLflow: metrics, the recipe as parameters, events as tags, and the files of a finished run as
+artifacts, on a tracking server.
 
 Passwords come from the environment.
 """
@@ -20,6 +21,7 @@ URI = "MLFLOW_TRACKING_URI"
 LONGEST = 500
 """Characters of a parameter that every server accepts."""
 PARAMS_AT_ONCE = 100
+"""MLflow takes no more parameters in one request."""
 
 
 class Config(ServiceConfig):
@@ -40,7 +42,8 @@ class Config(ServiceConfig):
     )
     artifacts: bool = setting(
         True,
-        "Upload the training curve, reports, the recipe and the final metrics when the run has finished.",
+        "Upload the training curve, reports, the recipe and the final metrics when the run has "
+        "finished.",
         on_resume="free",
     )
     weights: bool = setting(
@@ -54,7 +57,8 @@ class Config(ServiceConfig):
         super().check()
         if self.uri is None and not has_secret(URI):
             raise ConfigError(
-                f"track kind mlflow has no uri, and {URI} is not set. Set one of them to the server's address."
+                f"track kind mlflow has no uri, and {URI} is not set. "
+                "Set one of them to the server's address."
             )
         if self.uri is not None:
             without_password(self.uri, "track uri of kind mlflow")
@@ -65,55 +69,59 @@ class Config(ServiceConfig):
 
     def files_of(self, run_dir: Path) -> list[tuple[Path, str]]:
         """What is there of a finished run, by the folder of its artifacts."""
-        found: list[tuple[Path, str]] = []
+        files: list[tuple[Path, str]] = []
         if self.artifacts:
-            named = (
-                (CURVE, "plots"),
-                ("recipe.yaml", "config"),
-                ("environment.json", "config"),
-                ("summary.json", "metrics"),
-            )
-            found += [(run_dir / name, place) for name, place in named]
-            found += [(path, "reports") for path in sorted(run_dir.glob("*.html"))]
+            files += [
+                (run_dir / CURVE, "plots"),
+                (run_dir / "recipe.yaml", "config"),
+                (run_dir / "environment.json", "config"),
+                (run_dir / "summary.json", "metrics"),
+            ]
+            files += [(path, "reports") for path in sorted(run_dir.glob("*.html"))]
         if self.weights:
-            found.append((run_dir / "final", "model"))
-        return [(path, place) for path, place in found if path.exists()]
+            files.append((run_dir / "final", "model"))
+        return [(path, folder) for path, folder in files if path.exists()]
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its id."""
-        entities, client = self.load("mlflow.entities"), self.load("mlflow").MlflowClient(self.uri)
+        # The client rather than mlflow's global functions: it keeps no state of an active run.
+        entities = self.load("mlflow.entities")
+        client = self.load("mlflow").MlflowClient(self.uri)
         if run.id is not None:
             client.update_run(run.id, status="RUNNING")
             return ServerRun(client, entities, run.id)
-        found = client.get_experiment_by_name(self.experiment)
-        experiment = (
-            client.create_experiment(self.experiment) if found is None else found.experiment_id
-        )
-        made = client.create_run(
-            experiment, run_name=run.name, tags={"headway.folder": str(run.folder)}
-        )
+
+        experiment = client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            experiment_id = client.create_experiment(self.experiment)
+        else:
+            experiment_id = experiment.experiment_id
+        tags = {"headway.folder": str(run.folder)}
+        run_id = client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
+
+        # Once: a parameter of a run cannot be changed.
         params = [entities.Param(key, str(value)[:LONGEST]) for key, value in leaves(run.params)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
-            client.log_batch(made.info.run_id, params=params[start : start + PARAMS_AT_ONCE])
-        return ServerRun(client, entities, made.info.run_id)
+            client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
+        return ServerRun(client, entities, run_id)
 
 
 class ServerRun:
     """One run on a server."""
 
     def __init__(self, client: Any, entities: Any, identity: str) -> None:
-        self.client, self.entities, self.id = client, entities, identity
+        self.client = client
+        self.entities = entities
+        self.id = identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve, in one request."""
-        now = int(time.time() * 1000)
-        self.client.log_batch(
-            self.id,
-            metrics=[
-                self.entities.Metric(name, float(value), now, step)
-                for name, value in values.items()
-            ],
-        )
+        now_milliseconds = int(time.time() * 1000)
+        metrics = [
+            self.entities.Metric(name, float(value), now_milliseconds, step)
+            for name, value in values.items()
+        ]
+        self.client.log_batch(self.id, metrics=metrics)
 
     def event(self, name: str, text: str, step: int) -> None:
         """The last event of each kind is a tag."""
@@ -129,10 +137,10 @@ class ServerRun:
         self.client.set_terminated(self.id, "FINISHED" if ok else "FAILED")
 
 
-def leaves(params: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Nested settings as `optim.lr` and the like; lists stay whole."""
     if not isinstance(params, Mapping):
-        yield at, params
+        yield path, params
         return
     for key, value in params.items():
-        yield from leaves(value, f"{at}.{key}" if at else str(key))
+        yield from leaves(value, f"{path}.{key}" if path else str(key))

@@ -1,4 +1,6 @@
-"""Sends messages from a short queue in a background thread, so that a slow or dead receiver never delays training."""
+"""Sends messages from a short queue in a background thread, so that a slow or dead receiver never
+delays training.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from collections.abc import Callable
 
 from headway.runtime.web import direct_opener
 
+log = logging.getLogger("headway")
+
 QUEUE_MESSAGES = 32
 CLOSE_SECONDS = 10.0
-log = logging.getLogger("headway")
+"""How long the end of a run waits for messages."""
+LONGEST_ANSWER_BYTES = 1 << 16
 
 Send = Callable[[bytes], str | None]
 """Sends one message; returns the reason of a failure, None on success."""
@@ -23,10 +28,14 @@ Send = Callable[[bytes], str | None]
 class Sender:
     """Sends one message at a time. Only the first failure is logged."""
 
-    def __init__(self, what: str, send: Send, capacity: int = QUEUE_MESSAGES) -> None:
-        self._what, self._send, self._capacity = what, send, capacity
+    def __init__(self, subject: str, send: Send, capacity: int = QUEUE_MESSAGES) -> None:
+        self._subject = subject
+        """What the messages are, for warnings."""
+        self._send = send
+        self._capacity = capacity
         self._waiting: queue.Queue[bytes | None] = queue.Queue(capacity)
-        self._has_warned = self._is_closed = False
+        self._has_warned = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="headway-sender", daemon=True)
         self._thread.start()
 
@@ -42,6 +51,7 @@ class Sender:
         if self._is_closed:
             return
         self._is_closed = True
+        # None ends the thread. If there is no room for it, the receiver is too slow to wait for.
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -59,9 +69,12 @@ class Sender:
                 self._warn_once(problem)
 
     def _warn_once(self, problem: str) -> None:
+        # A receiver that is down fails with every message.
         if not self._has_warned:
             self._has_warned = True
-            log.warning("%s cannot be sent: %s; later failures are not logged", self._what, problem)
+            log.warning(
+                "%s cannot be sent: %s; later failures are not logged", self._subject, problem
+            )
 
 
 def poster(
@@ -69,7 +82,11 @@ def poster(
     timeout_seconds: float,
     refusal: Callable[[bytes], str | None] = lambda answer: None,
 ) -> Send:
-    """A `Send` that posts JSON to an address, which is never logged. `refusal` returns the error that an HTTP 200 answer contains."""
+    """A `Send` that posts JSON to an address, which is never logged.
+
+    `refusal` returns the error that an HTTP 200 answer contains.
+    """
+    # The address holds a secret: no redirect may carry it elsewhere.
     opener = direct_opener()
 
     def send(body: bytes) -> str | None:
@@ -77,17 +94,16 @@ def poster(
         request = urllib.request.Request(address, body, headers, method="POST")
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
-                return refusal(response.read(65536))
+                return refusal(response.read(LONGEST_ANSWER_BYTES))
+        # Reasons without the address: texts of other errors may contain it.
         except urllib.error.HTTPError as error:
             error.close()
             return f"HTTP {error.code}"
         except urllib.error.URLError as error:
             return f"{error.reason}"
+        except TimeoutError:
+            return f"no answer in {timeout_seconds:g} s"
         except (OSError, http.client.HTTPException) as error:
-            return (
-                type(error).__name__
-                if not isinstance(error, TimeoutError)
-                else f"no answer in {timeout_seconds:g} s"
-            )
+            return type(error).__name__
 
     return send

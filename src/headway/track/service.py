@@ -1,10 +1,13 @@
-"""A tracker whose package runs in a process of its own. Records and events go in; lines of JSON go to that process.
+"""A tracker whose package runs in a process of its own.
+
+Records and events go in; lines of JSON go to that process.
 
     training loop --queue--> thread --stdin--> tracker_process.py: wandb, mlflow, ...
                                     <-stdout-- {"done": true} or {"failed": "..."}
 
-Whatever the package does, it cannot slow, hang or end the run: a failure, a process that dies, or no answer in `timeout_seconds` drops the
-tracker with one event, and its process is killed. metrics.jsonl has the same numbers. The id under which the service knows the run stays in
+Whatever the package does, it cannot slow, hang or end the run: a failure, a process that dies, or
+no answer in `timeout_seconds` drops the tracker with one event, and its process is killed.
+metrics.jsonl has the same numbers. The id under which the service knows the run stays in
 trackers.json of the run folder, so that a resumed run continues it.
 """
 
@@ -33,10 +36,14 @@ from headway.runtime.process import start_module
 from headway.runtime.storage import write_atomic
 from headway.track.base import Event, TrackerConfig, flatten
 
-IDS = "trackers.json"
-QUEUE_RECORDS = 1000
-CHILD = "headway.track.tracker_process"
 log = logging.getLogger("headway")
+
+IDS = "trackers.json"
+"""The ids of the run in the services, by target."""
+QUEUE_RECORDS = 1000
+"""Messages that may wait for a slow service."""
+CHILD = "headway.track.tracker_process"
+LONGEST_ANSWER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,10 @@ class ServiceConfig(TrackerConfig):
 
     @staticmethod
     def load(module: str) -> Any:
-        """The package, or a module of it. Its name is that of a kind's module here, so a checker would take one for the other."""
+        """The package, or a module of it.
+
+        Its name is that of a kind's module here, so a checker would take one for the other.
+        """
         return importlib.import_module(module)
 
     def target(self) -> str:
@@ -112,13 +122,17 @@ class ServiceConfig(TrackerConfig):
         return {}
 
     def files_of(self, run_dir: Path) -> list[tuple[Path, str]]:
-        """What of a finished run the service keeps, and the folder it gets there; the client is a FileClient if there is any."""
+        """What of a finished run the service keeps, and the folder it gets there.
+
+        The client is a FileClient if there is any.
+        """
         return []
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin or continue a run; called in the package's process."""
         raise ConfigError(
-            f"{type(self).__module__} defines no Config.open(run); a tracker of a service needs one."
+            f"{type(self).__module__} defines no Config.open(run); "
+            "a tracker of a service needs one."
         )
 
 
@@ -133,15 +147,20 @@ class Service:
     """Several trackers of a run share trackers.json."""
 
     def __init__(self, config: ServiceConfig, run_dir: Path, run_name: str) -> None:
-        self.config, self.run_dir, self.run_name = config, run_dir, run_name
+        self.config = config
+        self.run_dir = run_dir
+        self.run_name = run_name
         self._queue: queue.Queue[dict[str, Any]] = queue.Queue(QUEUE_RECORDS)
+        # The training loop and the thread may both find that the tracker must be dropped.
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._asked_at: float | None = None
         """When the message that waits for its answer was sent."""
-        self._dropped = self._closed = False
+        self._dropped = False
+        self._closed = False
         self._lost = 0
+        """Messages that found the queue full."""
         self._report: Callable[[str], None] = lambda text: None
 
     def on_failure(self, report: Callable[[str], None]) -> None:
@@ -150,11 +169,10 @@ class Service:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Queue a record; values that are not finite numbers are left out."""
-        values = {
-            name: value
-            for name, value in flatten(metrics).items()
-            if isinstance(value, (int, float)) and math.isfinite(value)
-        }
+        values: dict[str, float] = {}
+        for name, value in flatten(metrics).items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                values[name] = value
         self._put({"do": "log", "step": step, "values": values})
 
     def note(self, text: str) -> None:
@@ -167,8 +185,8 @@ class Service:
 
     def keep_files(self, folder: Path) -> None:
         """Queue the files that the service keeps."""
-        for path, place in self.config.files_of(folder):
-            self._put({"do": "keep", "path": str(path), "folder": place})
+        for path, target in self.config.files_of(folder):
+            self._put({"do": "keep", "path": str(path), "folder": target})
 
     def close(self) -> None:
         """Wait for what is queued, at most `timeout_seconds`; then the process is gone."""
@@ -177,10 +195,12 @@ class Service:
         self._closed = True
         if self._thread is not None and not self._dropped:
             self._put({"do": "finish"})
+            # The thread ends after `finish`, once the package has sent what it holds.
             self._thread.join(self.config.timeout_seconds)
             if self._thread.is_alive():
                 self._drop(
-                    f"it did not finish in {self.config.timeout_seconds:g} s; {self._queue.qsize()} messages were not sent"
+                    f"it did not finish in {self.config.timeout_seconds:g} s; "
+                    f"{self._queue.qsize()} messages were not sent"
                 )
         if self._lost:
             log.warning(
@@ -191,29 +211,37 @@ class Service:
         self._kill()
 
     def _put(self, message: dict[str, Any]) -> None:
+        """Queue a message; never waits."""
         if self._dropped:
             return
-        asked = self._asked_at
-        if asked is not None and time.monotonic() - asked > self.config.timeout_seconds:
+        # The thread itself may be blocked in a read, so it is watched from here.
+        asked_at = self._asked_at
+        if asked_at is not None and time.monotonic() - asked_at > self.config.timeout_seconds:
             self._drop(f"it does not answer for {self.config.timeout_seconds:g} s")
             return
+
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, name=f"headway-{self.config.kind}", daemon=True
             )
             self._thread.start()
+        # Training is never held up: a record that does not fit is counted, not waited for.
         try:
             self._queue.put_nowait(message)
         except queue.Full:
             self._lost += 1
 
     def _drop(self, reason: str) -> None:
+        """Send nothing more; reported once."""
         with self._lock:
             if self._dropped:
                 return
             self._dropped = True
         self._kill()
-        text = f"tracker {self.config.kind} is dropped: {reason}; training continues, and metrics.jsonl has the same numbers"
+        text = (
+            f"tracker {self.config.kind} is dropped: {reason}; training continues, and "
+            "metrics.jsonl has the same numbers"
+        )
         log.warning("%s", text)
         self._report(text)
 
@@ -222,42 +250,47 @@ class Service:
             self._child.kill()
             self._child.wait()
 
-    # ---- in the thread
+    # All methods below run in the thread.
 
     def _work(self) -> None:
         try:
             self._send_all()
         except (_DroppedError, OSError, ValueError, subprocess.TimeoutExpired) as problem:
+            # A dropped tracker has lost its process: then the error is only a consequence.
             if not self._dropped:
                 self._drop(first_line(problem))
 
     def _send_all(self) -> None:
+        """Start the process and serve it; what the package prints goes to a log of its own."""
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        place = logs / f"tracker-{self.config.kind}.log"
-        with place.open("ab") as errors:
+        log_file = logs / f"tracker-{self.config.kind}.log"
+        with log_file.open("ab") as errors:
             child = self._child = start_module(CHILD, self.config.variables(self.run_dir), errors)
             try:
-                self._serve(child, place)
+                self._serve(child, log_file)
             finally:
                 for pipe in (child.stdin, child.stdout):
                     with suppress(OSError):  # it may be gone already
                         if pipe is not None:
                             pipe.close()
 
-    def _serve(self, child: subprocess.Popen[bytes], place: Path) -> None:
-        opened = self._ask(child, self._opening(), place)
+    def _serve(self, child: subprocess.Popen[bytes], log_file: Path) -> None:
+        """Send one message after the other, each after the answer to the one before."""
+        opened = self._ask(child, self._opening_message(), log_file)
         self._keep_id(str(opened.get("id", "")))
         while not self._dropped:
             message = self._queue.get()
-            self._ask(child, message, place)
+            self._ask(child, message, log_file)
+            # The process leaves by itself after its answer to `finish`.
             if message["do"] == "finish":
                 child.wait(self.config.timeout_seconds)
                 return
 
     def _ask(
-        self, child: subprocess.Popen[bytes], message: dict[str, Any], place: Path
+        self, child: subprocess.Popen[bytes], message: dict[str, Any], log_file: Path
     ) -> dict[str, Any]:
+        """Send a message and wait for its answer; anything but success drops the tracker."""
         assert child.stdin is not None and child.stdout is not None
         self._asked_at = time.monotonic()
         try:
@@ -265,17 +298,19 @@ class Service:
             child.stdin.flush()
             answer = _answer(child.stdout)
         except BrokenPipeError:
-            answer = None
+            answer = None  # the process is gone; its exit code says more
         self._asked_at = None
         if answer is None:
-            raise _DroppedError(f"its process ended with exit code {child.wait()}; see {place}")
+            raise _DroppedError(f"its process ended with exit code {child.wait()}; see {log_file}")
         if "failed" in answer:
-            raise _DroppedError(f"{answer['failed']}; see {place}")
+            raise _DroppedError(f"{answer['failed']}; see {log_file}")
         if answer.get("warning"):
             log.warning("%s: %s", self.config.kind, answer["warning"])
         return answer
 
-    def _opening(self) -> dict[str, Any]:
+    def _opening_message(self) -> dict[str, Any]:
+        """The first message, which describes the run."""
+        # A run without a readable recipe has curves all the same.
         recipe = self.run_dir / "recipe.yaml"
         try:
             params: Any = parse_yaml(read_bounded(recipe).decode("utf-8"), recipe.name)
@@ -296,29 +331,29 @@ class Service:
 
     def _ids(self) -> dict[str, str]:
         try:
-            found: Any = load_json(self.run_dir / IDS)
+            ids: Any = load_json(self.run_dir / IDS)
         except (OSError, ValueError, ConfigError):
             return {}
-        return (
-            {str(key): str(value) for key, value in cast(Any, found).items()}
-            if isinstance(found, dict)
-            else {}
-        )
+        if isinstance(ids, dict):
+            return {str(key): str(value) for key, value in cast(Any, ids).items()}
+        return {}
 
-    def _keep_id(self, given: str) -> None:
+    def _keep_id(self, run_id: str) -> None:
+        """Remember the service's id of the run for a resumed run."""
         with self.ids_lock:
             ids = self._ids()
-            if given and ids.get(self.config.target()) != given:
-                write_atomic(
-                    self.run_dir / IDS,
-                    json.dumps(ids | {self.config.target(): given}, indent=1) + "\n",
-                )
+            if run_id and ids.get(self.config.target()) != run_id:
+                ids[self.config.target()] = run_id
+                write_atomic(self.run_dir / IDS, json.dumps(ids, indent=1) + "\n")
 
 
 def _answer(stdout: IO[bytes]) -> dict[str, Any] | None:
-    line = stdout.readline(1 << 16)
+    """The next answer of the process; None if it has ended, or printed something else."""
+    line = stdout.readline(LONGEST_ANSWER_BYTES)
     try:
-        found: Any = json.loads(line) if line else None
+        answer: Any = json.loads(line)
     except ValueError:
-        found = None
-    return cast(dict[str, Any], found) if isinstance(found, dict) else None
+        return None
+    if isinstance(answer, dict):
+        return cast(dict[str, Any], answer)
+    return None

@@ -1,4 +1,8 @@
-"""SwanLab. Offline unless the recipe says online; it never asks for a key. Files are in run_dir/swanlab; `swanlab sync` sends them."""
+"""SwanLab.
+
+Offline unless the recipe says online; it never asks for a key. Files are in run_dir/swanlab;
+`swanlab sync` sends them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,8 @@ class Config(ServiceConfig):
         super().check()
         if self.mode == "online" and not has_secret(KEY):
             raise ConfigError(
-                f"track kind swanlab has mode 'online', but {KEY} is not set. Set it, or use mode: offline."
+                f"track kind swanlab has mode 'online', but {KEY} is not set. Set it, or use mode: "
+                "offline."
             )
 
     def target(self) -> str:
@@ -42,23 +47,35 @@ class Config(ServiceConfig):
         return f"swanlab:{self.workspace or ''}/{self.project}"
 
     def open(self, run: TrackedRun) -> ServiceClient:
-        """Begin the run; online, continue it under its id. Offline, every start writes files of one id."""
+        """Begin the run; online, continue it under its id.
+
+        Offline, every start writes files of one id.
+        """
         swanlab = self.load("swanlab")
+        # An id of our own, so that a resumed run can name it.
         identity = run.id or uuid.uuid4().hex[:20]
         folder = run.folder / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
-        made = swanlab.init(
-            project=self.project, workspace=self.workspace, name=run.name, id=identity, resume="allow", mode=self.mode,
-            log_dir=str(folder), config=dict(run.params),
-        )  # fmt: skip
-        return SwanClient(swanlab, made, identity)
+        swanlab_run = swanlab.init(
+            project=self.project,
+            workspace=self.workspace,
+            name=run.name,
+            id=identity,
+            resume="allow",
+            mode=self.mode,
+            log_dir=str(folder),
+            config=dict(run.params),
+        )
+        return SwanClient(swanlab, swanlab_run, identity)
 
 
 class SwanClient:
-    """One run."""
+    """A run in SwanLab."""
 
     def __init__(self, package: Any, run: Any, identity: str) -> None:
-        self.package, self.run, self.id = package, run, identity
+        self.package = package
+        self.run = run
+        self.id = identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve."""

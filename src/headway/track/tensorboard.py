@@ -17,11 +17,15 @@ from headway.track.base import Event, TrackerConfig, Value, flatten
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+log = logging.getLogger("headway")
+
 FOLDER = "tensorboard"
 MAX_QUEUED_STEPS = 20_000
+"""Steps that wait in memory while the disk cannot be written; older ones are lost."""
 FLUSH_SECONDS = 30.0
+"""How often steps are flushed to disk."""
 RETRY_SECONDS = 5.0
-log = logging.getLogger("headway")
+"""How long after a failed write the next one is tried."""
 
 
 class Config(TrackerConfig):
@@ -30,10 +34,14 @@ class Config(TrackerConfig):
     kind: str = setting("tensorboard", "tensorboard.", on_resume="free")
 
     def build(self, run_dir: Path, run_name: str) -> TensorBoard | None:
-        """Make the tracker. Without the package the run continues: metrics.jsonl has the same numbers."""
+        """Make the tracker.
+
+        Without the package the run continues: metrics.jsonl has the same numbers.
+        """
         if (command := how_to_get("tensorboard")) is not None:
             log.info(
-                "no TensorBoard curves: tensorboard is not installed (%s); metrics.jsonl has the same numbers",
+                "no TensorBoard curves: tensorboard is not installed (%s); "
+                "metrics.jsonl has the same numbers",
                 command,
             )
             return None
@@ -41,20 +49,30 @@ class Config(TrackerConfig):
 
 
 class TensorBoard:
-    """Writes event files, the first one at the first step. It hides points that an earlier start of the run wrote at or after that step.
+    """Writes event files, the first one at the first step.
+
+    A file hides points that earlier files have at or after its first step: those of an earlier
+    start of the run that the run does again.
 
     Steps stay in memory until they are flushed. If a write fails, they wait and go into a new file.
+
+        log -> _waiting -> the writer, and _unflushed -> flush: forgotten
+                  ^----------------------'  a write fails
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._writer: SummaryWriter | None = None
         self._step = 0
+        """The last step; 0 before the first."""
         self._notes: list[str] = []
         self._waiting: deque[LoggedStep] = deque(maxlen=MAX_QUEUED_STEPS)
+        """Steps that the writer does not have yet."""
         self._unflushed: deque[LoggedStep] = deque(maxlen=MAX_QUEUED_STEPS)
+        """Steps that the writer has, but perhaps not the disk."""
         self._flush_at = time.monotonic() + FLUSH_SECONDS
         self._retry_at = 0.0
+        """No write is tried before this time; 0 while writes succeed."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add a point to each curve. Null values add no point."""
@@ -73,17 +91,23 @@ class TensorBoard:
 
     def close(self) -> None:
         """Flush the curves and notes."""
+        # Notes since the last step; before the first one there is no file to write them to.
         if self._notes and self._step:
             self._enqueue({})
         self._write(flush=True)
         self._drop_writer()
 
     def _enqueue(self, values: dict[str, Value]) -> None:
-        notes, self._notes = self._notes, []
+        # Another thread may add a note: the list is taken away whole.
+        notes = self._notes
+        self._notes = []
         self._waiting.append(LoggedStep(self._step, values, notes))
 
     def _write(self, *, flush: bool) -> None:
-        """Write the queued steps. After a failure, log it and retry later with everything that was not flushed."""
+        """Write the queued steps.
+
+        After a failure, log it and retry later with everything that was not flushed.
+        """
         try:
             while self._waiting:
                 self._add(self._waiting[0])
@@ -93,12 +117,15 @@ class TensorBoard:
                 self._unflushed.clear()
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
         except OSError as problem:
+            # Once, at the first failure.
             if not self._retry_at:
                 log.warning(
                     "%s cannot be written: %s; its points stay in memory and are retried",
                     self.folder,
                     problem.strerror or problem,
                 )
+            # The file may end in half a record, so the next try begins a new file, with all steps
+            # that were not flushed.
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._waiting.extendleft(reversed(self._unflushed))
             self._unflushed.clear()
@@ -106,20 +133,23 @@ class TensorBoard:
             return
         self._retry_at = 0.0
 
-    def _add(self, point: LoggedStep) -> None:
+    def _add(self, logged: LoggedStep) -> None:
+        """Give one step to the writer, which is made with the first one."""
         writer = self._writer
         if writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = writer = SummaryWriter(str(self.folder), purge_step=point.step)
-        for name, value in point.values.items():
+            # purge_step hides what an earlier file has of this step and later ones.
+            self._writer = writer = SummaryWriter(str(self.folder), purge_step=logged.step)
+        for name, value in logged.values.items():
             if isinstance(value, (int, float)):
-                writer.add_scalar(name, value, point.step)
-        for text in point.notes:
-            writer.add_text("notes", text, point.step)
+                writer.add_scalar(name, value, logged.step)
+        for text in logged.notes:
+            writer.add_text("notes", text, logged.step)
 
     def _drop_writer(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         try:
             if writer is not None:
                 writer.close()

@@ -1,10 +1,15 @@
-"""The process in which a tracker's package runs: `python -m headway.track.tracker_process`. It answers lines of JSON on stdin.
+"""The process in which a tracker's package runs: `python -m headway.track.tracker_process`.
 
-    {"do": "open", "kind", "settings", "run"}   {"do": "log", "step", "values"}   {"do": "event", "name", "text", "step"}
-    {"do": "keep", "path", "folder"}            {"do": "finish"}
+It answers lines of JSON on stdin.
 
-The package's own output goes to stderr. When stdin ends without `finish`, training was killed: the run is ended as failed, and this process
-leaves however long the package takes.
+    {"do": "open", "kind", "settings", "run"}
+    {"do": "log", "step", "values"}
+    {"do": "event", "name", "text", "step"}
+    {"do": "keep", "path", "folder"}
+    {"do": "finish"}
+
+The package's own output goes to stderr. When stdin ends without `finish`, training was killed: the
+run is ended as failed, and this process leaves however long the package takes.
 """
 
 from __future__ import annotations
@@ -31,45 +36,54 @@ LAST_SECONDS = 30.0
 def main() -> None:
     """Serve one run."""
     ignore_stop_signals()
+    # What the package prints is no answer: standard output becomes standard error, and only this
+    # copy still leads to the trainer.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what the package prints is not an answer
+    os.dup2(2, 1)
     lines: queue.Queue[bytes | None] = queue.Queue()
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), daemon=True).start()
+
     client: ServiceClient | None = None
     ok = True
     while True:
         line = lines.get()
-        message: Any = {"do": "lost"} if line is None else json.loads(line)
+        message: Any = {"do": "lost"}
+        if line is not None:
+            message = json.loads(line)
         warning = ""
         try:
             if message["do"] == "open":
                 client = open_client(message)
             elif client is not None:
+                # A run that crashed once is marked as failed in the service.
                 ok = ok and message.get("name") not in ("crash", "hang")
                 warning = serve(client, message, ok=ok)
             _send(answers, {"done": True, "id": client.id if client else "", "warning": warning})
-        except Exception as problem:  # a package may raise anything; the answer says it and training drops the tracker
+        except Exception as problem:
+            # A package may raise anything. The answer says it, and training drops the tracker.
             _send(answers, {"failed": f"{type(problem).__name__}: {first_line(problem)[:300]}"})
-            raise
+            raise  # the whole traceback goes to the log of the tracker
         if message["do"] in ("finish", "lost"):
             return
 
 
 def ignore_stop_signals() -> None:
-    """SLURM sends the signal to save to every process of a job; this one ends when training says so, or when stdin ends."""
+    """SLURM sends the signal to save to every process of a job.
+
+    This one ends when training says so, or when stdin ends.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def open_client(message: dict[str, Any]) -> ServiceClient:
     """Begin or continue the run that the first line describes."""
-    config = kind_config("headway.track", message["kind"]).model_validate_json(
-        json.dumps(message["settings"])
-    )
+    # From JSON again: settings are strict, and a tuple or a path is a list or a text there.
+    kind = kind_config("headway.track", message["kind"])
+    config = kind.model_validate_json(json.dumps(message["settings"]))
     run = message["run"]
-    return cast(ServiceConfig, config).open(
-        TrackedRun(Path(run["folder"]), run["name"], run["id"], run["params"])
-    )
+    tracked = TrackedRun(Path(run["folder"]), run["name"], run["id"], run["params"])
+    return cast(ServiceConfig, config).open(tracked)
 
 
 def serve(client: ServiceClient, message: dict[str, Any], *, ok: bool) -> str:
@@ -81,6 +95,7 @@ def serve(client: ServiceClient, message: dict[str, Any], *, ok: bool) -> str:
     elif message["do"] == "keep":
         return keep(client, message)
     else:
+        # `finish`, or `lost` if the trainer was killed: a run that was killed is not ok.
         client.finish(ok=ok and message["do"] == "finish")
     return ""
 
@@ -91,14 +106,17 @@ def keep(client: ServiceClient, message: dict[str, Any]) -> str:
     try:
         client.keep(Path(message["path"]), message["folder"])
     except Exception as problem:
-        return f"{message['path']} is not kept there: {type(problem).__name__}: {first_line(problem)[:300]}"
+        reason = f"{type(problem).__name__}: {first_line(problem)[:300]}"
+        return f"{message['path']} is not kept there: {reason}"
     return ""
 
 
 def _read(stdin: IO[bytes], lines: queue.Queue[bytes | None]) -> None:
+    """Read lines in a thread, so that the end of the trainer is noticed while the package works."""
     for line in stdin:
         lines.put(line)
     lines.put(None)
+    # The main thread now ends the run in the service; a package that hangs is left behind.
     time.sleep(LAST_SECONDS)
     os._exit(1)
 

@@ -1,4 +1,9 @@
-"""Trackio: curves in a local database, seen with `trackio show`, or in a Hugging Face Space with the token in HF_TOKEN."""
+"""Trackio: curves in a local database, seen with `trackio show`, or in a Hugging Face Space with
+the token in HF_TOKEN.
+
+Like every service, the package runs in a process of its own (service.py, tracker_process.py):
+`open` and the client are called there.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +40,27 @@ class Config(ServiceConfig):
         super().check()
         if self.space is not None and not has_secret("HF_TOKEN"):
             raise ConfigError(
-                f"track kind trackio has space {self.space!r}, but HF_TOKEN is not set. Set it, or remove space."
+                f"track kind trackio has space {self.space!r}, but HF_TOKEN is not set. "
+                "Set it, or remove space."
             )
 
     def target(self) -> str:
-        """Project and Space."""
+        """Space and project."""
         return f"trackio:{self.space or ''}/{self.project}"
 
     def variables(self, run_dir: Path) -> dict[str, str]:
         """Where its database is."""
-        return {} if self.folder is None else {"TRACKIO_DIR": str(self.folder)}
+        if self.folder is None:
+            return {}
+        return {"TRACKIO_DIR": str(self.folder)}
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its name."""
         trackio = self.load("trackio")
+        # Trackio knows runs by their names: two runs of one name would be one. `run.id` is the name
+        # that an earlier start of this run got here.
         name = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
+        # The run's own metrics are logged, not those that Trackio measures itself.
         options: Any = {"auto_log_gpu": False, "auto_log_cpu": False}
         trackio.init(
             project=self.project,
@@ -63,10 +74,11 @@ class Config(ServiceConfig):
 
 
 class TrackioClient:
-    """One run."""
+    """A run in Trackio; `id` is its name there, which the next start of the run continues."""
 
     def __init__(self, package: Any, identity: str) -> None:
-        self.package, self.id = package, identity
+        self.package = package
+        self.id = identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve."""
@@ -77,5 +89,5 @@ class TrackioClient:
         self.package.alert(title=name, text=f"step {step}: {text}")
 
     def finish(self, *, ok: bool) -> None:
-        """Write everything out."""
+        """Write everything out. `ok` is not passed on."""
         self.package.finish()

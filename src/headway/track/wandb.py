@@ -1,4 +1,8 @@
-"""Weights & Biases. Offline unless the recipe says online; it never asks for a key. Files are in run_dir/wandb; `wandb sync` sends them."""
+"""Weights & Biases.
+
+Offline unless the recipe says online; it never asks for a key. Files are in run_dir/wandb; `wandb
+sync` sends them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,8 @@ class Config(ServiceConfig):
     entity: str | None = setting(None, "User or team; null = the key's own.", on_resume="free")
     mode: Literal["offline", "online"] = setting(
         "offline",
-        "offline writes files for `wandb sync`; online sends, with the key in WANDB_API_KEY or ~/.netrc.",
+        "offline writes files for `wandb sync`; online sends, with the key in WANDB_API_KEY or "
+        "~/.netrc.",
         on_resume="free",
     )
     group: str | None = setting(None, "Group of the run.", on_resume="free")
@@ -33,7 +38,8 @@ class Config(ServiceConfig):
         super().check()
         if self.mode == "online" and not has_secret("WANDB_API_KEY", "api.wandb.ai"):
             raise ConfigError(
-                "track kind wandb has mode 'online', but WANDB_API_KEY is not set. Set it, or use mode: offline."
+                "track kind wandb has mode 'online', but WANDB_API_KEY is not set. "
+                "Set it, or use mode: offline."
             )
 
     def target(self) -> str:
@@ -61,22 +67,31 @@ class Config(ServiceConfig):
             "x_disable_stats": True,
         }
         run.folder.mkdir(parents=True, exist_ok=True)
-        made = wandb.init(
-            project=self.project, entity=self.entity, group=self.group, tags=list(self.tags) or None, name=run.name, id=identity,
-            resume="allow", mode=self.mode, dir=str(run.folder), settings=wandb.Settings(**options),
-        )  # fmt: skip
-        made.config.update(dict(run.params), allow_val_change=True)
-        made.define_metric(
-            "*", step_metric="step"
-        )  # a run that resumes before its last point may log a step again
-        return WandbClient(made, identity)
+        wandb_run = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=list(self.tags) or None,
+            name=run.name,
+            id=identity,
+            resume="allow",
+            mode=self.mode,
+            dir=str(run.folder),
+            settings=wandb.Settings(**options),
+        )
+        # A resumed run may have other settings than its first start.
+        wandb_run.config.update(dict(run.params), allow_val_change=True)
+        # wandb's own step must increase; a run that resumes before its last point logs steps again.
+        wandb_run.define_metric("*", step_metric="step")
+        return WandbClient(wandb_run, identity)
 
 
 class WandbClient:
-    """One run."""
+    """A run in Weights & Biases."""
 
     def __init__(self, run: Any, identity: str) -> None:
-        self.run, self.id = run, identity
+        self.run = run
+        self.id = identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve."""

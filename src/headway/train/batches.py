@@ -1,17 +1,18 @@
-"""The batches of a run: a recipe and its open data come in; the training loader, the number of steps and validation batches go out."""
+"""The batches of a run: a recipe and its open data come in; the training loader, the number of
+steps and validation batches go out.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from math import ceil
 from typing import TYPE_CHECKING
 
 from headway.data.loader import Loader, LoaderState
 from headway.data.open import open_data
-from headway.data.teacher import open_teacher
 from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
 from headway.runtime.process import from_environment
@@ -37,8 +38,11 @@ def open_run_data(
     *,
     check_media: bool = False,
 ) -> OpenData:
-    """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
-    that tokenize, None: as many as there are cores; `check_media`: look at every media file, even of data that is known."""
+    """The open data of a run; what is not a store yet is made now.
+
+    `device`: where frozen encoders of media run. `workers`: processes that tokenize; None: as many
+    as there are cores. `check_media`: look at every media file, even of data that is known.
+    """
     return run_form(resolved.model).open_data(resolved, device, workers, check_media)
 
 
@@ -53,8 +57,11 @@ def open_token_data(
     if resolved.media is not None:
         from headway.train.multimodal import media_features
 
+        # A document is tokenized with as many positions as an item takes; features fill them later.
         positions = resolved.media.positions
         media = media_features(recipe, resolved.media, device, check_media)
+
+    # Every rank opens the data; the first one says what it does.
     say = log.info if from_environment().is_first else log.debug
     # Settings of rows that the task cannot use are refused before anything is tokenized.
     reader = recipe.objective.reader(recipe.data)
@@ -78,13 +85,16 @@ def open_token_data(
         reader=reader,
         media=media,
     )
-    cache = recipe.objective.needs.stored_logits
-    if cache is None:
+
+    logits = recipe.objective.needs.stored_logits
+    if logits is None:
         return data
-    every = [one for many in (data.train, *data.valid.values()) for one in many]
-    return replace(
-        data, teacher=open_teacher(cache.paths, every, vocab, cache.temperature, data.checksums)
-    )
+
+    from headway.data.teacher import open_teacher
+
+    sources = [*data.train, *chain(*data.valid.values())]
+    teacher = open_teacher(logits.paths, sources, vocab, logits.temperature, data.checksums)
+    return replace(data, teacher=teacher)
 
 
 @dataclass(frozen=True)
@@ -99,29 +109,34 @@ class PreparedSource:
 
 
 def prepare_data(recipe: Recipe, workers: int | None = None) -> list[PreparedSource]:
-    """Make what a recipe reads, as its run would, and say what there is. Frozen encoders of media run on the recipe's device."""
+    """Make the stores and features that a run of the recipe would make at its start.
+
+    Returns the documents and tokens of every source.
+
+    Frozen encoders of media run on the recipe's device.
+    """
     from headway.runtime.device import choose_compute
     from headway.train.resolve import resolve
 
     if recipe.stages:
         raise ConfigError(
-            "stages is set; `data prepare` takes recipes of one stage. Give the stage's settings as a recipe."
+            "stages is set; `data prepare` takes recipes of one stage. "
+            "Give the stage's settings as a recipe."
         )
     if recipe.data.train is None:
         raise ConfigError(
-            "data.train is null: the data is generated while training, there is nothing to prepare. Set data.train."
+            "data.train is null: the data is generated while training, there is nothing to "
+            "prepare. Set data.train."
         )
-    data = open_run_data(
-        resolve(recipe),
-        choose_compute(recipe.device, recipe.precision).device,
-        workers,
-        check_media=True,
-    )
-    return [
-        PreparedSource(name, one.selection.source.name, *one.selection.counts())
-        for name, many in {"train": data.train, **data.valid}.items()
-        for one in many
-    ]
+
+    device = choose_compute(recipe.device, recipe.precision).device
+    data = open_run_data(resolve(recipe), device, workers, check_media=True)
+    prepared: list[PreparedSource] = []
+    for name, sources in {"train": data.train, **data.valid}.items():
+        for source in sources:
+            documents, tokens = source.selection.counts()
+            prepared.append(PreparedSource(name, source.selection.source.name, documents, tokens))
+    return prepared
 
 
 def make_loader(
@@ -132,7 +147,15 @@ def make_loader(
     ranks: RankGroups,
 ) -> Loader:
     """The training batches from a cursor on; None = from the beginning."""
-    whole = recipe.epochs is not None and float(recipe.epochs).is_integer()
+    # The last batch of whole epochs may be partly empty, so the loader must know where they end.
+    # A run of steps, or of 1.5 epochs, has full batches and ends by its number of steps.
+    whole_epochs = None
+    if recipe.epochs is not None and float(recipe.epochs).is_integer():
+        whole_epochs = int(recipe.epochs)
+    rampup = None
+    if recipe.batch.rampup is not None:
+        rampup = recipe.batch.rampup.over(ranks.data.size)
+
     return Loader(
         recipe.data,
         sources=data.train,
@@ -142,8 +165,8 @@ def make_loader(
         world=ranks.data.size,
         seed=recipe.seed,
         state=cursor,
-        epochs=int(recipe.epochs) if whole and recipe.epochs is not None else None,
-        rampup=None if recipe.batch.rampup is None else recipe.batch.rampup.over(ranks.data.size),
+        epochs=whole_epochs,
+        rampup=rampup,
         sum_over_ranks=ranks.data.sum,
         media=data.media,
         teacher=data.teacher,
@@ -151,22 +174,29 @@ def make_loader(
 
 
 def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
-    """The number of updates of a run."""
+    """The number of updates of a run: `steps`, or those of `epochs` without skipped batches."""
     if recipe.steps is not None:
         return recipe.steps
-    assert recipe.epochs is not None
+
+    assert recipe.epochs is not None, "a resolved recipe has one of the two"
     if float(recipe.epochs).is_integer():
-        batches = loader.batches_in(int(recipe.epochs))
+        num_batches = loader.batches_in(int(recipe.epochs))
     else:
-        batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
-    return batches - sum(
-        min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches
-    )
+        num_batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
+
+    num_skipped = 0
+    for first, last in recipe.data.skipped:
+        if first < num_batches:
+            num_skipped += min(last, num_batches - 1) - first + 1
+    return num_batches - num_skipped
 
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """The rows that a run will read from a position on, known before it reads them: of its steps, and of its validations."""
+    """The rows that a run will read from a position on, known before it reads them.
+
+    They are those of its steps, then those of one validation.
+    """
 
     recipe: Recipe
     data: OpenData
@@ -181,6 +211,7 @@ class PlannedRows:
     @property
     def key(self) -> str:
         """What decides which documents share a row."""
+        # The number of steps is not part of it: a run that is extended keeps its scores.
         config = self.recipe.data
         shape = (
             config.seq_len,
@@ -190,17 +221,18 @@ class PlannedRows:
             self.recipe.seed,
         )
         mixtures = {"train": self.data.train, **self.data.valid}
-        return repr(
-            (shape, [(name, one.selection.key) for name, many in mixtures.items() for one in many])
-        )
+        selections: list[tuple[str, str]] = []
+        for name, sources in mixtures.items():
+            selections += [(name, source.selection.key) for source in sources]
+        return repr((shape, selections))
 
     def microbatches(self) -> Iterator[Batch]:
         """This rank's microbatches, in the order of the run."""
         if not self.steps:
             return
         with make_loader(self.recipe, self.data, self.batch, self.cursor, self.ranks) as loader:
-            for step, _ in islice(loader, self.steps):
-                yield from step.microbatches
+            for step_batch, _ in islice(loader, self.steps):
+                yield from step_batch.microbatches
         if not self.is_dry:
             for name in self.data.valid:
                 yield from valid_batches(self.recipe, self.data, self.batch, self.ranks, name)
@@ -215,27 +247,45 @@ def plan_rows(
     *,
     is_dry: bool = False,
 ) -> PlannedRows | None:
-    """The rows of a run that continues at a position (its step and cursor); None if it reads all of the data."""
+    """The rows of a run that continues at a position (its step and cursor).
+
+    None if it reads all of the data.
+    """
     step, cursor = position
     if is_dry:
         return PlannedRows(recipe, data, batch, ranks, cursor, steps=1, is_dry=True)
     with make_loader(recipe, data, batch, cursor, ranks) as loader:
-        total = count_steps(recipe, loader, batch)
-        if total * batch.rows >= loader.rows_per_epoch():
+        total_steps = count_steps(recipe, loader, batch)
+        # A run of an epoch or more reads everything.
+        if total_steps * batch.rows >= loader.rows_per_epoch():
             return None
-    return PlannedRows(recipe, data, batch, ranks, cursor, steps=max(0, total - step))
+    return PlannedRows(recipe, data, batch, ranks, cursor, steps=max(0, total_steps - step))
 
 
 def valid_batches(
     recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: RankGroups, name: str
 ) -> Iterator[Batch]:
-    """This rank's share of the first `eval.rows` rows of a validation set; every rank gets the same number of microbatches."""
-    rows, group = min(batch.micro_rows, recipe.eval.rows), ranks.data
+    """This rank's share of the first `eval.rows` rows of a validation set.
+
+    Every rank gets the same number of microbatches.
+    """
+    rows = min(batch.micro_rows, recipe.eval.rows)
+    group = ranks.data
+    # The loader lives for one validation, so it has no workers. Skipped batches are of training.
     config = recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})
     with Loader(
-        config, sources=data.valid[name], rows_per_step=rows * group.size, micro_rows=rows, rank=group.rank, world=group.size,
-        seed=recipe.seed, epochs=1, shuffle=False, max_rows=recipe.eval.rows, media=data.media,
+        config,
+        sources=data.valid[name],
+        rows_per_step=rows * group.size,
+        micro_rows=rows,
+        rank=group.rank,
+        world=group.size,
+        seed=recipe.seed,
+        epochs=1,
+        shuffle=False,
+        max_rows=recipe.eval.rows,
+        media=data.media,
         teacher=data.teacher,
-    ) as loader:  # fmt: skip
-        for step, _ in loader:
-            yield from step.microbatches
+    ) as loader:
+        for step_batch, _ in loader:
+            yield from step_batch.microbatches

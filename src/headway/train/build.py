@@ -1,6 +1,10 @@
-"""The wiring: a resolved recipe and how it starts come in, a `Run` goes out. Nothing here is used after that.
+"""The wiring: a resolved recipe and how it starts come in, a `Run` goes out.
 
-Writes nothing into the run folder. What data lacks is made in the cache: token stores, features of media, scores of a reference.
+    Resolved, Start -> ranks, compute, batch -> open data -> reference -> EngineSpec -> engine
+                    -> TrainState with its first values, or those of a checkpoint -> loader -> Run
+
+Nothing here is used after that. Writes nothing into the run folder. What data lacks is made in the
+cache: token stores, features of media, scores of a reference.
 """
 
 from __future__ import annotations
@@ -9,21 +13,19 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
 
-from headway.checkpoint.remote import RemoteCheckpoints
 from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
 from headway.data.batch import StepBatch
 from headway.data.config import ResolvedBatch
 from headway.data.open import OpenData
 from headway.data.target_check import check_targets
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, ObjectStoreUnavailable
 from headway.kernels.packed_layout import form_of, plain_name
-from headway.model.adapter.lora import with_updates
-from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, HEAD, SCORE, param_specs
@@ -34,7 +36,6 @@ from headway.parallel.engine import Engine, EngineSpec
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
-from headway.runtime.s3 import StoreDown
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck
@@ -42,19 +43,23 @@ from headway.train.frozen_model import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
-from headway.train.multimodal import first_media
 from headway.train.resolve import Resolved, leaves_gates
 from headway.train.run import Run, Session
 from headway.train.run_form import run_form
-from headway.train.stages import StagePosition
 from headway.train.start import Start
 from headway.train.state import TrainState, apply_init_content, first_position
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headway.train.stages import StagePosition
+
+MAX_DRAW_THREADS = 16
+"""Threads that draw initial values."""
 UPLOAD_SECONDS = 6 * 3600.0
-"""How long ranks may wait for one that uploads: uploads are asynchronous, and a large file on a slow connection takes long."""
+"""How long ranks may wait for one that uploads: uploads are asynchronous, and a large file on a
+slow connection takes long.
+"""
 
 
 def build(
@@ -65,57 +70,71 @@ def build(
     *,
     is_dry: bool = False,
 ) -> Run:
-    """Make a run and bring it to where it starts: initial weights, given weights, or a checkpoint. A dry run will do one step."""
+    """Make a run and bring it to where it starts: initial weights, given weights, or a checkpoint.
+
+    A dry run will do one step.
+    """
     session = session or Session()
     process = session.process
-    recipe = (
-        resolved.recipe
-        if start.set_aside is not None
-        else with_healed(resolved.recipe, start.folder)
-    )
-    model, ranks = (
-        resolved.model,
-        form_groups(recipe.parallel.mesh(process.rank, process.world), session.world),
-    )
+    recipe = resolved.recipe
+    if start.set_aside is None:
+        # Earlier starts of this run may have rolled back. What they skipped stays skipped. A folder
+        # that is set aside belongs to another run.
+        recipe = with_healed(recipe, start.folder)
+    model = resolved.model
+
+    ranks = form_groups(recipe.parallel.mesh(process.rank, process.world), session.world)
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
+
+    # Data comes before the engine: its mistakes are found before the engine takes its memory.
     data = open_run_data(resolved, compute.device)
     data_check = DataCheck(data, recipe, session)
     data_check.at_start()
-    targets = check_targets(
-        data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset()
-    )
+    end_ids: frozenset[int] = frozenset()
+    if resolved.weights is not None:
+        end_ids = resolved.weights.end_ids
+    targets = check_targets(data, resolved.tokenizer, end_ids)
+
+    # A cached reference scores what the run will read and is freed before the engine exists. It
+    # must know where the run starts, which the state says only later. Where init.content decides
+    # the start, the position is None, and all of the data is scored.
     spec = engine_spec(recipe, model, compute, ranks)
     position = first_position(recipe, start.checkpoint, data.contents())
-    plan = (
-        None
-        if position is None
-        else partial(plan_rows, recipe, data, batch, ranks, position, is_dry=is_dry)
-    )
+    plan = None
+    if position is not None:
+        plan = partial(plan_rows, recipe, data, batch, ranks, position, is_dry=is_dry)
     reference = make_reference(resolved, data, spec, batch.micro_rows, plan)
     if reference is not None:
+        # A resumed run needs the reference that it began with.
         reference.check_same(start)
         spec = replace(spec, prepare=reference.prepare, objective=reference.objective)
+
+    # After a live reference has taken its memory, and before the engine takes any: the probe runs
+    # an engine of its own to measure.
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
-        check_host_memory(
-            describe_job(recipe, model, compute, batch, process.world),
-            -(-process.world // process.num_nodes),
-        )
+        job = describe_job(recipe, model, compute, batch, process.world)
+        check_host_memory(job, _ranks_per_node(process))
+
     engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
-        apply_limit(
-            recipe, describe_job(recipe, model, compute, batch, process.world), compute.device
-        )
+        job = describe_job(recipe, model, compute, batch, process.world)
+        apply_limit(recipe, job, compute.device)
+
     loss_monitor = LossMonitor(recipe.heal, compute.device)
     state = TrainState(
         engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor
     )
     bring_to_start(state, start, resolved, data, compute.device)
+
+    # The loader continues at the cursor of the state, which a new run does not have yet.
     loader = make_loader(recipe, data, batch, state.cursor, ranks)
-    state.cursor, total_steps = loader.state, count_steps(recipe, loader, batch)
+    state.cursor = loader.state
+    total_steps = count_steps(recipe, loader, batch)
+
     return Run(
         recipe=recipe,
         start=start,
@@ -138,6 +157,8 @@ def build(
         reference=reference,
         data_check=data_check,
         saver=make_saver(resolved, start, ranks, process),
+        # A new run may begin at the step of another one (init.content has scheduler). With 0 a
+        # resumed run, which is past its first step, does not repeat what is done before that step.
         first_step=state.step if start.checkpoint is None else 0,
     )
 
@@ -146,29 +167,33 @@ def fit_batch(
     resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: EngineSpec, data: OpenData
 ) -> ResolvedBatch:
     """The same batch in the largest microbatches that fit."""
-    recipe, ranks = resolved.recipe, spec.ranks
+    recipe = resolved.recipe
+    ranks = spec.ranks
     job = describe_job(recipe, resolved.model, compute, batch, ranks.mesh.world)
 
+    # The probe measures with a real batch: columns of a task take memory too.
     def first_step() -> StepBatch:
         with make_loader(recipe, data, batch, None, ranks) as loader:
             return next(loader)[0]
 
     rows = fit_micro_rows(recipe, job, spec, ranks.world, first_step)
-    return replace(batch, micro_rows=rows, accumulate=batch.micro_rows * batch.accumulate // rows)
+    rows_per_rank = batch.micro_rows * batch.accumulate
+    return replace(batch, micro_rows=rows, accumulate=rows_per_rank // rows)
 
 
 def bring_to_start(
     state: TrainState, start: Start, resolved: Resolved, data: OpenData, device: torch.device
 ) -> None:
-    """Give a state its first values."""
-    state.data, state.accepts_other_data = data.contents(), resolved.recipe.data.accept_changed
+    """Give a state its first values: those of a checkpoint, of `init.from`, or random ones."""
+    state.data = data.contents()
+    state.accepts_other_data = resolved.recipe.data.accept_changed
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         return
     try:
         fill(state.engine, resolved, device)
         apply_init_content(resolved.recipe, state)
-    except StoreDown:
+    except ObjectStoreUnavailable:
         raise  # a later start may reach the store
     except CheckpointError as problem:
         raise ConfigError(f"init.from: {problem}") from None
@@ -183,7 +208,9 @@ def make_meter(
     sources: tuple[str, ...],
 ) -> Meter:
     """The meter of a run, at the run's current state."""
-    seq_len, engine = recipe.data.seq_len, state.engine
+    seq_len = recipe.data.seq_len
+    engine = state.engine
+    # Frozen parameters need no gradients of weights, so they cost fewer FLOPs.
     training = [name for group in engine.groups for name in group.names]
     flops = run_form(state.model).flops(state.model, seq_len, engine.specs, training)
     setup = MeterSetup(
@@ -202,14 +229,22 @@ def make_meter(
 
 
 def _peak_dtype(recipe: Recipe, compute: Compute) -> str:
-    """The arithmetic whose peak MFU is measured against; for fp8 that of bf16, so that both can be compared."""
+    """The arithmetic whose peak MFU is measured against.
+
+    For fp8 that of bf16, so that both can be compared.
+    """
     if compute.precision == "fp8":
         return "bf16"
-    return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
+    if compute.precision == "fp32" and recipe.kernels.tf32:
+        return "tf32"
+    return compute.precision
 
 
 def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Process) -> Saver:
-    """The saver of a run. Its ranks use a separate group, because it works while training exchanges tensors."""
+    """The saver of a run.
+
+    Its ranks use a separate group, because it works while training exchanges tensors.
+    """
     config = resolved.recipe.checkpoint
     local, remote = config.locations(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds
@@ -217,14 +252,21 @@ def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Pro
     saver = Saver(
         local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path
     )
-    saver.ranks_here = -(-process.world // process.num_nodes)
-    if remote is not None:
-        saver.send_to(RemoteCheckpoints(remote, config))
-        sending = ranks.world.host_group(
-            max(timeout_seconds, UPLOAD_SECONDS)
-        )  # saves continue meanwhile, over the other group
-        saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
+    saver.ranks_here = _ranks_per_node(process)
+    if remote is None:
+        return saver
+
+    from headway.checkpoint.remote import RemoteCheckpoints
+
+    saver.send_to(RemoteCheckpoints(remote, config))
+    # Saves continue during an upload, over the other group.
+    sending = ranks.world.host_group(max(timeout_seconds, UPLOAD_SECONDS))
+    saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
     return saver
+
+
+def _ranks_per_node(process: Process) -> int:
+    return ceil(process.world / process.num_nodes)
 
 
 def engine_spec(
@@ -232,9 +274,14 @@ def engine_spec(
 ) -> EngineSpec:
     """What decides the engine of this rank."""
     on_cuda = compute.device.type == "cuda"
-    divides = (
-        recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble"
-    )  # a compiled backward is one graph
+    compile_blocks = recipe.kernels.compile
+    if compile_blocks == "auto":
+        # Zero bubble divides the backward pass in two, and a compiled backward is one graph.
+        divides_backward = (
+            recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble"
+        )
+        compile_blocks = on_cuda and not divides_backward
+
     return EngineSpec(
         model,
         recipe.objective,
@@ -250,9 +297,7 @@ def engine_spec(
         fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
         loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
-        compile_blocks=on_cuda and not divides
-        if recipe.kernels.compile == "auto"
-        else recipe.kernels.compile,
+        compile_blocks=compile_blocks,
         memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,
@@ -260,19 +305,31 @@ def engine_spec(
 
 
 def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
-    """Give every parameter of a new run its first value; what is stored quantised is quantised on the device."""
-    adapter, carried = resolved.recipe.adapter, resolved.continued
+    """Give every parameter of a new run its first value.
+
+    `values` is a stream: each stage below wraps it, and the engine takes one tensor at a time. What
+    is stored quantised is quantised on `device`.
+    """
+    adapter = resolved.recipe.adapter
+    carried = resolved.continued
+
+    # The base: of an adapter that is trained further, of init.from, or random.
     values: Iterable[tuple[str, Tensor]]
-    if carried is not None:
-        values = carried.base_weights() if adapter is None else carried.base_in(adapter.base)
+    if carried is not None and adapter is not None:
+        values = carried.base_in(adapter.base)
+    elif resolved.weights is not None:
+        values = resolved.weights.weights()
     else:
-        values = (
-            _initial_values(engine, resolved)
-            if resolved.weights is None
-            else resolved.weights.weights()
-        )
+        values = _initial_values(engine, resolved)
+
+    # The adapter on top of it: updates that the run continues, or new ones.
     if adapter is not None:
-        given = {} if carried is None else carried.updates()
+        from headway.model.adapter.lora import with_updates
+        from headway.model.adapter.packed_base import packed_values
+
+        updates = {}
+        if carried is not None:
+            updates = carried.updates()
         layouts = adapter.layouts(resolved.model)
         values = packed_values(values, layouts, device)
         values = with_updates(
@@ -280,68 +337,85 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
             adapter,
             adapter.modules(resolved.model),
             resolved.recipe.seed,
-            given,
+            updates,
             layouts=layouts,
         )
+    values = _add_media(values, engine, resolved)
+
+    # What the files have and this model does not: gates that the recipe drops, and the LM head of
+    # a model that becomes a reward model.
+    dropped = set[str]()
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
-    values = _with_media(values, engine, resolved)
-    dropped = {GATES} if resolved.weights is not None and not keeps_gates else set[str]()
-    dropped |= {HEAD} if resolved.model.score_head else set()
+    if resolved.weights is not None and not keeps_gates:
+        dropped.add(GATES)
+    if resolved.model.score_head:
+        dropped.add(HEAD)
     missing = engine.fill((name, value) for name, value in values if name not in dropped)
+
+    # What this model has and the files may lack.
     for name in (GATES, SCORE):
         if name in missing:
-            engine.fill(
-                [
-                    (
-                        name,
-                        initial_value(engine.specs[name], resolved.model, resolved.recipe.seed),
-                    )
-                ]
-            )
+            value = initial_value(engine.specs[name], resolved.model, resolved.recipe.seed)
+            engine.fill([(name, value)])
+
     engine.fill(run_form(resolved.model).first_values(resolved, engine.shapes))
     if resolved.log_alpha is not None:
         engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
 
 
-def _with_media(
+def _add_media(
     values: Iterable[tuple[str, Tensor]], engine: Engine, resolved: Resolved
 ) -> Iterator[tuple[str, Tensor]]:
-    """Values with those of media inputs: a projector of the given weights only if it fits, else a new one; the heads of phase 1."""
-    wanted = {name for name in engine.shapes if name.startswith((PROJECTOR, ALIGNER))}
+    """Values, followed by those of media inputs: a projector, and the heads of phase 1.
+
+    The projector is that of the given weights, or a new one. Heads in the given weights are left
+    out: those of `multimodal.aligner` decide.
+    """
+    waiting = {name for name in engine.shapes if name.startswith((PROJECTOR, ALIGNER))}
     for name, value in values:
         if not name.startswith((PROJECTOR, ALIGNER)):
             yield name, value
-        elif name in wanted and name.startswith(PROJECTOR):
+        elif name in waiting and name.startswith(PROJECTOR):
             if tuple(value.shape) != engine.shapes[name]:
                 raise ConfigError(
-                    f"init.from: {name} has shape {list(value.shape)}, and multimodal makes it {list(engine.shapes[name])}. Use the "
-                    "settings of multimodal that it was trained with."
+                    f"init.from: {name} has shape {list(value.shape)}, "
+                    f"and multimodal makes it {list(engine.shapes[name])}. "
+                    "Use the settings of multimodal that it was trained with."
                 )
-            wanted.discard(name)
+            waiting.discard(name)
             yield name, value
+
     if resolved.media is not None:
+        from headway.train.multimodal import first_media
+
         for name, value in first_media(resolved.media, engine.shapes):
-            wanted.discard(name)
+            waiting.discard(name)
             yield name, value
-    for name in sorted(name for name in wanted if engine.holds(name)):
+
+    for name in sorted(name for name in waiting if engine.holds(name)):
         yield name, initial_value(engine.specs[name], resolved.model, resolved.recipe.seed)
 
 
 def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
-    """Initial values in the order of the model, drawn a few at a time in threads: one thread is slow for large models."""
+    """Initial values in the order of the model.
 
-    known = {spec.name: spec for spec in param_specs(resolved.model)}
+    They are drawn a few at a time in threads: one thread is slow for large models.
+    """
+    plain_specs = {spec.name: spec for spec in param_specs(resolved.model)}
 
     def draw(name: str) -> tuple[str, Tensor]:
         spec = engine.specs[name]
         if form_of(name) is not None:
-            spec = known[plain_name(name)]  # what is stored quantised is drawn as any other
+            # What is stored quantised is drawn like any other matrix, and quantised afterwards.
+            spec = plain_specs[plain_name(name)]
         return spec.name, initial_value(spec, resolved.model, resolved.recipe.seed)
 
+    # `given` parameters have their values from elsewhere: adapters and modules of a task.
     names = [
         name for name, spec in engine.specs.items() if engine.holds(name) and spec.start != "given"
     ]
-    size = min(16, usable_cores())
-    with ThreadPoolExecutor(size) as pool:
-        for start in range(0, len(names), size):
-            yield from pool.map(draw, names[start : start + size])
+    num_threads = min(MAX_DRAW_THREADS, usable_cores())
+    with ThreadPoolExecutor(num_threads) as pool:
+        # In groups, so that no more than a few whole parameters are in host memory.
+        for start in range(0, len(names), num_threads):
+            yield from pool.map(draw, names[start : start + num_threads])

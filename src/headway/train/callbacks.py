@@ -1,4 +1,7 @@
-"""The callbacks of a run: those given in Python and those a recipe names. In: `module:Class` or `./file.py:Class`; out: their threads."""
+"""The callbacks of a run: those given in Python and those a recipe names.
+
+In: `module:Class` or `./file.py:Class`; out: their threads.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,38 @@ def find_callback(name: str) -> type[Callback]:
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute.isidentifier():
         raise ConfigError(
-            f"callbacks has {name[:100]!r}; it must be module:Class or ./file.py:Class, e.g. ./my_callback.py:MyCallback."
+            f"callbacks has {name[:100]!r}; it must be module:Class or ./file.py:Class, e.g. "
+            "./my_callback.py:MyCallback."
         )
-    found = getattr(import_user_module(module, "callbacks"), attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Callback)):
+    candidate = getattr(import_user_module(module, "callbacks"), attribute, None)
+    if not (isinstance(candidate, type) and issubclass(candidate, Callback)):
         raise ConfigError(
-            f"callbacks has {name!r}, but {module} has no class {attribute} derived from headway.Callback."
+            f"callbacks has {name!r}, but {module} has no class {attribute} derived from "
+            "headway.Callback."
         )
-    return found
+    return candidate
 
 
 @contextmanager
 def running_callbacks(
-    recipe: Recipe, given: Sequence[Callback], *, is_first: bool
+    recipe: Recipe, callbacks: Sequence[Callback], *, is_first: bool
 ) -> Iterator[CallbackThreads]:
-    """The callbacks of a run, with their threads on the first rank. At the end they get the summary, or the error that ended the run."""
-    for one in given:
-        if not isinstance(one, Callback):
+    """The callbacks of a run, with their threads on the first rank.
+
+    At the end they get the summary, or the error that ended the run.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks has a {type(one).__name__}; give objects of classes derived from headway.Callback."
+                f"callbacks has a {type(callback).__name__}; "
+                "give objects of classes derived from headway.Callback."
             )
-    made = [find_callback(name)() for name in recipe.callbacks] if is_first else []
-    threads = CallbackThreads([*given, *made] if is_first else ())
+
+    # Records and events are the same on all ranks: the first rank alone passes them on.
+    on_this_rank: list[Callback] = []
+    if is_first:
+        on_this_rank = [*callbacks, *(find_callback(name)() for name in recipe.callbacks)]
+    threads = CallbackThreads(on_this_rank)
     try:
         yield threads
     except BaseException as error:
@@ -52,6 +65,6 @@ def running_callbacks(
         }
         raise
     finally:
-        # the run and its trackers are closed
+        # The run and its trackers are closed by now, so failures are reported without them.
         threads.report = partial(report_event, recipe.track, recipe.run.folder, "callback")
         threads.close()

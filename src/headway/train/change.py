@@ -1,6 +1,8 @@
-"""Recipes made and changed in Python: a recipe and changes come in, a new validated recipe goes out. Imports without torch.
+"""Recipes made and changed in Python: a recipe and changes come in, a new validated recipe goes
+out. Imports without torch.
 
-A change has a dotted key (`optim.lr`), which sets one value, or is a section, which merges key by key as a stage does.
+A change has a dotted key (`optim.lr`), which sets one value, or is a section, which merges key by
+key as a stage does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from headway.config.load import (
     set_value,
     validate,
 )
-from headway.config.overlay import chooses, overlay
+from headway.config.section import chooses, overlay
 from headway.config.shipped import find_recipe
 from headway.config.yaml_reader import Where
 from headway.errors import ConfigError
@@ -38,20 +40,35 @@ def load_recipe(
     overrides: Sequence[str] | Mapping[str, Any],
     sections: Mapping[str, Any],
 ) -> Recipe:
-    """The recipe of `Recipe.load`."""
+    """What `Recipe.load` returns; `sections` are its keyword arguments.
+
+    A section wins over an override of the same key.
+    """
     if isinstance(overrides, str):
         raise ConfigError(
             f"overrides is {overrides!r}; give a list, e.g. [{overrides!r}], or a mapping."
         )
-    lines = () if isinstance(overrides, Mapping) else tuple(overrides)
-    changes = {**(overrides if isinstance(overrides, Mapping) else {}), **sections}
-    if isinstance(recipe, Mapping):
-        data, where = _plain(recipe), Where()
-        apply_overrides(Recipe, data, lines, where)
-        found = validate(Recipe, data, where)
+    # Lines of the command line are applied to the data before it is validated; values given in
+    # Python change the recipe afterwards, as `with_` does.
+    lines: tuple[str, ...] = ()
+    changes = dict(sections)
+    if isinstance(overrides, Mapping):
+        changes = {**overrides, **sections}
     else:
-        found = load(Recipe, None if recipe is None else find_recipe(recipe, log.info), lines)
-    return changed(found, changes) if changes else found
+        lines = tuple(overrides)
+
+    if isinstance(recipe, Mapping):
+        data = _plain(recipe)
+        where: Where = {}
+        apply_overrides(Recipe, data, lines, where)
+        loaded = validate(Recipe, data, where)
+    elif recipe is None:
+        loaded = load(Recipe, None, lines)
+    else:
+        loaded = load(Recipe, find_recipe(recipe, log.info), lines)
+    if changes:
+        return changed(loaded, changes)
+    return loaded
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -59,18 +76,24 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     data: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
     before = copy.deepcopy(data)
     where: Where = {}
-    given: list[tuple[Any, ...]] = []
+    changed_keys: list[tuple[Any, ...]] = []
     plain = _plain(changes)
+    # As on the command line, a source of data comes before the settings of that source. `in_order`
+    # sorts overrides of the command line, so each change is written as one; errors quote it, too.
     key_of = {f"{key}={value}": key for key, value in plain.items()}
     for override in in_order(list(key_of)):
         key = key_of[override]
         value = plain[key]
-        there = node_at(data, tuple(key_parts(key)))
-        if isinstance(value, dict) and isinstance(there, dict) and not chooses(there, value):
-            value = overlay(there, value)
-        given.append(set_value(data, key, value, override, where))
-        list(replace_alternatives(data, given[-1:], where))
-    list(leave_out_other_kinds(Recipe, before, data, given))
+        present = node_at(data, tuple(key_parts(key)))
+        is_section = isinstance(value, dict) and isinstance(present, dict)
+        # A section that chooses another kind or preset replaces what was there.
+        if is_section and not chooses(present, value):
+            value = overlay(present, value)
+        changed_keys.append(set_value(data, key, value, override, where))
+        # Both functions change `data` as they are iterated. The lines that they yield are for the
+        # command line, which says what an override has removed.
+        list(replace_alternatives(data, changed_keys[-1:], where))
+    list(leave_out_other_kinds(Recipe, before, data, changed_keys))
     return validate(Recipe, data, where)
 
 

@@ -1,6 +1,8 @@
-"""Check a recipe for a number of ranks before a job is queued: what `headway train` would refuse in its first second is refused here.
+"""Check a recipe for a number of ranks before a job is queued: what `headway train` would refuse in
+its first second is refused here.
 
-In: a recipe and the number of ranks it will get. Out: nothing, or one error. Weights and data are looked for, not read; nothing is written.
+In: a recipe and the number of ranks it will get. Out: nothing, or one error. Weights and data are
+looked for, not read; nothing is written.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ def check_for_ranks(recipe: Recipe, world: int) -> None:
     if not recipe.stages:
         _check(resolve(recipe), world)
         return
+
+    # No stage has run, so each is checked on the model that the one before it would leave.
     previous: StoredModel | None = None
     for stage in expand(recipe):
         resolved = resolve_stage(stage, previous)
@@ -36,14 +40,19 @@ def check_for_ranks(recipe: Recipe, world: int) -> None:
 
 def _check(resolved: Resolved, world: int) -> None:
     recipe = resolved.recipe
+    # In the order of `build`, as far as it needs neither ranks nor data.
     mesh = recipe.parallel.mesh(0, world)
     recipe.parallel.check(mesh, recipe.precision)
     recipe.batch.resolve(recipe.data.seq_len, mesh.data)
-    SourceStores.of(recipe.data, _found)
+    SourceStores.of(recipe.data, _look_for)
 
 
-def _found(source: SourceConfig) -> SourceStore:
-    """A source that is here, or that the job will download."""
+def _look_for(source: SourceConfig) -> SourceStore:
+    """A source that is here, or that the job will download.
+
+    It is not opened: the path stands for its store.
+    """
+    # NAME:SPLIT names a part of a data set of the hub.
     if not is_hub_id(source.path.partition(":")[0]) and source.format is None:
         format_of(source.path)
     return SourceStore(source, Path(source.path))

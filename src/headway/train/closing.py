@@ -1,4 +1,6 @@
-"""What a run has achieved, in a few lines at its end. In: its summary and samples; out: lines for the screen and train.log.
+"""What a run has achieved, in a few lines at its end.
+
+In: its summary and samples; out: lines for the screen and train.log.
 
 validation loss: 2.3104 before, 1.9012 best (step 30), 1.9100 last
 1,234 tokens/s, 1.2 GB of memory at most
@@ -25,15 +27,20 @@ log = logging.getLogger("headway")
 
 COLUMNS = 100
 """Where the width of the screen is not known."""
+MIN_COLUMNS = 20
+"""A text gets so many, however narrow the screen is."""
 TEXT_LINES = 3
 """Of an answer on the screen; train.log and samples.json have all of it."""
+CUT = " ..."
 NAMES = {"loss": "loss", "rewards/accuracies": "accuracy"}
+"""Metrics as the lines call them."""
 
 
 def close_with(summary: Mapping[str, Any], samples: Sequence[HeldOutPrompt]) -> None:
     """Log what the run has achieved."""
     for line in [*validation_lines(summary["validation"]), *speed_lines(summary)]:
         log.info("%s", line)
+    # train.log gets whole texts; on the screen an answer has a few lines.
     width = screen_width(Lossy(sys.stderr), COLUMNS)
     for sample in samples:
         for label, text in _labelled(sample):
@@ -45,7 +52,9 @@ def close_with(summary: Mapping[str, Any], samples: Sequence[HeldOutPrompt]) -> 
 def validation_lines(validation: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
     """One line for each validation set and metric: before, best and last."""
     for name, metrics in validation.items():
-        of_set = "" if len(validation) == 1 else f" of {name}"
+        of_set = ""
+        if len(validation) != 1:
+            of_set = f" of {name}"
         for metric, span in metrics.items():
             before = span["before"]
             parts: list[str] = []
@@ -53,6 +62,7 @@ def validation_lines(validation: Mapping[str, Mapping[str, Mapping[str, Any]]]) 
                 parts.append(f"{before:.4f} before")
             if span["best"] is not None:
                 parts.append(f"{span['best']:.4f} best (step {span['best_step']})")
+            # JSON has no nan: a metric that was no number is null.
             if span["last"] is not None:
                 parts.append(f"{span['last']:.4f} last")
             else:
@@ -76,15 +86,17 @@ def speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _labelled(sample: HeldOutPrompt) -> Iterator[tuple[str, str]]:
     yield "held-out prompt: ", plain(sample.prompt)
-    yield "  before: ", _said(sample.before)
-    yield "  after:  ", _said(sample.after)
+    yield "  before: ", _answer_text(sample.before)
+    yield "  after:  ", _answer_text(sample.after)
 
 
-def _said(answer: Answer | None) -> str:
+def _answer_text(answer: Answer | None) -> str:
     if answer is None:
         return "(not known: the run was resumed from one without samples)"
     text = plain(answer.text) or "(nothing)"
-    return f"{text} ..." if answer.was_cut else text
+    if answer.was_cut:
+        return text + CUT
+    return text
 
 
 def plain(text: str) -> str:
@@ -93,28 +105,38 @@ def plain(text: str) -> str:
 
 
 def fold(text: str, label: str, width: int) -> list[str]:
-    """A text in lines of at most `width` columns, the first after its label; what is beyond the last line is left out."""
-    room = max(20, width - len(label) - 1)
+    """A text in lines of at most `width` columns, the first after its label.
+
+    What is beyond the last line is left out.
+    """
+    room = max(MIN_COLUMNS, width - len(label) - 1)
     lines: list[str] = []
     while text and len(lines) < TEXT_LINES:
         end = _fitting(text, room)
-        if len(lines) == TEXT_LINES - 1 and end < len(text):
-            end = _fitting(text, room - 4)
-            lines.append(f"{text[:end].rstrip()} ...")
+        is_last = len(lines) == TEXT_LINES - 1
+        if is_last and end < len(text):
+            end = _fitting(text, room - len(CUT))
+            lines.append(text[:end].rstrip() + CUT)
             break
         lines.append(text[:end].rstrip())
         text = text[end:].lstrip()
+
+    first, *others = lines or [""]
     margin = " " * len(label)
-    return [f"{label if index == 0 else margin}{line}" for index, line in enumerate(lines or [""])]
+    return [label + first, *(margin + line for line in others)]
 
 
 def _fitting(text: str, room: int) -> int:
-    """How many letters fit into so many columns: whole words where there are any. A Chinese letter takes two columns."""
+    """How many letters fit into so many columns: whole words where there are any.
+
+    A Chinese letter takes two columns.
+    """
     used = 0
     last_space = 0
     for index, letter in enumerate(text):
         used += 2 if unicodedata.east_asian_width(letter) in "WF" else 1
         if used > room:
+            # A word that is longer than a line is cut; one letter always fits, or nothing would.
             return last_space or max(1, index)
         if letter == " ":
             last_space = index + 1

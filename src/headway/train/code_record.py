@@ -1,7 +1,8 @@
-"""Which code outside headway a run uses: a recipe comes in; code.json and copies of the files go into the run folder.
+"""Which code outside headway a run uses: a recipe comes in; code.json and copies of the files go
+into the run folder.
 
-code.json                         key, name, file and SHA-256 of every module the recipe names, at the newest start
-logs/starts/0001/code/            copies of the files, as they were at that start
+    code.json                 key, name, file and SHA-256 of every module at the newest start
+    logs/starts/0001/code/    copies of the files, as they were at that start
 """
 
 from __future__ import annotations
@@ -38,51 +39,73 @@ class CodeFile:
 
 def find_code(recipe: Recipe) -> list[CodeFile]:
     """The code a recipe names; it is imported already."""
-    found: list[CodeFile] = []
-    for one in find_external_code(
-        recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    ):
-        if one.module is not None:
-            content = _read(path := user_code_file(one.module))
-            digest = None if content is None else hashlib.sha256(content).hexdigest()
-            found.append(CodeFile(one.key, one.module, None if path is None else str(path), digest))
-    return found
+    files: list[CodeFile] = []
+    settings = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for code in find_external_code(settings):
+        if code.module is None:
+            continue
+        path = user_code_file(code.module)
+        content = _read(path)
+        digest = None
+        if content is not None:
+            digest = hashlib.sha256(content).hexdigest()
+        file = None if path is None else str(path)
+        files.append(CodeFile(code.key, code.module, file, digest))
+    return files
 
 
 def record_code(folder: Path, recipe: Recipe) -> None:
-    """Write code.json and copies of the files into the run folder; warn where the code has changed since the last start."""
+    """Write code.json and copies of the files into the run folder.
+
+    Warn where the code has changed since the last start.
+    """
     code = find_code(recipe)
+    # A recipe that names no code any more still replaces the record of the start before.
     if not code and not (folder / CODE).exists():
         return
-    before = _recorded(folder)
-    for one in code:
-        if one.key in before and before[one.key] != one.sha256:
+    recorded = _recorded_hashes(folder)
+    for code_file in code:
+        if code_file.key in recorded and recorded[code_file.key] != code_file.sha256:
             log.warning(
-                "%s: the code of %s has changed since the last start of this run", one.key, one.name
+                "%s: the code of %s has changed since the last start of this run",
+                code_file.key,
+                code_file.name,
             )
     write_atomic(
         folder / CODE,
-        json.dumps([asdict(one) for one in code], indent=2, ensure_ascii=False) + "\n",
+        json.dumps([asdict(code_file) for code_file in code], indent=2, ensure_ascii=False) + "\n",
     )
+
     starts = sorted((folder / "logs" / "starts").glob("[0-9]*"))
-    for one in code if starts else ():
-        if one.file is not None and (content := _read(Path(one.file))) is not None:
-            target = starts[-1] / "code" / f"{one.key}-{Path(one.file).name}"
+    if not starts:
+        return
+    for code_file in code:
+        if code_file.file is None:
+            continue
+        content = _read(Path(code_file.file))
+        if content is not None:
+            target = starts[-1] / "code" / f"{code_file.key}-{Path(code_file.file).name}"
             target.parent.mkdir(exist_ok=True)
             write_atomic(target, content)
 
 
 def _read(path: Path | None) -> bytes | None:
+    """A file's content.
+
+    None where it has none or cannot be read: code is recorded, not required.
+    """
+    if path is None:
+        return None
     try:
-        return None if path is None else read_bounded(path)
+        return read_bounded(path)
     except OSError:
         return None
 
 
-def _recorded(folder: Path) -> dict[str, str | None]:
+def _recorded_hashes(folder: Path) -> dict[str, str | None]:
     """The hash of each key at the last start."""
     try:
-        found: Any = load_json(folder / CODE)
-        return {one["key"]: one["sha256"] for one in found}
+        entries: Any = load_json(folder / CODE)
+        return {entry["key"]: entry["sha256"] for entry in entries}
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}

@@ -1,4 +1,7 @@
-"""Two recipes or run folders come in, the settings in which they differ go out. A default equals the same value given."""
+"""Two recipes or run folders come in, the settings in which they differ go out.
+
+A default equals the same value given.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,13 @@ class Difference:
 
 def compare_recipes(first: Path, second: Path) -> list[Difference]:
     """Every setting whose value differs, in the order of the recipe."""
-    one, other = (_settings(_read(path)) for path in (first, second))
-    return _below("", one, other)
+    return _compare("", _settings(_read(first)), _settings(_read(second)))
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Every setting; stages by name, so that stages of the same name are compared."""
-    found = resolved_settings(recipe)
-    return {**found, "stages": {stage.pop("name"): stage for stage in found["stages"]}}
+    settings = resolved_settings(recipe)
+    return {**settings, "stages": {stage.pop("name"): stage for stage in settings["stages"]}}
 
 
 def _read(path: Path) -> Recipe:
@@ -47,27 +49,35 @@ def _read(path: Path) -> Recipe:
     return load(Recipe, path)
 
 
-def _below(at: str, first: dict[str, Any], second: dict[str, Any]) -> list[Difference]:
-    found: list[Difference] = []
+def _compare(prefix: str, first: dict[str, Any], second: dict[str, Any]) -> list[Difference]:
+    """The differences of two sections whose keys begin with `prefix`."""
+    differences: list[Difference] = []
+    # Keys of the first recipe in their order, then those that only the second one has.
     for key in dict.fromkeys((*first, *second)):
-        one, other = first.get(key, ABSENT), second.get(key, ABSENT)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found += _below(f"{at}{key}.", one, other)
-        elif _are_sections(one) and _are_sections(other):
-            found += _below(f"{at}{key}.", _numbered(cast(Any, one)), _numbered(cast(Any, other)))
-        elif one != other:
-            found.append(Difference(at + key, one, other))
-    return found
+        first_value = first.get(key, ABSENT)
+        second_value = second.get(key, ABSENT)
+        if _are_sections(first_value) and _are_sections(second_value):
+            first_value = _numbered(cast(Any, first_value))
+            second_value = _numbered(cast(Any, second_value))
+        if isinstance(first_value, dict) and isinstance(second_value, dict):
+            differences += _compare(f"{prefix}{key}.", first_value, second_value)
+        elif first_value != second_value:
+            differences.append(Difference(prefix + key, first_value, second_value))
+    return differences
 
 
 def _are_sections(value: Any) -> bool:
-    """Whether a value is a list of sections, as data.train and track are; they are compared one by one."""
+    """Whether a value is a list of sections, as data.train and track are.
+
+    They are compared one by one.
+    """
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(one, dict) for one in cast(list[Any], value))
+        and all(isinstance(item, dict) for item in cast(list[Any], value))
     )
 
 
 def _numbered(value: list[Any]) -> dict[str, Any]:
-    return {str(index): one for index, one in enumerate(value)}
+    """A list as a section, whose keys are the positions: `data.train.0`."""
+    return {str(index): item for index, item in enumerate(value)}

@@ -11,8 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn, NestedErrors
-from headway.config.overlay import overlay
-from headway.config.section import Overlay, Section, path_problem, setting
+from headway.config.section import Overlay, Section, overlay, path_problem, setting
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -36,6 +35,7 @@ SHARED_BY_STAGES = {
     "launch": "all stages run on the same machines",
     "callbacks": "all stages share the callbacks",
 }
+"""Sections that a stage may not set, and why."""
 
 
 class RunConfig(Section):
@@ -43,13 +43,15 @@ class RunConfig(Section):
 
     name: str = setting(
         "run",
-        "Name of the run; its folder is run.dir/run.name. Not given, runs with other settings get names of recipe, model and data.",
+        "Name of the run; its folder is run.dir/run.name. "
+        "Not given, runs with other settings get names of recipe, model and data.",
         min_length=1,
     )
     dir: Path = setting(Path("runs"), "Parent folder of all runs.")
     gpus: int | str | tuple[int | str, ...] | None = setting(
         None,
-        "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free GPUs) or none; null = those torch sees. --gpus overrides it.",
+        "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free GPUs) or none; "
+        "null = those torch sees. --gpus overrides it.",
     )
     supervise: bool = setting(
         False,
@@ -57,14 +59,15 @@ class RunConfig(Section):
     )
     grace_seconds: float = setting(
         120.0,
-        "After a stop signal: how long a run that is not saving may take to exit; validation is cut short after half of it.",
+        "After a stop signal: how long a run that is not saving may take to exit; "
+        "validation is cut short after half of it.",
         gt=0,
     )
 
     takeover_seconds: float = setting(
         120.0,
-        "If a process on another host or in another container holds the run folder's lock: how long to wait for its next heartbeat before "
-        "taking over.",
+        "If a process on another host or in another container holds the run folder's lock: "
+        "how long to wait for its next heartbeat before taking over.",
         gt=0,
     )
 
@@ -73,22 +76,22 @@ class RunConfig(Section):
     def _stays_in_dir(cls, name: str) -> str:
         if problem := path_problem(name):
             raise ValueError(problem)
+        # A name may have folders in it: sweeps/lr-1e-4.
         if name.startswith(("/", "~")) or {".", ".."} & set(name.split("/")):
             raise ValueError(
-                f"is {name!r}; it must name a folder below run.dir. Set run.dir to keep runs elsewhere"
+                f"is {name!r}; it must name a folder below run.dir. "
+                "Set run.dir to keep runs elsewhere"
             )
         return name
 
     @property
     def gpus_option(self) -> str | None:
         """The GPUs in the form of --gpus."""
-        return (
-            ",".join(map(str, self.gpus))
-            if isinstance(self.gpus, tuple)
-            else None
-            if self.gpus is None
-            else str(self.gpus)
-        )
+        if isinstance(self.gpus, tuple):
+            return ",".join(map(str, self.gpus))
+        if self.gpus is None:
+            return None
+        return str(self.gpus)
 
     @property
     def folder(self) -> Path:
@@ -102,21 +105,24 @@ Content = Literal["model", "optimizer", "scheduler", "sampler", "rng"]
 class InitConfig(Section):
     """Where the initial weights come from."""
 
+    # `from` is a keyword of Python, so the field has another name than the key.
     source: str | None = Field(
         None,
         alias="from",
-        description="A run, checkpoint, Hugging Face or PEFT adapter folder, or a hub id (ORG/NAME or ORG/NAME@REVISION), that gives "
-        "weights, shape and tokenizer; null = random.",
+        description="A run, checkpoint, Hugging Face or PEFT adapter folder, or a hub id "
+        "(ORG/NAME or ORG/NAME@REVISION), that gives weights, shape and tokenizer; null = random.",
         json_schema_extra={"on_resume": "fixed"},
     )
     content: tuple[Content, ...] | Literal["all"] = setting(
         ("model",),
-        "What to take from the checkpoint in `from`: model, optimizer, scheduler, sampler, rng, or all. InternLM's have no sampler.",
+        "What to take from the checkpoint in `from`: "
+        "model, optimizer, scheduler, sampler, rng, or all. InternLM's have no sampler.",
         on_resume="fixed",
     )
     adapter: str | None = setting(
         None,
-        "A PEFT adapter folder for `from`: trained further if the recipe's adapter has the same form; otherwise merged.",
+        "A PEFT adapter folder for `from`: trained further if the recipe's adapter has the same "
+        "form; otherwise merged.",
         on_resume="fixed",
     )
     merge: bool = setting(
@@ -127,7 +133,8 @@ class InitConfig(Section):
     )
     masks: Path | None = setting(
         None,
-        "Mask file, or a folder with one (also DuoAttention's), that initializes the head gates: log_alpha = 10 (2 x - 1).",
+        "Mask file, or a folder with one (also DuoAttention's), that initializes the head gates: "
+        "log_alpha = 10 (2 x - 1).",
         on_resume="fixed",
     )
     masks_sparsity: float | None = setting(
@@ -142,8 +149,12 @@ class InitConfig(Section):
     @classmethod
     def _as_list(cls, value: object) -> object:
         """A single name is a list of one; a list with `all` is all."""
-        listed = value if isinstance(value, (list, tuple)) else [value]
-        return "all" if "all" in listed else tuple(cast(Any, listed))
+        names = value
+        if not isinstance(value, (list, tuple)):
+            names = [value]
+        if "all" in cast(Any, names):
+            return "all"
+        return tuple(cast(Any, names))
 
     @field_validator("source", "adapter")
     @classmethod
@@ -155,13 +166,16 @@ class InitConfig(Section):
     @property
     def contents(self) -> tuple[Content, ...]:
         """What is taken, with `all` expanded."""
-        return get_args(Content) if self.content == "all" else self.content
+        if self.content == "all":
+            return get_args(Content)
+        return self.content
 
     @model_validator(mode="after")
     def _belongs_to_something(self) -> InitConfig:
         if "model" not in self.contents:
             raise ValueError(
-                f"content is {list(self.contents)}; it must contain model, which the rest belongs to"
+                f"content is {list(self.contents)}; it must contain model, "
+                "which the rest belongs to"
             )
         if len(self.contents) > 1 and self.source is None:
             raise ValueError(
@@ -169,7 +183,8 @@ class InitConfig(Section):
             )
         if "rng" in self.contents and "scheduler" not in self.contents:
             raise ValueError(
-                "content has rng without scheduler; randomness is derived from the seed and the step. Add scheduler"
+                "content has rng without scheduler; randomness is derived from the seed and the "
+                "step. Add scheduler"
             )
         if self.adapter is not None and self.source is None:
             raise ValueError("adapter is given without from; set from to the model it belongs to")
@@ -183,7 +198,8 @@ class KernelConfig(Section):
 
     attention: Literal["auto", "reference", "sdpa", "varlen", "fa4", "flex"] = setting(
         "auto",
-        "Attention kernel; auto chooses by device and mask: fa4 if installed, otherwise cuDNN for whole rows and varlen for documents; "
+        "Attention kernel; auto chooses by device and mask: "
+        "fa4 if installed, otherwise cuDNN for whole rows and varlen for documents; "
         "flex for soft-capped scores.",
     )
     compile: Literal["auto"] | bool = setting(
@@ -223,11 +239,13 @@ class EvalConfig(Section):
     every: int | None = setting(100, "Steps between validations; null = only at the end.", gt=0)
     at_start: bool = setting(
         False,
-        "Also validate before the first step, as a baseline; it does not count for eval.stop or the best checkpoint.",
+        "Also validate before the first step, as a baseline; "
+        "it does not count for eval.stop or the best checkpoint.",
     )
     rows: int = setting(
         64,
-        "Upper bound on the rows read from each validation set; the same rows for every microbatch size and number of ranks.",
+        "Upper bound on the rows read from each validation set; "
+        "the same rows for every microbatch size and number of ranks.",
         gt=0,
     )
     stop: StopConfig | None = setting(None, "Early stopping; null = off.")
@@ -238,15 +256,18 @@ class HealConfig(Section):
 
     on_nan: Literal["skip", "rollback"] = setting(
         "skip",
-        "A loss or gradient that is not finite: skip the step, or roll back to a checkpoint and skip that batch.",
+        "A loss or gradient that is not finite: skip the step, or roll back to a checkpoint and "
+        "skip that batch.",
     )
     on_spike: Literal["alert", "skip", "rollback"] = setting(
         "alert",
-        "A loss spike: only send an alert, skip the step, or roll back to a checkpoint and skip that batch.",
+        "A loss spike: only send an alert, skip the step, or roll back to a checkpoint and skip "
+        "that batch.",
     )
     sigma: float | None = setting(
         6.0,
-        "A spike is this many standard deviations above the mean of the window; null = no spike detection.",
+        "A spike is this many standard deviations above the mean of the window; "
+        "null = no spike detection.",
         gt=0,
     )
     window: int = setting(
@@ -260,7 +281,8 @@ class HealConfig(Section):
     )
     limit: int = setting(
         3,
-        "Skipped steps in a row, or rollbacks to the same checkpoint, after which the run gives up (exit code 3).",
+        "Skipped steps in a row, or rollbacks to the same checkpoint, after which the run gives "
+        "up (exit code 3).",
         ge=0,
     )
 
@@ -276,17 +298,20 @@ class LogConfig(Section):
     every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
     style: Literal["headway", "internlm"] = setting(
         "headway",
-        "Form of the console lines; internlm = the key=value line of InternLM's trainer, for scripts that read it.",
+        "Form of the console lines; internlm = the key=value line of InternLM's trainer, "
+        "for scripts that read it.",
     )
     samples: int | Literal["auto"] = setting(
         "auto",
-        "Held-out prompts that are answered before the first step and after the last, and shown side by side (samples.json). auto = 2 "
+        "Held-out prompts that are answered before the first step and after the last, "
+        "and shown side by side (samples.json). auto = 2 "
         "for a model of less than a billion parameters with validation data, otherwise 0.",
     )
     slow_every: int = setting(50, "Steps between two comparisons of ranks.", gt=0)
     slow_ratio: float | None = setting(
         1.2,
-        "Every slow_every steps, report ranks that take longer than the mean of all ranks by this factor; null = do not compare ranks.",
+        "Every slow_every steps, report ranks that take longer than the mean of all ranks by this "
+        "factor; null = do not compare ranks.",
         gt=1,
     )
 
@@ -328,12 +353,14 @@ class Recipe(Section):
     init: InitConfig = setting(InitConfig, "Where the initial weights come from.")
     tokenizer: Path | None = setting(
         None,
-        "Tokenizer folder, tokenizer.json, sentencepiece model, or the hub id of a model whose tokenizer is used.",
+        "Tokenizer folder, tokenizer.json, sentencepiece model, or the hub id of a model whose "
+        "tokenizer is used.",
         on_resume="fixed",
     )
     multimodal: MultimodalConfig | None = setting(
         None,
-        "Pictures and sounds as inputs of the language model; sources with kind: multimodal hold them. null = text alone.",
+        "Pictures and sounds as inputs of the language model; sources with kind: "
+        "multimodal hold them. null = text alone.",
     )
     data: DataConfig = setting(
         DataConfig, "Training and validation data; without data.train, generated data."
@@ -356,7 +383,8 @@ class Recipe(Section):
     )
     train: tuple[str, ...] = setting(
         (),
-        "The only parameters that train; the opposite of freeze. With an adapter: what trains in addition to it.",
+        "The only parameters that train; the opposite of freeze. With an adapter: "
+        "what trains in addition to it.",
         on_resume="fixed",
     )
     adapter: AdapterConfig | None = setting(
@@ -364,8 +392,9 @@ class Recipe(Section):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
         "auto",
-        "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss. "
-        "fp8: bf16, with the matrix multiplications of the blocks in 8 bits (Ada, Hopper and newer).",
+        "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. "
+        "fp16 scales the loss. fp8: bf16, with the matrix multiplications of the blocks in 8 bits "
+        "(Ada, Hopper and newer).",
     )
     fp8: Fp8Config = setting(Fp8Config, "The 8-bit matrix multiplications of precision fp8.")
     loss_scale: ScalerConfig = setting(ScalerConfig, "The loss scale of precision fp16.")
@@ -388,12 +417,14 @@ class Recipe(Section):
     seed: int = setting(42, "All randomness is derived from it.", ge=0, on_resume="fixed")
     deterministic: bool = setting(
         False,
-        "Bit-identical reruns on GPU too. Uses slower kernels where needed; refused where there is no deterministic one.",
+        "Bit-identical reruns on GPU too. Uses slower kernels where needed; "
+        "refused where there is no deterministic one.",
     )
 
     stages: tuple[StageConfig, ...] = setting(
         (),
-        "Stages that run one after another; each has a name and the settings in which it differs from this recipe.",
+        "Stages that run one after another; each has a name and the settings in which it differs "
+        "from this recipe.",
         on_resume="fixed",
     )
 
@@ -404,7 +435,8 @@ class Recipe(Section):
         overrides: Sequence[str] | Mapping[str, Any] = (),
         **sections: Any,
     ) -> Recipe:
-        """Read a recipe: a file, the name of a shipped one (`headway init` lists them), plain data, or None for the defaults.
+        """Read a recipe: a file, the name of a shipped one (`headway init` lists them), plain data,
+        or None for the defaults.
 
         Overrides have the form of the command line (`["optim.lr=1e-4"]`) or of `with_`.
 
@@ -416,9 +448,12 @@ class Recipe(Section):
         return load_recipe(recipe, overrides, sections)
 
     def with_(self, changes: Mapping[str, Any] | None = None, **sections: Any) -> Recipe:
-        """A changed copy, validated; this recipe stays as it is. Keys may be dotted; sections merge key by key.
+        """A changed copy, validated; this recipe stays as it is.
 
-        A section with another `kind` or `preset` is replaced as a whole, and a setting removes its alternatives (`epochs`: `steps`).
+        Keys may be dotted; sections merge key by key.
+
+        A section with another `kind` or `preset` is replaced as a whole, and a setting removes its
+        alternatives (`epochs`: `steps`).
 
         Example:
             >>> recipe.with_({"optim.lr": 1e-4, "data.train.0.path": "mine.jsonl"})
@@ -430,9 +465,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _stages(self) -> Recipe:
+        # Names are folders and keys of stages.json.
         names = [stage.name for stage in self.stages]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"stages has two called {twice!r}; each needs its own name")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"stages has two called {name!r}; each needs its own name")
+
+        # A stage is checked as the recipe that it will be; its mistakes are reported under its key.
         mistakes: list[Any] = []
         for index, stage in enumerate(self.stages):
             for key, reason in SHARED_BY_STAGES.items():
@@ -442,7 +481,8 @@ class Recipe(Section):
                 Recipe.model_validate_json(json.dumps(self.stage_settings(index)))
             except ValidationError as error:
                 mistakes += [
-                    {**one, "loc": ("stages", index, *one["loc"])} for one in error.errors()
+                    {**mistake, "loc": ("stages", index, *mistake["loc"])}
+                    for mistake in error.errors()
                 ]
         if mistakes:
             raise NestedErrors(mistakes)
@@ -450,16 +490,18 @@ class Recipe(Section):
 
     def stage_settings(self, index: int) -> dict[str, Any]:
         """The settings of one stage: its own over this recipe's."""
-        return overlay(
-            self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}),
-            self.stages[index].settings,
+        # Without defaults: they would count as given, and override presets of the stage.
+        settings = self.model_dump(
+            mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}
         )
+        return overlay(settings, self.stages[index].settings)
 
     @field_validator("callbacks")
     @classmethod
     def _are_callbacks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         from headway.train.callbacks import find_callback
 
+        # Imported when the recipe is read, so that a misspelt name does not end a long start.
         for name in names:
             find_callback(name)
         return names
@@ -469,19 +511,29 @@ class Recipe(Section):
         stop = self.eval.stop
         if stop is None:
             return self
-        if self.data.valid is None or self.eval.every is None:
-            missing = "data.valid" if self.data.valid is None else "eval.every"
+
+        missing = None
+        if self.data.valid is None:
+            missing = "data.valid"
+        elif self.eval.every is None:
+            missing = "eval.every"
+        if missing is not None:
             raise ValueError(
-                f"eval.stop is given, but {missing} is null, so nothing is validated. Set it, or remove eval.stop"
+                f"eval.stop is given, but {missing} is null, so nothing is validated. "
+                "Set it, or remove eval.stop"
             )
-        if stop.restore_best and (self.checkpoint.keep_best == 0 or not self.checkpoint.at_end):
-            needed = (
-                "checkpoint.keep_best is 0"
-                if self.checkpoint.keep_best == 0
-                else "checkpoint.at_end is false"
-            )
+
+        if not stop.restore_best:
+            return self
+        obstacle = None
+        if self.checkpoint.keep_best == 0:
+            obstacle = "checkpoint.keep_best is 0"
+        elif not self.checkpoint.at_end:
+            obstacle = "checkpoint.at_end is false"
+        if obstacle is not None:
             raise ValueError(
-                f"eval.stop.restore_best is true, but {needed}, so there is no best checkpoint. Change one of them"
+                f"eval.stop.restore_best is true, but {obstacle}, so there is no best checkpoint. "
+                "Change one of them"
             )
         return self
 
@@ -489,16 +541,18 @@ class Recipe(Section):
     def _starts_with_something_to_validate(self) -> Recipe:
         if self.eval.at_start and self.data.valid is None:
             raise ValueError(
-                "eval.at_start is true, but data.valid is null, so there is nothing to validate. Set data.valid, or remove eval.at_start"
+                "eval.at_start is true, but data.valid is null, so there is nothing to validate. "
+                "Set data.valid, or remove eval.at_start"
             )
         return self
 
     @model_validator(mode="after")
     def _samples_held_out_prompts(self) -> Recipe:
+        # Stages may set data.valid, and are checked one by one.
         if self.log.samples not in ("auto", 0) and self.data.valid is None and not self.stages:
             raise ValueError(
-                f"log.samples is {self.log.samples}, but data.valid is null, so no prompts are held out. "
-                "Set data.valid, or remove log.samples"
+                f"log.samples is {self.log.samples}, but data.valid is null, "
+                "so no prompts are held out. Set data.valid, or remove log.samples"
             )
         return self
 
@@ -512,36 +566,42 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Recipe:
-        whole = (
-            f"but optim.kind {self.optim.kind} updates whole matrices"
-            if self.optim.NEEDS_MATRICES
-            else ""
-        )
-        if whole and "optimizer" in self.memory.offload:
-            remedy = "Remove it and shard the state (parallel.zero1, fsdp), or use optim.kind adamw"
+        """Refuse layouts and offloading that an optimizer of whole matrices (Muon) cannot have."""
+        reason = ""
+        if self.optim.NEEDS_MATRICES:
+            reason = f"but optim.kind {self.optim.kind} updates whole matrices"
+        if reason and "optimizer" in self.memory.offload:
             raise ValueError(
-                f"memory.offload has optimizer, {whole}, whose state stays on the device. {remedy}"
+                f"memory.offload has optimizer, {reason}, whose state stays on the device. "
+                "Remove it and shard the state (parallel.zero1, fsdp), or use optim.kind adamw"
             )
-        if whole and self.parallel.tensor > 1:
-            remedy = "Use parallel.tensor=1, or another optimizer such as adamw"
+        if reason and self.parallel.tensor > 1:
             raise ValueError(
-                f"parallel.tensor is {self.parallel.tensor}, {whole}, which the tensor axis splits. {remedy}"
+                f"parallel.tensor is {self.parallel.tensor}, {reason}, "
+                "which the tensor axis splits. "
+                "Use parallel.tensor=1, or another optimizer such as adamw"
             )
         if self.parallel.expert > 1 and self.optim.COUPLES_EXPERTS:
             raise ValueError(
-                f"parallel.expert is {self.parallel.expert}, {whole}, all experts of a layer in one. Use adamw, or expert 1"
+                f"parallel.expert is {self.parallel.expert}, {reason}, "
+                "all experts of a layer in one. Use adamw, or expert 1"
             )
         self.memory.check(self.parallel)
         return self
 
     @model_validator(mode="after")
     def _fp8_fits(self) -> Recipe:
-        if self.precision == "fp8" and self.adapter is not None:
+        if self.precision != "fp8":
+            return self
+        if self.adapter is not None:
             raise ValueError(
-                "precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or remove the adapter"
+                "precision is fp8 with an adapter, whose layers compute in 16 bits. "
+                "Use precision bf16, or remove the adapter"
             )
-        if self.precision == "fp8" and self.data.seq_len % 16:
+        # Operands of the 8-bit products need dimensions that are multiples of 16.
+        if self.data.seq_len % 16:
             raise ValueError(
-                f"data.seq_len is {self.data.seq_len}; with precision fp8 it must be a multiple of 16"
+                f"data.seq_len is {self.data.seq_len}; "
+                "with precision fp8 it must be a multiple of 16"
             )
         return self

@@ -1,8 +1,10 @@
-"""The data of a run is hashed by the run itself: small stores before the first step, the others while it trains, each file once.
+"""The data of a run is hashed by the run itself: small stores before the first step, the others
+while it trains, each file once.
 
-In: open data and the ranks; out: damage, which all ranks learn of between two steps, and the line that ends the run: which file, which
-steps have read from it, and the newest checkpoint before them. The first rank hashes; where stores are copied to local disks
-(`data.stage_to`), the first rank of every machine does.
+In: open data and the ranks; out: damage, which all ranks learn of between two steps, and the line
+that ends the run: which file, which steps have read from it, and the newest checkpoint before them.
+The first rank hashes; where stores are copied to local disks (`data.stage_to`), the first rank of
+every machine does.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 REPLAY_SECONDS = 60.0
-"""How long the steps that have read from a damaged file are searched for; other ranks wait meanwhile."""
+"""How long the steps that have read from a damaged file are searched for; other ranks wait
+meanwhile.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,20 @@ class DataCheck:
         self._checksums = data.checksums
         self._world = session.world
         self._hashes = process.is_first
+        """Whether this rank hashes."""
         if recipe.data.stage_to is not None:
             self._hashes = process.local_rank == 0
-        # Numbers that are made of all data before training, and cached, are made of data that was hashed.
-        mixtures = (data.train, *data.valid.values())
-        self._hashes_all = any(
-            isinstance(part.selection.source, GroupSource) and part.selection.source.keeps_whole
-            for mixture in mixtures
-            for part in mixture
-        )
+
+        # Numbers of a reference are made of all data before training, and cached. A file that is
+        # damaged then must not get into the cache.
+        self._hashes_all = False
+        for mixture in (data.train, *data.valid.values()):
+            for part in mixture:
+                source = part.selection.source
+                if isinstance(source, GroupSource) and source.keeps_whole:
+                    self._hashes_all = True
         self._left: dict[Path, str] = {}
+        """Files to hash during training, and the checksums that they should have."""
 
     def at_start(self) -> None:
         """Hash small stores now; damage is a DataError on all ranks."""
@@ -74,8 +82,12 @@ class DataCheck:
             except DataError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{error.filename}: cannot be read: {error.strerror or error}. Copy or build the store again."
-        problems = [one for one in self._world.gather(problem) if one is not None]
+                problem = (
+                    f"{error.filename}: cannot be read: {error.strerror or error}. "
+                    "Copy or build the store again."
+                )
+        # Ranks that hash nothing must fail with those that do.
+        problems = [text for text in self._world.gather(problem) if text is not None]
         if problems:
             raise DataError(problems[0])
 
@@ -95,6 +107,8 @@ class DataCheck:
         unchecked = self._checksums.unchecked
         waiting = self._checksums.waiting
         self._checksums.end()
+        # Files that nobody has ever verified are worth a warning. Those that were verified by an
+        # earlier run, and not yet by this one, are not.
         if unchecked:
             log.warning(
                 "%d data files were read but not verified before the run ended, the first is %s",
@@ -103,7 +117,8 @@ class DataCheck:
             )
         elif waiting:
             log.info(
-                "%d of %d large data files were hashed once more during the run; the next start begins with the other %d",
+                "%d of %d large data files were hashed once more during the run; "
+                "the next start begins with the other %d",
                 len(self._left) - len(waiting),
                 len(self._left),
                 len(waiting),
@@ -111,70 +126,90 @@ class DataCheck:
 
 
 def explain_damage(run: Run) -> str:
-    """The line that ends a run whose data was damaged: the file, the steps, the checkpoint before them. All ranks call it."""
+    """The line that ends a run whose data was damaged. All ranks call it.
+
+    It names the file, the steps that have read from it, and the checkpoint before them.
+    """
     damage = run.data.checksums.damage
     paths = run.ranks.world.gather(None if damage is None else (str(damage.path), damage.problem))
     text = ""
     if run.process.is_first:
-        path, problem = next(one for one in paths if one is not None)
-        text = _describe(run, Path(path), problem)
+        path, problem = next(report for report in paths if report is not None)
+        text = _describe_damage(run, Path(path), problem)
     return run.ranks.world.gather(text)[0]
 
 
-def _describe(run: Run, path: Path, problem: str) -> str:
+def _describe_damage(run: Run, path: Path, problem: str) -> str:
     begin = f"{problem} The run stops after step {run.state.step} and saves nothing more."
     command = f"headway train {run.home / RECIPE}"
     steps = _steps_reading(run, path)
     if steps.first is None:
-        return f"{begin} No step has trained on what the file holds: put it back, and `{command}` resumes."
+        return (
+            f"{begin} No step has trained on what the file holds: "
+            f"put it back, and `{command}` resumes."
+        )
     if steps.count is None:
         read = f"Steps {steps.first} to {steps.last} may have read from it"
     elif steps.count == 1:
         read = f"Step {steps.first} has read from it"
     else:
-        read = f"{steps.count} steps have read from it, the first is {steps.first}, the last {steps.last}"
+        read = (
+            f"{steps.count} steps have read from it, the first is {steps.first}, "
+            f"the last {steps.last}"
+        )
     checkpoint = _newest_before(run, steps.first)
     if checkpoint is None:
-        return f"{begin} {read}; no checkpoint before them is left. Put the file back and begin again: `{command} --resume never`."
-    return f"{begin} {read}. Put the file back and go back to the newest checkpoint before: `{command} --resume {checkpoint}`."
+        return (
+            f"{begin} {read}; no checkpoint before them is left. "
+            f"Put the file back and begin again: `{command} --resume never`."
+        )
+    return (
+        f"{begin} {read}. Put the file back and go back to the newest checkpoint before: "
+        f"`{command} --resume {checkpoint}`."
+    )
 
 
 def _steps_reading(run: Run, path: Path) -> ReadSteps:
     """Which steps have read from a file. What cannot be known counts as read."""
     step = run.state.step
     first = run.first_step + 1
+    # By the number of the source: its documents that lie in the file.
     wanted: dict[int, range] = {}
     try:
-        for number, source in enumerate(run.data.train):
+        for index, source in enumerate(run.data.train):
             documents = documents_read_from(path, source.selection.source, run.data)
             if documents is not None:
-                wanted[number] = documents
+                wanted[index] = documents
     except (UnknownReaders, DataError):
         return ReadSteps(first, step, None)
     if not wanted or step < first:
         return ReadSteps(None, step, 0)
-    return _replay(run, wanted, first)
+    return _replay_plan(run, wanted, first)
 
 
-def _replay(run: Run, wanted: Mapping[int, range], first: int) -> ReadSteps:
+def _replay_plan(run: Run, wanted: Mapping[int, range], first: int) -> ReadSteps:
+    """Plan the batches of the run once more, from lengths alone: which ones read `wanted`?"""
     loader = run.loader
     loader.close()
-    ends = time.monotonic() + REPLAY_SECONDS
+    deadline = time.monotonic() + REPLAY_SECONDS
     try:
-        replayed = loader.batches_reading(wanted, stops=lambda: time.monotonic() > ends)
+        replayed = loader.batches_reading(wanted, stops=lambda: time.monotonic() > deadline)
     except DataError:
         return ReadSteps(first, run.state.step, None)
+
+    # Steps before `first` belong to the run whose position this one took over (init.content).
     steps = [run.state.step - loader.steps_after(batch) for batch in replayed.batches]
     steps = [step for step in steps if step >= first]
     if replayed.is_exact:
-        return (
-            ReadSteps(steps[0], steps[-1], len(steps))
-            if steps
-            else ReadSteps(None, run.state.step, 0)
-        )
-    if time.monotonic() <= ends:
-        # The plan ended elsewhere than the run: settings were changed on the way, and it says nothing.
+        if steps:
+            return ReadSteps(steps[0], steps[-1], len(steps))
+        return ReadSteps(None, run.state.step, 0)
+    if time.monotonic() <= deadline:
+        # The plan ended elsewhere than the run: settings were changed on the way, and it says
+        # nothing.
         return ReadSteps(first, run.state.step, None)
+
+    # There was too little time. What was replayed is known; the steps after it may have read.
     if steps:
         return ReadSteps(steps[0], run.state.step, None)
     return ReadSteps(
@@ -183,22 +218,23 @@ def _replay(run: Run, wanted: Mapping[int, range], first: int) -> ReadSteps:
 
 
 def _newest_before(run: Run, step: int) -> AnyPath | None:
-    """The newest readable checkpoint of an earlier step than this one, on disk or in the object store."""
-    places: list[AnyPath] = list(reversed(step_folders(run.checkpoints)))
+    """The newest readable checkpoint before a step, on disk or in the object store."""
+    # Local ones come first, and the sort below is stable: of one step, the local one is taken.
+    paths: list[AnyPath] = list(step_folders(run.checkpoints))
     remote = run.saver.remote
     if remote is not None:
         try:
-            stored = [remote.location / name for name in remote.names()]
+            names = [name for name in remote.names() if name.startswith("step-")]
         except CheckpointError:
-            stored = []
-        places += sorted(
-            (place for place in stored if place.name.startswith("step-")), key=step_of, reverse=True
-        )
-    for place in sorted(places, key=step_of, reverse=True):
-        if step_of(place) < step:
+            # The store cannot be reached now. What is on disk may do.
+            names = []
+        paths += [remote.location / name for name in names]
+
+    for path in sorted(paths, key=step_of, reverse=True):
+        if step_of(path) < step:
             try:
-                open_checkpoint(place)
+                open_checkpoint(path)
             except CheckpointError:
                 continue
-            return place
+            return path
     return None

@@ -1,7 +1,9 @@
-"""Early stopping (`eval.stop`): each validation comes in, whether the run is to end goes out, the same on every rank.
+"""Early stopping (`eval.stop`): each validation comes in, whether the run is to end goes out, the
+same on every rank.
 
-The first validation sets the best value. A later one that beats it by more than min_delta replaces it; any other uses up patience. Both
-are part of a checkpoint, so that a resumed run stops where an uninterrupted one does.
+The first validation sets the best value. A later one that beats it by more than min_delta replaces
+it; any other uses up patience. Both are part of a checkpoint, so that a resumed run stops where an
+uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -28,18 +30,22 @@ class EarlyStopping:
     best: float | None = None
     best_step: int | None = None
     used: int = 0
+    """Validations in a row that were no better: the patience that is used up."""
 
     def after(
         self, value: float | None, step: int, min_delta: float, *, higher_is_better: bool
     ) -> EarlyStopping:
         """The state after a validation; one without a finite value counts as no better."""
-        if value is not None:
-            gain = (
-                None if self.best is None else (value - self.best) * (1 if higher_is_better else -1)
-            )
-            if gain is None or gain > min_delta:
-                return EarlyStopping(value, step, 0)
-        return EarlyStopping(self.best, self.best_step, self.used + 1)
+        no_better = EarlyStopping(self.best, self.best_step, self.used + 1)
+        if value is None:
+            return no_better
+        improved = EarlyStopping(value, step, 0)
+        if self.best is None:
+            return improved
+        gain = value - self.best
+        if not higher_is_better:
+            gain = -gain
+        return improved if gain > min_delta else no_better
 
     def is_over(self, stop: StopConfig | None) -> bool:
         return stop is not None and self.used >= stop.patience
@@ -50,10 +56,13 @@ class EarlyStopping:
 
 def count_validation(run: Run) -> None:
     """Count the validation of the current step, if there was one."""
-    stop, state, config = run.recipe.eval.stop, run.state, run.recipe.checkpoint
+    stop = run.recipe.eval.stop
+    state = run.state
+    config = run.recipe.checkpoint
     if stop is None or not state.valid:
         return
     require_metric(state.valid, config.metric)
+    # The value of the first rank: all ranks must stop at the same step, to the last bit.
     value = run.ranks.world.gather(metric_value(state.valid, config.metric))[0]
     state.early_stopping = state.early_stopping.after(
         value, state.step, stop.min_delta, higher_is_better=config.higher_is_better
@@ -62,7 +71,9 @@ def count_validation(run: Run) -> None:
 
 def stopped_early(run: Run) -> dict[str, Any] | None:
     """Why a run ended before its last step, for summary.json; None if it did not."""
-    stop, state = run.recipe.eval.stop, run.state
+    stop = run.recipe.eval.stop
+    state = run.state
+    # A run whose patience is used up by the validation of its last step has not ended early.
     if stop is None or state.step >= run.total_steps or not state.early_stopping.is_over(stop):
         return None
     return {
@@ -74,22 +85,25 @@ def stopped_early(run: Run) -> dict[str, Any] | None:
 
 
 def restore_best(run: Run) -> int:
-    """Load the weights of the best checkpoint if `eval.stop.restore_best` is set; returns the step of the weights in the engine."""
-    stop, state = run.recipe.eval.stop, run.state
+    """Load the weights of the best checkpoint if `eval.stop.restore_best` is set.
+
+    Returns the step of the weights in the engine.
+    """
+    stop = run.recipe.eval.stop
+    state = run.state
     if stop is None or not stop.restore_best:
         return state.step
 
     def find() -> dict[str, Any]:
         best = best_checkpoint(run.checkpoints, run.recipe.checkpoint)
-        return (
-            {"path": None, "step": state.step}
-            if best is None
-            else {"path": best.path, "step": best.step, "value": best.value}
-        )
+        if best is None:
+            return {"path": None, "step": state.step}
+        return {"path": best.path, "step": best.step, "value": best.value}
 
     best = on_first_rank(run.ranks.world, find)
     if best["path"] is None or best["step"] == state.step:
         return state.step
+    # The weights alone: `state` stays that of the last step, which the summary is about.
     with open_checkpoint(best["path"]) as reader:
         scalars: Any = reader.scalars
         run.engine.load(reader.read, scalars["engine"])

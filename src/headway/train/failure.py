@@ -1,6 +1,8 @@
-"""When a run fails: an error comes in, one that names the rank at fault goes out, and an alert is sent.
+"""When a run fails: an error comes in, one that names the rank at fault goes out, and an alert is
+sent.
 
-A rank that headway's launcher started leaves the alert to the launcher, which alone sees ranks that were killed.
+A rank that headway's launcher started leaves the alert to the launcher, which alone sees ranks that
+were killed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.errors import CommunicationError, HeadwayError
+from headway.errors import CommunicationError, ConfigError, HeadwayError
 from headway.runtime.heartbeat import (
     WRITE_SECONDS,
     Beat,
@@ -33,18 +35,25 @@ log = logging.getLogger("headway")
 
 
 def explain_lost_ranks(error: Exception, heart: Heartbeat, run_dir: Path, world: int) -> Exception:
-    """The same error, or, where ranks lost each other, one that says which rank waited in which exchange, and for whom."""
-    if world == 1 or not (
-        isinstance(error, CommunicationError)
-        or (not isinstance(error, HeadwayError) and is_lost(error))
-    ):
+    """The same error, or one that says which ranks lost each other.
+
+    The new error names the rank that waited, the exchange it waited in, and whom it waited for.
+    """
+    if world == 1:
         return error
-    known = error if isinstance(error, CommunicationError) else heart.lost(error)
+    if isinstance(error, CommunicationError):
+        lost = error
+    elif not isinstance(error, HeadwayError) and is_lost(error):
+        # An error of the backend, which names no exchange; the heartbeat knows the last one.
+        lost = heart.lost(error)
+    else:
+        return error
+
     _save_exchanges(heart, run_dir)
-    time.sleep(2 * WRITE_SECONDS)  # until the others have written their heartbeats
-    return CommunicationError(
-        f"{str(known).rstrip('.')}. {_lost_or_late(read_beats(run_dir), heart.rank)}".rstrip()
-    )
+    # Until the others have written their heartbeats, or have failed to.
+    time.sleep(2 * WRITE_SECONDS)
+    others = _lost_or_late(read_beats(run_dir), heart.rank)
+    return CommunicationError(f"{str(lost).rstrip('.')}. {others}".rstrip())
 
 
 def _lost_or_late(beats: list[Beat], rank: int) -> str:
@@ -58,23 +67,29 @@ def _lost_or_late(beats: list[Beat], rank: int) -> str:
 
 def _save_exchanges(heart: Heartbeat, run_dir: Path) -> None:
     """Write this rank's last exchanges, for comparing ranks by hand; works with every backend."""
-    if (run_dir / "logs").is_dir():
-        recent = [{"at": at, "number": number, "name": name} for at, number, name in heart.recent]
-        write_atomic(
-            run_dir / "logs" / f"exchanges-rank-{heart.rank:05}.json",
-            json.dumps(recent, indent=1) + "\n",
-        )
+    logs = run_dir / "logs"
+    # A run that fails before it begins has no folder, and gets none.
+    if not logs.is_dir():
+        return
+    recent = [
+        {"at": seconds, "number": number, "name": name} for seconds, number, name in heart.recent
+    ]
+    path = logs / f"exchanges-rank-{heart.rank:05}.json"
+    write_atomic(path, json.dumps(recent, indent=1) + "\n")
 
 
 def report_crash(recipe: Recipe, error: Exception, step: int) -> None:
     """Send a crash alert with the end of the traceback, unless headway's launcher does."""
-    if failure_file() is not None or (isinstance(error, HeadwayError) and error.exit_code == 2):
+    if failure_file() is not None:
         return
-    text = (
-        str(error)
-        if isinstance(error, HeadwayError)
-        else traceback_tail("".join(traceback.format_exception(error)))
-    )
+    # A mistake in the recipe is answered on the screen; nobody is woken for it.
+    if isinstance(error, HeadwayError) and error.exit_code == ConfigError.exit_code:
+        return
+    # Our errors say what to do. Of others the place matters, which only the traceback has.
+    if isinstance(error, HeadwayError):
+        text = str(error)
+    else:
+        text = traceback_tail("".join(traceback.format_exception(error)))
     try:
         send_crash_alert(recipe.track, recipe.run.folder, text, step)
     except (OSError, HeadwayError) as problem:

@@ -1,4 +1,9 @@
-"""The end of a run: final/ (a Hugging Face folder) and summary.json."""
+"""The end of a run: a run whose loop has ended comes in; final/ (a Hugging Face folder) and
+summary.json go out.
+
+All ranks call `finish`. Exporting gathers whole parameters from their shards, so every rank takes
+part in it; the first rank alone writes.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,13 @@ from torch import Tensor
 from headway.checkpoint.save import step_folder
 from headway.checkpoint.stored_model import FINAL
 from headway.errors import CheckpointError, ConfigError
-from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import atomic_folder, export_huggingface
 from headway.model.adapter.config import expert_linears
 from headway.model.layout import GATES
-from headway.model.loading.aligner_file import write_aligner_folder
 from headway.model.media_files import is_media
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import writing
-from headway.tasks.contrastive import LOG_SCALE
-from headway.tasks.contrastive import Config as ContrastiveConfig
 from headway.track.base import KeepsFiles
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.curve import write_curve
@@ -43,14 +44,26 @@ log = logging.getLogger("headway")
 
 
 def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
-    """Export the model and write the summary of a finished run; a stopped run says how to resume. Returns the summary."""
+    """Export the model and write the summary of a finished run; a stopped run says how to resume.
+
+    Returns the summary.
+    """
     folder = run.start.folder
-    run.console.close()  # the bar is at its end; the lines of the end follow
-    summary = run.ranks.world.gather(summarize(run) if run.process.is_first else None)[0]
+    # The progress bar ends here, so that the last lines do not mix with it.
+    run.console.close()
+
+    # The first rank alone has the metrics file.
+    summary = None
+    if run.process.is_first:
+        summary = summarize(run)
+    summary = run.ranks.world.gather(summary)[0]
+
+    # A signal that came with the last step stops nothing: the run is complete.
     if stopped_by is not None and run.state.step < run.total_steps:
         if run.state.step == 0:
             log.info(
-                "stopped by %s before the first step: no checkpoint is kept; the same command starts the run anew",
+                "stopped by %s before the first step: no checkpoint is kept; "
+                "the same command starts the run anew",
                 stopped_by,
             )
         else:
@@ -61,20 +74,36 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
             )
         run.emit(
             "finish",
-            f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, loss {_number(summary['last_loss'])}",
+            f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, "
+            f"loss {_number(summary['last_loss'])}",
         )
         leave_outcome(exit_code(stopped_by))
         return {**summary, "stopped_by": stopped_by, "exit_code": exit_code(stopped_by)}
-    summary["stopped_early"] = early = stopped_early(run)
+
+    early = stopped_early(run)
+    summary["stopped_early"] = early
     if early is not None:
+        stop = run.recipe.eval.stop
         log.info(
-            "stopped early after step %d of %d: %s has not improved by more than %g in %d validations; the best is %s, at step %s",
-            run.state.step, run.total_steps, early["metric"], run.recipe.eval.stop.min_delta if run.recipe.eval.stop else 0.0,
-            early["used"], _number(early["best"]), early["best_step"],
-        )  # fmt: skip
-    summary |= _export(run) if run.recipe.checkpoint.at_end else {"final": None, "checkpoint": None}
+            "stopped early after step %d of %d: %s has not improved by more than %g "
+            "in %d validations; the best is %s, at step %s",
+            run.state.step,
+            run.total_steps,
+            early["metric"],
+            stop.min_delta if stop else 0.0,
+            early["used"],
+            _number(early["best"]),
+            early["best_step"],
+        )
+
+    # Samples come after the export, which may put the best weights into the engine.
+    if run.recipe.checkpoint.at_end:
+        summary |= _export(run)
+    else:
+        summary |= {"final": None, "checkpoint": None}
     samples = sample_after(run)
-    summary["samples"] = [as_plain(one) for one in samples]
+    summary["samples"] = [as_plain(sample) for sample in samples]
+
     if run.process.is_first:
         write_json(folder / SUMMARY, summary)
         write_curve(folder / METRICS, f"{run.recipe.run.name}, {run.state.step} steps")
@@ -83,13 +112,17 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
                 tracker.keep_files(folder)
     if (summary["data_wait_share"] or 0) > DATA_WAIT_SHOWN:
         log.warning(
-            "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
+            "training waited for data %.0f %% of the time; "
+            "raise data.workers or data.prefetch, or set data.stage_to",
             100 * summary["data_wait_share"],
         )
+
+    outcome = "done" if early is None else "stopped early"
     run.emit(
         "finish",
-        f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}",
+        f"{outcome}: {run.state.step} steps, loss {_number(summary['last_loss'])}",
     )
+    # If this run is extended, its next crash is a new one.
     if run.process.is_first:
         clear_crash_report(folder)
     close_with(summary, samples)
@@ -104,7 +137,10 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
 
 
 def _export(run: Run) -> dict[str, Any]:
-    """Export the last model, or the best one with `eval.stop.restore_best`, and name its checkpoint."""
+    """Export the last model, or the best one with `eval.stop.restore_best`.
+
+    Returns the entries of the summary that name it and its checkpoint.
+    """
     step = restore_best(run)
     return {
         "final": write_final(run),
@@ -114,12 +150,16 @@ def _export(run: Run) -> dict[str, Any]:
 
 
 def write_final(run: Run) -> str | None:
-    """Export the model to final/; None, with the reason in the log, where its family has no Hugging Face form."""
+    """Export the model to final/.
+
+    None, with the reason in the log, where its family has no Hugging Face form.
+    """
     target = run.start.folder / FINAL
     if not run.process.is_first:
         for _ in run.engine.weights():
             pass  # a rank that does not write still sends its shard of the weights
         return str(target)
+    # Of an earlier end of a run that was extended.
     if target.exists():
         shutil.rmtree(target)
     return run_form(run.model).write_final(run, target)
@@ -128,8 +168,11 @@ def write_final(run: Run) -> str | None:
 def write_final_model(run: Run, target: Path) -> str | None:
     """Export a language model, and the adapter beside it where one was trained."""
     dtype = "bfloat16" if run.compute.precision in ("bf16", "fp8") else "float32"
-    adapter, weights, trained = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
+    adapter = run.recipe.adapter
+    weights = run.engine.weights()
+    trained = dict[str, Tensor]()
     if adapter is not None:
+        # Weights are gathered once: what trained is copied on its way into the merged model.
         weights = plain_weights(run, _copy_trained(weights, run, trained))
     try:
         export_huggingface(
@@ -140,9 +183,12 @@ def write_final_model(run: Run, target: Path) -> str | None:
             dtype=dtype,
             end_ids=run.targets.end_ids,
         )
+        # PEFT has no form for adapters of experts.
         if adapter is not None and set(adapter.modules(run.model)).isdisjoint(
             expert_linears(run.model)
-        ):  # PEFT has no form of the others
+        ):
+            from headway.export.adapter import FOLDER, write_adapter
+
             write_adapter(
                 trained,
                 adapter,
@@ -159,26 +205,26 @@ def write_final_model(run: Run, target: Path) -> str | None:
 
 def write_final_aligner(run: Run, target: Path) -> str:
     """Export an aligner: heads under PurrSight's names, and the towers."""
-    aligner, objective = run.model.aligner, run.recipe.objective
-    assert aligner is not None and isinstance(objective, ContrastiveConfig)
-    weights, scales = (
-        {name: value.detach().to("cpu", copy=True) for name, value in run.engine.weights()},
-        run.engine.objective_values(),
-    )
+    from headway.model.loading.aligner_file import write_aligner_folder
+
+    aligner = run.model.aligner_settings
+    weights = {name: value.detach().to("cpu", copy=True) for name, value in run.engine.weights()}
+    trained = {
+        name.removeprefix(OBJECTIVE): value for name, value in run.engine.objective_values().items()
+    }
+    scales = run.recipe.objective.scales_of(aligner.modalities, trained)
     with writing(target, error=CheckpointError), atomic_folder(target) as folder:
-        write_aligner_folder(
-            folder,
-            aligner,
-            weights,
-            objective.scales_of(aligner.modalities, scales.get(f"{OBJECTIVE}{LOG_SCALE}")),
-        )
+        write_aligner_folder(folder, aligner, weights, scales)
     return str(target)
 
 
 def _copy_trained(
     weights: Iterator[tuple[str, Tensor]], run: Run, trained: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on and copy those that trained. Gates and media inputs are not part of an adapter; they are exported with the model."""
+    """Pass weights on and copy those that trained.
+
+    Gates and media inputs are not part of an adapter; they are exported with the model.
+    """
     training = {name for group in run.engine.groups for name in group.names}
     for name, value in weights:
         if (name in training or ADAPTER in name) and name != GATES and not is_media(name):
@@ -189,30 +235,40 @@ def _copy_trained(
 def summarize(run: Run) -> dict[str, Any]:
     """The summary of a run, from its metrics file."""
     run.writes.retry()
-    found = total_metrics(run.start.folder / METRICS, repair=True)
-    seconds = found.seconds or run.state.seconds
+    totals = total_metrics(run.start.folder / METRICS, repair=True)
+    # Time of steps alone, without validations and saves. A run whose metrics are lost has its own.
+    seconds = totals.seconds or run.state.seconds
+    tokens_per_second = None
+    samples_per_second = None
+    save_stall_share = None
+    if seconds:
+        tokens_per_second = run.state.consumed_tokens / seconds
+        samples_per_second = totals.samples / seconds
+        save_stall_share = run.meter.stall_total / seconds
     return {
         "run": str(run.start.folder),
         "steps": run.state.step,
         "seconds": run.state.seconds,
         "tokens": run.state.consumed_tokens,
-        "tokens_per_second": run.state.consumed_tokens / seconds if seconds else None,
-        "samples_per_second": found.samples / seconds if seconds else None,
+        "tokens_per_second": tokens_per_second,
+        "samples_per_second": samples_per_second,
         "flops": run.meter.setup.flops.full * run.state.consumed_tokens,
-        "first_loss": found.losses.first,
-        "last_loss": found.losses.last,
-        "best_loss": found.losses.smallest,
-        "first_valid_loss": found.valid.first,
-        "last_valid_loss": found.valid.last,
-        "best_valid_loss": found.valid.smallest,
-        "validation": found.validation(),
-        "peak_memory_bytes": found.peak_memory_bytes,
+        "first_loss": totals.losses.first,
+        "last_loss": totals.losses.last,
+        "best_loss": totals.losses.smallest,
+        "first_valid_loss": totals.valid.first,
+        "last_valid_loss": totals.valid.last,
+        "best_valid_loss": totals.valid.smallest,
+        "validation": totals.validation(),
+        "peak_memory_bytes": totals.peak_memory_bytes,
         "skipped_steps": run.meter.skipped,
-        "save_stall_share": run.meter.stall_total / seconds if seconds else None,
+        "save_stall_share": save_stall_share,
         "saves": run.meter.saves,
-        "data_wait_share": found.data_wait_share,
+        "data_wait_share": totals.data_wait_share,
     }
 
 
 def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
+    if value is None:
+        return "unknown"
+    return f"{value:.4f}"

@@ -1,12 +1,20 @@
-"""The frozen second model of DPO, KTO and distillation. A recipe, its weights and the data come in; a function that adds the reference's
-log-probabilities, or a teacher's hidden states, to a microbatch goes out.
+"""The frozen second model of DPO, KTO and distillation.
 
-live     the reference stays in memory as a second model in the compute dtype and reads every microbatch too; it is whole on every rank,
-         or split along the tensor axis like the model that trains. Weights the run starts from are quantised as adapter.base says
-cached   it reads every pair or record once before training and is freed; its numbers are stored in data.cache_dir/reference under a
-         hash of the weights, the model's shape, the store's content and the compute dtype; they are recomputed when any of these changes.
-         A run of less than one epoch scores only what it will read, in the rows of its own steps, into a file of its own next to that
-         one. A run that is extended scores the rest
+A recipe, its weights and the data come in; a function that adds the reference's log-probabilities,
+or a teacher's hidden states, to a microbatch goes out.
+
+live     The reference stays in memory as a second model in the compute dtype and reads every
+         microbatch too. It is whole on every rank, or split along the tensor axis like the model
+         that trains. Weights the run starts from are quantised as adapter.base says.
+cached   It reads every pair or record once before training and is freed. Its numbers are stored in
+         data.cache_dir/reference under a hash of the weights, the model's shape, the store's
+         content and the compute dtype; they are recomputed when any of these changes.
+         A run of less than one epoch scores only what it will read, in the rows of its own steps,
+         into a file of its own next to that one. A run that is extended scores the rest.
+
+The table of cached numbers has one row per group (a pair, or a record and its mismatch):
+
+    batch.extra[number] [rows, places] -> table[number] [rows, places, 2] -> columns of the task
 """
 
 from __future__ import annotations
@@ -31,10 +39,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
-from headway.kernels.distill_loss import TeacherHead
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.lora import adapt, pack_linears, with_updates
-from headway.model.adapter.packed_base import packed_values
 from headway.model.base import Model, build_frozen_model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
@@ -54,14 +59,16 @@ from headway.runtime.storage import (
     write_sealed,
 )
 from headway.tasks.base import ReferenceSpec, ScoreColumns, TaskConfig
-from headway.tasks.distill import TAUGHT
-from headway.tasks.preference.loss import document_sums
 from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
 
 log = logging.getLogger("headway")
+
 FILE = "reference.json"
+"""In the run folder: which reference the run began with."""
+ROW_BYTES = 8
+"""Of a group in a stored table: two float32."""
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -70,7 +77,9 @@ class Reference:
     """A reference model, ready to use."""
 
     prepare: Callable[[Batch], Batch] | None
-    """Adds the reference's log-probability of every document to a microbatch, or a teacher's hidden states; None: the loader reads them."""
+    """Adds the reference's log-probability of every document to a microbatch, or a teacher's hidden
+    states; None: the loader reads them.
+    """
     sha256: str
     """Of its weights, or of its stored logits."""
     description: str
@@ -85,10 +94,11 @@ class Reference:
         if start.checkpoint is None or not path.is_file():
             return
         try:
-            given = load_json(path)
-            before = str(
-                (parse_sealed_json(json.dumps(given)) if "checksum" in given else given)["sha256"]
-            )
+            content = load_json(path)
+            # Files of early versions have no checksum of their own.
+            if "checksum" in content:
+                content = parse_sealed_json(json.dumps(content))
+            recorded = str(content["sha256"])
         except (OSError, ValueError, KeyError, TypeError) as problem:
             log.warning(
                 "%s is damaged (%s): cannot check whether the reference is still the same",
@@ -96,10 +106,11 @@ class Reference:
                 problem,
             )
             return
-        if before != self.sha256:
+        if recorded != self.sha256:
             role = self.description.split()[0]
             raise CheckpointError(
-                f"{path}: the run began with other {role} weights ({before[:12]}) than it would resume with ({self.sha256[:12]}). "
+                f"{path}: the run began with other {role} weights ({recorded[:12]}) "
+                f"than it would resume with ({self.sha256[:12]}). "
                 "Put the old weights back, or use --resume never to start a new run."
             )
 
@@ -127,7 +138,9 @@ class _Source:
     weights: Weights
     name: str
     adapter: AdapterConfig | None = None
-    """Of a run that starts from these weights and stores them quantised: the reference is what this run starts from."""
+    """Of a run that starts from these weights and stores them quantised: the reference is what this
+    run starts from.
+    """
     has_updates: bool = False
     """`weights` has a carried adapter beside the base."""
 
@@ -139,88 +152,102 @@ def make_reference(
     micro_rows: int,
     plan: Callable[[], PlannedRows | None] | None = None,
 ) -> Reference | None:
-    """The reference that a recipe's objective needs; None where it needs none. `plan` says which rows the run will read; without it
-    everything is scored."""
-    wanted = resolved.recipe.objective.needs.frozen
+    """The reference that a recipe's objective needs; None where it needs none.
+
+    `plan` says which rows the run will read; without it everything is scored.
+    """
+    objective = resolved.recipe.objective
     if data.teacher is not None:
         origin = data.teacher.origin
-        how = f"top {origin.top_k} of every position from {len(data.teacher.parts)} stores of logits, no model in memory"
-        description = f"teacher {origin.teacher} ({origin.teacher_sha256[:12]}), {how}"
-        return Reference(None, data.teacher.key, description, resolved.recipe.objective)
+        description = (
+            f"teacher {origin.teacher} ({origin.teacher_sha256[:12]}), top {origin.top_k} "
+            f"of every position from {len(data.teacher.parts)} stores of logits, "
+            "no model in memory"
+        )
+        return Reference(None, data.teacher.key, description, objective)
+
+    wanted = objective.needs.frozen
     if wanted is None:
         return None
-    source, objective = _find(resolved, wanted), resolved.recipe.objective
-    scoring, digest = (
-        _Scoring(spec, resolved.recipe.data, micro_rows),
-        _Digest(source.adapter.base if source.adapter else None),
-    )
+
+    source = _find_source(resolved, wanted)
+    scoring = _Scoring(spec, resolved.recipe.data, micro_rows)
+    # A quantised model is another reference than the same weights in floats.
+    digest = _Digest(source.adapter.base if source.adapter else None)
     cover = None
     columns = wanted.columns
     if wanted.cached:
         assert columns is not None, "hidden states of a teacher are too large to be kept"
+        # The hash names the cached tables, so it is needed before anything is loaded.
         for name, value in source.weights():
             digest.add(name, value)
         scores = _CachedScores(data, source, digest.sha256, scoring, columns)
-        planned = None if plan is None else plan()
+        planned = None
+        if plan is not None:
+            planned = plan()
         scores.cover(planned)
         prepare = scores.prepare
         cover = scores.cover
-        extent = "all" if planned is None else "the"
-        how = f"log-probabilities of {extent} pairs or records{'' if planned is None else ' that the run reads'}"
+        detail = "log-probabilities of the pairs or records that the run reads"
+        if planned is None:
+            detail = "log-probabilities of all pairs or records"
     else:
+        # Weights are read once: they are hashed on their way into the model.
         frozen = _load(source, digest.through(source.weights()), scoring)
-        how = "as a second model in memory"
+        detail = "as a second model in memory"
         if columns is not None:
             prepare = score_with(frozen, spec.chunk_tokens, columns)
         else:
+            from headway.kernels.distill_loss import TeacherHead
+
             prepare = teach_with(frozen)
             head = TeacherHead(frozen.head_weight, source.config.logit_softcap)
             objective = objective.with_teacher_head(head)
+
     role = "teacher" if wanted.is_teacher else "reference"
-    return Reference(
-        prepare,
-        digest.sha256,
-        f"{role} {source.name} ({digest.sha256[:12]}), {how}",
-        objective,
-        cover,
-    )
+    description = f"{role} {source.name} ({digest.sha256[:12]}), {detail}"
+    return Reference(prepare, digest.sha256, description, objective, cover)
 
 
 def check_reference(resolved: Resolved) -> None:
     """Refuse a reference that does not exist or does not fit, before anything is read."""
     wanted = resolved.recipe.objective.needs.frozen
     if wanted is not None:
-        _find(resolved, wanted)
+        _find_source(resolved, wanted)
 
 
-def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
-    model, path, role = resolved.model, wanted.path, wanted.setting.rpartition(".")[2]
-    if (
-        path is None
-        and resolved.recipe.adapter is not None
-        and resolved.recipe.adapter.base is not None
-    ):
-        return _quantised(resolved, resolved.recipe.adapter, wanted)
+def _find_source(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
+    """Where the reference comes from: a model of its own, or what the run starts from."""
+    recipe = resolved.recipe
+    model = resolved.model
+    path = wanted.path
+    role = wanted.setting.rpartition(".")[2]
+    if path is None and recipe.adapter is not None and recipe.adapter.base is not None:
+        return _quantised_source(resolved, recipe.adapter, wanted)
+
     if path is None:
         stored = resolved.weights
         if stored is None and wanted.is_teacher:
             raise ConfigError(
-                "objective.teacher is null and the run starts from random weights, which teach nothing. Set objective.teacher."
+                "objective.teacher is null and the run starts from random weights, "
+                "which teach nothing. Set objective.teacher."
             )
         if stored is not None:
             return _Source(model, stored.weights, f"{stored.path}, the weights the run starts from")
-        seed = resolved.recipe.seed
-        return _Source(
-            model,
-            lambda: ((spec.name, initial_value(spec, model, seed)) for spec in param_specs(model)),
-            "with the random weights the run starts from",
-        )
+
+        def random_weights() -> Iterator[tuple[str, Tensor]]:
+            for spec in param_specs(model):
+                yield spec.name, initial_value(spec, model, recipe.seed)
+
+        return _Source(model, random_weights, "with the random weights the run starts from")
+
     try:
-        stored = find_model(path, resolved.recipe.data.cache_dir)
+        stored = find_model(path, recipe.data.cache_dir)
         stored.check_head()
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"{wanted.setting}: {problem}") from None
-    recipe = resolved.recipe
+
+    # Another model than the one that trains: it must fit the layout, the rows and the vocabulary.
     try:
         check_layout(
             LayoutCase(recipe.parallel, stored.config, recipe.data.seq_len, recipe.objective)
@@ -229,32 +256,38 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         raise ParallelError(f"{wanted.setting} is {path}: {problem}") from None
     if stored.config.vocab != model.vocab:
         raise ConfigError(
-            f"{wanted.setting} is {path}, with a vocabulary of {stored.config.vocab}; the model has {model.vocab}. "
+            f"{wanted.setting} is {path}, with a vocabulary of {stored.config.vocab}; "
+            f"the model has {model.vocab}. "
             f"Use a {role} with the same tokenizer."
         )
-    if stored.config.max_seq_len < resolved.recipe.data.seq_len:
+    if stored.config.max_seq_len < recipe.data.seq_len:
         raise ConfigError(
             f"{wanted.setting} is {path}, made for {stored.config.max_seq_len} tokens; "
-            f"data.seq_len is {resolved.recipe.data.seq_len}. Lower it."
+            f"data.seq_len is {recipe.data.seq_len}. Lower it."
         )
     if stored.tokenizer_folder is not None and resolved.tokenizer is not None:
         from headway.tokenizer.load import load_tokenizer
 
         if load_tokenizer(stored.tokenizer_folder).fingerprint != resolved.tokenizer.fingerprint:
             raise ConfigError(
-                f"{wanted.setting} is {path}, with another tokenizer than the recipe's. Use a {role} with the same tokenizer."
+                f"{wanted.setting} is {path}, with another tokenizer than the recipe's. "
+                f"Use a {role} with the same tokenizer."
             )
     return _Source(stored.config, stored.weights, str(stored.path))
 
 
-def _quantised(resolved: Resolved, adapter: AdapterConfig, wanted: ReferenceSpec) -> _Source:
+def _quantised_source(resolved: Resolved, adapter: AdapterConfig, wanted: ReferenceSpec) -> _Source:
     """What a run with a quantised base starts from: the base, and the adapter that it continues."""
-    model, carried, layouts = resolved.model, resolved.continued, adapter.layouts(resolved.model)
+    model = resolved.model
+    carried = resolved.continued
+    layouts = adapter.layouts(resolved.model)
     if carried is None:
-        plain = _find(
-            replace(resolved, recipe=resolved.recipe.model_copy(update={"adapter": None})), wanted
-        )
+        # A new adapter changes nothing at the start: the reference is the base alone.
+        without_adapter = resolved.recipe.model_copy(update={"adapter": None})
+        plain = _find_source(replace(resolved, recipe=without_adapter), wanted)
         return replace(plain, name=f"{plain.name}, in {adapter.base}", adapter=adapter)
+
+    from headway.model.adapter.lora import with_updates
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         base = carried.base_in(adapter.base)
@@ -272,18 +305,20 @@ def _quantised(resolved: Resolved, adapter: AdapterConfig, wanted: ReferenceSpec
 
 
 class _Digest:
-    """The checksum of named tensors, in their order."""
+    """The checksum of named tensors, in their order. `form`: how the model will store them."""
 
     def __init__(self, form: str | None = None) -> None:
-        self._hash = hashlib.sha256(b"" if form is None else f"stored in {form}\n".encode())
+        self._hash = hashlib.sha256()
+        if form is not None:
+            self._hash.update(f"stored in {form}\n".encode())
 
     def add(self, name: str, value: Tensor) -> None:
         self._hash.update(f"{name}|{tuple(value.shape)}|{value.dtype}\n".encode())
-        self._hash.update(
-            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        )
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        self._hash.update(data.numpy().data)
 
     def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass tensors on and add each."""
         for name, value in weights:
             self.add(name, value)
             yield name, value
@@ -294,6 +329,7 @@ class _Digest:
 
 
 def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scoring) -> Model:
+    """The reference as a model in memory, whole or this rank's part of it."""
     spec = scoring.spec
     if source.adapter is not None:
         model = _build_quantised(source, source.adapter, weights, spec)
@@ -301,6 +337,7 @@ def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scor
         model = build_frozen_part(replace(spec, model=source.config), weights)
     else:
         model = build_frozen_model(source.config, weights, spec.device, spec.dtype)
+    # Without gradients there is nothing to recompute or to offload.
     wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
     return model
 
@@ -309,7 +346,14 @@ def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scor
 def _build_quantised(
     source: _Source, adapter: AdapterConfig, weights: Iterable[tuple[str, Tensor]], spec: EngineSpec
 ) -> Model:
-    """A frozen model whose layers are stored quantised; one matrix at a time is read and quantised."""
+    """A frozen model whose layers are stored quantised.
+
+    One matrix at a time is read and quantised.
+    """
+    from headway.model.adapter.lora import adapt, pack_linears
+    from headway.model.adapter.packed_base import packed_values
+
+    # A reference has no gates: all of its heads are full.
     config = source.config.with_(head_gates=None)
     layouts = adapter.layouts(config)
     with torch.device("meta"):
@@ -326,7 +370,12 @@ def _build_quantised(
 
 
 def score_with(model: Model, chunk_tokens: int, columns: ScoreColumns) -> Callable[[Batch], Batch]:
-    """A function that adds the model's log-probabilities of documents to a microbatch."""
+    """A function that adds the model's log-probabilities of documents to a microbatch.
+
+    Of a document: the sum over its targets of log p(target) * loss weight.
+    """
+    from headway.tasks.preference.loss import document_sums
+
     model.chunk_tokens = chunk_tokens
 
     def score(batch: Batch) -> Tensor:
@@ -342,7 +391,12 @@ def score_with(model: Model, chunk_tokens: int, columns: ScoreColumns) -> Callab
 
 
 def teach_with(model: Model) -> Callable[[Batch], Batch]:
-    """A function that adds the model's hidden states to a microbatch; its logits are computed with the loss, a chunk at a time."""
+    """A function that adds the model's hidden states to a microbatch.
+
+    Its logits are computed with the loss, a chunk at a time.
+    """
+
+    from headway.tasks.distill import TAUGHT
 
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
@@ -352,8 +406,11 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
 
 
 class _CachedScores:
-    """Two log-probabilities of the reference for each group (a pair's answers, a record and its mismatch), indexed by the groups' numbers
-    over all sources. NaN where nothing was scored."""
+    """Two log-probabilities of the reference for each group, in one table over all sources.
+
+    A group is a pair's answers, or a record and its mismatch. A row of the table is found by the
+    group's number, which counts over all sources. NaN where nothing was scored.
+    """
 
     def __init__(
         self,
@@ -367,75 +424,94 @@ class _CachedScores:
         self.digest = digest
         self.scoring = scoring
         self.columns = columns
-        mixtures = (data.train, *data.valid.values())
-        # Both sides of a split are selections of one source.
-        selections = {id(one.selection.source): one.selection for many in mixtures for one in many}
-        self.selections = sorted(selections.values(), key=lambda one: _groups_of(one).first_number)
+        # Both sides of a split are selections of one source: it is scored once, as a whole.
+        selections: dict[int, Selection] = {}
+        for mixture in (data.train, *data.valid.values()):
+            for part in mixture:
+                selections[id(part.selection.source)] = part.selection
+        # In the order of their numbers, so that their tables one after another are the table.
+        self.selections = sorted(
+            selections.values(), key=lambda selection: _groups_of(selection).first_number
+        )
         self.table = torch.empty(0)
-        """On the device; the engine's passes look it up."""
+        """[groups of all sources, 2], on the device; the engine's passes look it up."""
 
     def prepare(self, batch: Batch) -> Batch:
         """A microbatch with the reference's log-probabilities."""
-        number = batch.extra[self.columns.number]
+        group_numbers = batch.extra[self.columns.number]
         # A place without a group must not read another group's number, which may be NaN.
-        scores = torch.where((number >= 0)[..., None], self.table[number.clamp(min=0)], 0.0)
+        scores = torch.where(
+            (group_numbers >= 0)[..., None], self.table[group_numbers.clamp(min=0)], 0.0
+        )
         return replace(batch, extra=batch.extra | self.columns.from_table(scores))
 
     def cover(self, planned: PlannedRows | None) -> None:
-        """Find the numbers of what a run will read, or of everything; the reference computes what is missing. All ranks together."""
-        tables = self._all() if planned is None else self._planned(planned)
+        """Find the numbers of what a run will read, or of everything.
+
+        The reference computes what is missing. All ranks together.
+        """
+        if planned is None:
+            tables = self._tables_of_all()
+        else:
+            tables = self._tables_of_planned(planned)
         self.table = torch.cat(tables).to(self.scoring.spec.device)
 
-    def _all(self) -> list[Tensor]:
+    def _tables_of_all(self) -> list[Tensor]:
         """The table of every source, of all its pairs."""
         model: Model | None = None
         tables: list[Tensor] = []
         for selection in self.selections:
             path = _cache_path(selection, self.source, self.digest, self.scoring)
-            found = self._stored(selection, path)
-            if found is None:
+            table = self._read_stored(selection, path)
+            if table is None:
                 model = model or self._load()
-                found = _score(model, selection, self.scoring, self.columns)
-                self._store(path, found, f"of {selection.source.name}")
-            tables.append(found)
+                table = _score_all(model, selection, self.scoring, self.columns)
+                self._store(path, table, f"of {selection.source.name}")
+            tables.append(table)
         return tables
 
-    def _planned(self, planned: PlannedRows) -> list[Tensor]:
+    def _tables_of_planned(self, planned: PlannedRows) -> list[Tensor]:
         """The table of every source, with the pairs that the run reads."""
+        # What else stands in a row may change the last bits of a score. So runs with other rows
+        # have other files; the one in which all groups were scored serves them all.
+        rows_key = hashlib.sha256(planned.key.encode()).hexdigest()[:16]
         paths: list[Path] = []
-        tables: list[Tensor] = []
+        known: list[Tensor] = []
         for selection in self.selections:
-            whole = _cache_path(selection, self.source, self.digest, self.scoring)
-            rows = hashlib.sha256(planned.key.encode()).hexdigest()[:16]
-            path = whole.with_name(f"{whole.stem}-{rows}{whole.suffix}")
-            found = self._stored(selection, path)
-            if found is None:
-                found = self._stored(selection, whole)
-            if found is None:
-                found = torch.full((_groups_of(selection).num_documents, 2), torch.nan)
+            whole_path = _cache_path(selection, self.source, self.digest, self.scoring)
+            path = whole_path.with_name(f"{whole_path.stem}-{rows_key}{whole_path.suffix}")
+            table = self._read_stored(selection, path)
+            if table is None:
+                table = self._read_stored(selection, whole_path)
+            if table is None:
+                table = torch.full((_groups_of(selection).num_documents, 2), torch.nan)
             paths.append(path)
-            tables.append(found)
-        table = torch.cat(tables)
-        is_new = self._score_missing(planned, table)
-        found = list(torch.split(table, [len(one) for one in tables]))
-        for selection, path, one in zip(self.selections, paths, found, strict=True):
-            if is_new:
-                num_scored = int((~one[:, 0].isnan()).sum())
-                self._store(
-                    path,
-                    one,
-                    f"of {num_scored} of {len(one)} in {selection.source.name}, those this run reads,",
-                )
-        return found
+            known.append(table)
+
+        # A microbatch holds groups of several sources, so all tables are filled at once.
+        joined = torch.cat(known)
+        is_new = self._score_missing(planned, joined)
+        tables = list(torch.split(joined, [len(table) for table in known]))
+        if is_new:
+            for selection, path, table in zip(self.selections, paths, tables, strict=True):
+                num_scored = int((~table[:, 0].isnan()).sum())
+                content = f"of {num_scored} of {len(table)} in {selection.source.name}"
+                self._store(path, table, f"{content}, those this run reads,")
+        return tables
 
     @torch.no_grad()
     def _score_missing(self, planned: PlannedRows, table: Tensor) -> bool:
-        """Score what the planned rows hold and the table lacks, each rank its own rows; False if it lacks nothing."""
+        """Score what the planned rows hold and the table lacks, each rank its own rows.
+
+        False if it lacks nothing.
+        """
         ranks = self.scoring.spec.ranks.data
         device = self.scoring.spec.device
+        # Of what this rank has scored: the numbers of each group, and how many ranks scored it.
         sums = torch.zeros_like(table)
         times = torch.zeros(len(table))
         is_known = ~table[:, 0].isnan()
+        # The model is loaded for the first microbatch that needs it: often nothing is missing.
         score: Callable[[Batch], Batch] | None = None
         with progress("reference reads", unit="documents") as advance:
             for micro in planned.microbatches():
@@ -444,11 +520,13 @@ class _CachedScores:
                     continue
                 if score is None:
                     score = score_with(self._load(), self.scoring.spec.chunk_tokens, self.columns)
-                number, scored = _scores_of(score(micro.to(device)), self.columns)
-                is_missing = (number >= 0) & ~is_known[number.clamp(min=0)]
-                sums[number[is_missing]] = scored[is_missing]
-                times[number[is_missing]] = 1
-                is_known[number[is_missing]] = True
+                group_numbers, scored = _scores_of(score(micro.to(device)), self.columns)
+                # Known groups of the same microbatch keep their numbers: a resumed run must see
+                # the ones that it began with.
+                is_missing = (group_numbers >= 0) & ~is_known[group_numbers.clamp(min=0)]
+                sums[group_numbers[is_missing]] = scored[is_missing]
+                times[group_numbers[is_missing]] = 1
+                is_known[group_numbers[is_missing]] = True
                 advance(int(is_missing.sum()))
         ranks.all_reduce(sums).wait()
         ranks.all_reduce(times).wait()
@@ -460,17 +538,25 @@ class _CachedScores:
     def _load(self) -> Model:
         return _load(self.source, self.source.weights(), self.scoring)
 
-    def _stored(self, selection: Selection, path: Path) -> Tensor | None:
-        """The table in a file; ranks on other machines may not see the file: then it is missing for all."""
-        found = read_table(path, _groups_of(selection).num_documents)
-        return None if self.scoring.spec.ranks.world.max(0 if found is not None else 1) else found
+    def _read_stored(self, selection: Selection, path: Path) -> Tensor | None:
+        """The table in a file.
+
+        Ranks on other machines may not see the file: then it is missing for all.
+        """
+        table = read_table(path, _groups_of(selection).num_documents)
+        is_missing_anywhere = self.scoring.spec.ranks.world.max(int(table is None))
+        if is_missing_anywhere:
+            return None
+        return table
 
     def _store(self, path: Path, table: Tensor, content: str) -> None:
         """On the first rank: write a table; `content` says for the log what it holds."""
-        if self.scoring.spec.ranks.world.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(path, table.numpy().astype("<f4").tobytes())
-            log.info("reference log-probabilities %s are stored in %s", content, path)
+        if self.scoring.spec.ranks.world.rank != 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Little-endian on every machine: caches are shared.
+        write_sealed(path, table.numpy().astype("<f4").tobytes())
+        log.info("reference log-probabilities %s are stored in %s", content, path)
 
 
 def _groups_of(selection: Selection) -> GroupSource:
@@ -480,6 +566,7 @@ def _groups_of(selection: Selection) -> GroupSource:
 
 
 def _cache_path(selection: Selection, source: _Source, digest: str, scoring: _Scoring) -> Path:
+    # All that decides the numbers, and how many of them there are.
     parts = (
         digest,
         source.config.model_dump_json(),
@@ -499,46 +586,64 @@ def read_table(path: Path, pairs: int) -> Tensor | None:
     except (OSError, ValueError) as problem:
         log.warning("%s is damaged (%s); computing it again", path, problem)
         return None
-    if content is None or len(content) != 8 * pairs:
+    if content is None or len(content) != ROW_BYTES * pairs:
         return None
     return torch.from_numpy(np.frombuffer(content, "<f4").astype(np.float32).reshape(pairs, 2))
 
 
 @torch.no_grad()
-def _score(model: Model, selection: Selection, scoring: _Scoring, columns: ScoreColumns) -> Tensor:
+def _score_all(
+    model: Model, selection: Selection, scoring: _Scoring, columns: ScoreColumns
+) -> Tensor:
     """Score every group, divided among ranks; groups that fit no row stay NaN."""
     source = _groups_of(selection)
     ranks = scoring.spec.ranks.data
     table = torch.zeros(source.num_documents, 2)
-    seen = torch.zeros(source.num_documents)
+    is_scored = torch.zeros(source.num_documents)
     prepare = score_with(model, scoring.spec.chunk_tokens, columns)
+
+    # Every group once and in order, whatever the run does with them: numbers do not depend on it.
     config = scoring.data.model_copy(
         update={"workers": 0, "skip_batches": "", "max_tokens": None, "balance": False}
     )
-    whole = MixtureSource(Selection(source, selection.limit, max_length=selection.max_length))
-    with (
-        Loader(
-            config, sources=[whole], rows_per_step=scoring.micro_rows * ranks.size, micro_rows=scoring.micro_rows, rank=ranks.rank,
-            world=ranks.size, seed=0, epochs=1, shuffle=False,
-        ) as loader,
-        progress(f"reference reads {source.name}", total=selection.num_documents, unit="documents") as advance,
-    ):  # fmt: skip
+    everything = MixtureSource(Selection(source, selection.limit, max_length=selection.max_length))
+    loader = Loader(
+        config,
+        sources=[everything],
+        rows_per_step=scoring.micro_rows * ranks.size,
+        micro_rows=scoring.micro_rows,
+        rank=ranks.rank,
+        world=ranks.size,
+        seed=0,
+        epochs=1,
+        shuffle=False,
+    )
+    reading = progress(
+        f"reference reads {source.name}", total=selection.num_documents, unit="documents"
+    )
+    with loader, reading as advance:
         for step, _ in loader:
             for micro in step.microbatches:
-                number, scored = _scores_of(prepare(micro.to(scoring.spec.device)), columns)
-                filled = number >= 0
-                numbers = number[filled] - source.first_number
-                table[numbers] = scored[filled]
-                seen[numbers] = 1
+                group_numbers, scored = _scores_of(prepare(micro.to(scoring.spec.device)), columns)
+                has_group = group_numbers >= 0
+                indices = group_numbers[has_group] - source.first_number
+                table[indices] = scored[has_group]
+                is_scored[indices] = 1
             assert source.total is not None
             advance(step.totals[source.total])
+
+    # Ranks have scored different groups, and zeros elsewhere: their sum is the table.
     ranks.all_reduce(table).wait()
-    ranks.all_reduce(seen).wait()
-    return torch.where(seen[:, None] > 0, table, torch.nan)
+    ranks.all_reduce(is_scored).wait()
+    return torch.where(is_scored[:, None] > 0, table, torch.nan)
 
 
 def _scores_of(batch: Batch, columns: ScoreColumns) -> tuple[Tensor, Tensor]:
-    """The numbers of a scored microbatch's groups, and the two log-probabilities of each: [rows, places] and [rows, places, 2]."""
-    number = batch.extra[columns.number].cpu()
+    """The numbers of a scored microbatch's groups, and the two log-probabilities of each.
+
+    Their shapes are [rows, places] and [rows, places, 2]; a place without a group has a negative
+    number.
+    """
+    group_numbers = batch.extra[columns.number].cpu()
     scores = {name: batch.extra[name].float().cpu() for name in columns.scored(batch)}
-    return number, columns.to_table(scores, number.shape[1])
+    return group_numbers, columns.to_table(scores, group_numbers.shape[1])

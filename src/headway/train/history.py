@@ -1,16 +1,21 @@
-"""metrics.jsonl of a run comes in; its totals, for the summary, and its curves, for evaluation reports, go out."""
+"""metrics.jsonl of a run comes in; its totals, for the summary, and its curves, for evaluation
+reports, go out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headway.eval.evaluate import TrainingCurves, ValidationPoint
 from headway.track.metrics_file import MetricsFile, MetricsReader
 from headway.train.meter import AT_START, WARM_STEPS
 from headway.train.run_folder import METRICS
+
+if TYPE_CHECKING:
+    from headway.eval.evaluate import TrainingCurves, ValidationPoint
 
 SHOWN_METRICS = {"loss": False, "rewards/accuracies": True}
 """Numbers of a validation whose course a summary has, and whether higher is better."""
@@ -23,66 +28,84 @@ def read_training(run: Path) -> list[TrainingCurves]:
     if not (run / METRICS).is_file():
         return []
     records = MetricsReader(run / METRICS)
-    return [
-        _training(f"{run}: {stage}" if stage else str(run), some)
-        for stage, some in groupby(records, lambda record: record.get("stage"))
-    ]
+    curves: list[TrainingCurves] = []
+    # The records of a stage stand together, because stages are trained one after another.
+    for stage, of_stage in groupby(records, lambda record: record.get("stage")):
+        name = f"{run}: {stage}" if stage else str(run)
+        curves.append(_read_curves(name, of_stage))
+    return curves
 
 
-def _training(name: str, records: Iterable[dict[str, Any]]) -> TrainingCurves:
+def _read_curves(name: str, records: Iterable[dict[str, Any]]) -> TrainingCurves:
     """Keeps only losses and validations: there may be millions of records."""
+    from headway.eval.evaluate import TrainingCurves, ValidationPoint
+
     valid: dict[str, list[ValidationPoint]] = {}
     losses: list[tuple[int, float | None]] = []
     for record in records:
         step = record.get("stage_step", record["step"])
         loss = record.get("loss")
-        losses.append((step, loss if isinstance(loss, (int, float)) else None))
-        for at, key in ((step - 1, AT_START), (step, "valid")):
-            sets = record.get(key)
-            for each, numbers in sets.items() if isinstance(sets, dict) else ():
+        if not isinstance(loss, (int, float)):
+            loss = None
+        losses.append((step, loss))
+        # The validation before the first step stands in the record of that step.
+        for validated_step, key in ((step - 1, AT_START), (step, "valid")):
+            for set_name, numbers in _mapping(record.get(key)).items():
                 if isinstance(numbers, dict):
-                    valid.setdefault(each, []).append(ValidationPoint(at, numbers))
-    return TrainingCurves(name, len(losses), _curve(losses), valid)
+                    point = ValidationPoint(validated_step, numbers)
+                    valid.setdefault(set_name, []).append(point)
+    return TrainingCurves(name, len(losses), _thinned(losses), valid)
 
 
-def _curve(losses: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    size = -(-len(losses) // MAX_POINTS)
+def _thinned(losses: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """At most MAX_POINTS points: means over equally many steps, at the last step of each."""
+    size = ceil(len(losses) / MAX_POINTS)
     curve: list[tuple[int, float]] = []
     for first in range(0, len(losses), size):
-        some = losses[first : first + size]
-        known = [loss for _, loss in some if loss is not None]
+        group = losses[first : first + size]
+        known = [loss for _, loss in group if loss is not None]
         if known:
-            curve.append((some[-1][0], sum(known) / len(known)))
+            last_step = group[-1][0]
+            curve.append((last_step, sum(known) / len(known)))
     return curve
 
 
 class MetricsTotals:
-    """Totals over the records of a run, which may be millions. A record that lacks a number counts without it."""
+    """Totals over the records of a run, which may be millions.
+
+    A record that lacks a number counts without it.
+    """
 
     def __init__(self) -> None:
-        self.losses, self.valid = Extremes(), Extremes()
-        self.records = self.samples = 0
-        self.seconds = self.warm_seconds = self.warm_wait = 0.0
+        self.losses = Extremes()
+        self.valid = Extremes()
+        self.records = 0
+        self.samples = 0
+        self.seconds = 0.0
+        self.warm_seconds = 0.0
+        """Without the first WARM_STEPS steps, as `warm_wait`."""
+        self.warm_wait = 0.0
         self.peak_memory_bytes = 0
         self.spans: dict[str, dict[str, ValidationSpan]] = {}
+        """By validation set and metric."""
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Add the record of one step."""
         self.records += 1
         self.losses.add(record.get("loss"))
         for key in (AT_START, "valid"):
-            for values in _mapping(record.get(key)).values():
-                self.valid.add(_mapping(values).get("loss"))
-            for name, values in _mapping(record.get(key)).items():
-                self._add_validation(
-                    name, _mapping(values), record["step"], is_first=key == AT_START
-                )
+            for name, numbers in _mapping(record.get(key)).items():
+                values = _mapping(numbers)
+                self.valid.add(values.get("loss"))
+                self._add_validation(name, values, record["step"], is_first=key == AT_START)
         self.samples += int(_amount(record.get("num_samples_in_batch")))
+
         times = _mapping(record.get("time"))
-        self.peak_memory_bytes = max(
-            self.peak_memory_bytes, int(_amount(times.get("memory_bytes")))
-        )
+        memory_bytes = int(_amount(times.get("memory_bytes")))
+        self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
         seconds = _amount(times.get("step_seconds"))
         self.seconds += seconds
+        # The first steps wait for the first batches, whatever the loader can do.
         if self.records > WARM_STEPS:
             self.warm_seconds += seconds
             self.warm_wait += _amount(times.get("data_wait_seconds"))
@@ -106,18 +129,20 @@ class MetricsTotals:
                 span.add(value, step)
 
     def validation(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Of every validation set: its loss, and where it has one its accuracy, before the first step, at best and at last."""
-        found: dict[str, dict[str, dict[str, Any]]] = {}
+        """By validation set and metric: the value before the first step, the best and the last."""
+        by_set: dict[str, dict[str, dict[str, Any]]] = {}
         for name, metrics in self.spans.items():
-            found[name] = {
+            by_set[name] = {
                 metric: span.fields() for metric, span in metrics.items() if span.validations
             }
-        return found
+        return by_set
 
     @property
     def data_wait_share(self) -> float | None:
         """Share of the step time spent waiting for batches; None where there were too few steps."""
-        return self.warm_wait / self.warm_seconds if self.warm_seconds else None
+        if self.warm_seconds:
+            return self.warm_wait / self.warm_seconds
+        return None
 
 
 class ValidationSpan:
@@ -145,11 +170,18 @@ class ValidationSpan:
             self.best_step = step
 
     def _is_better(self, value: float, other: float) -> bool:
-        return value > other if self.is_higher_better else value < other
+        if self.is_higher_better:
+            return value > other
+        return value < other
 
     def fields(self) -> dict[str, Any]:
-        """For summary.json. `improved`: whether training ever made it better; None where nothing was validated at the start."""
+        """For summary.json.
+
+        `improved`: whether training ever made it better; None where nothing was validated at the
+        start.
+        """
         improved = None
+        # A model that never gave a number after the start has not improved.
         if self.before is not None:
             improved = self.best is not None and self._is_better(self.best, self.before)
         return {
@@ -171,27 +203,39 @@ class Extremes:
 
     def add(self, value: Any) -> None:
         """Add one value; anything but a number is left out."""
-        if type(value) in (int, float):
-            self.first = value if self.first is None else self.first
-            self.last = value
-            self.smallest = value if self.smallest is None else min(self.smallest, value)
+        # Not isinstance: true and false are integers in Python.
+        if type(value) not in (int, float):
+            return
+        if self.first is None:
+            self.first = value
+        self.last = value
+        if self.smallest is None or value < self.smallest:
+            self.smallest = value
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    """A value that should be a mapping: lines of the file may be damaged, or of other versions."""
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
 def _amount(value: Any) -> float:
-    return value if type(value) in (int, float) else 0
+    """A value that should be a number."""
+    if type(value) in (int, float):
+        return value
+    return 0
 
 
 def total_metrics(metrics: Path, *, repair: bool = False) -> MetricsTotals:
     """Add up a metrics file; `repair` rewrites it without damaged lines, if there are any."""
-    found = MetricsTotals()
-    if metrics.exists():  # else stopped before the first step
-        reader = MetricsReader(metrics)
-        for record in reader:
-            found.add(record)
-        if reader.damaged and repair:
-            MetricsFile(metrics).repair()
-    return found
+    totals = MetricsTotals()
+    # A run that was stopped before its first step has none.
+    if not metrics.exists():
+        return totals
+    reader = MetricsReader(metrics)
+    for record in reader:
+        totals.add(record)
+    if reader.damaged and repair:
+        MetricsFile(metrics).repair()
+    return totals

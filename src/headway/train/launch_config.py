@@ -1,4 +1,6 @@
-"""How a run is restarted and where `headway launch` starts it: settings that change nothing about the model. Imports without torch."""
+"""How a run is restarted and where `headway launch` starts it: settings that change nothing about
+the model. Imports without torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class SuperviseConfig(Section):
     )
     hang_seconds: float = setting(
         900.0,
-        "A rank that makes no progress (step, validation batch, save) for this long hangs: stacks are saved and all ranks restart.",
+        "A rank that makes no progress (step, validation batch, save) for this long hangs: "
+        "stacks are saved and all ranks restart.",
         gt=0,
     )
 
@@ -33,16 +36,19 @@ class SshConfig(Section):
     nproc: int | None = setting(None, "Ranks on each host; null = one per GPU, else one.", ge=1)
     python: str | None = setting(
         None,
-        "Python on the hosts, in whose environment headway is installed; null = the path of this one.",
+        "Python on the hosts, in whose environment headway is installed; "
+        "null = the path of this one.",
     )
     workdir: str | None = setting(
         None,
-        "Working directory on the hosts; relative paths of the recipe begin there. null = the path of this one.",
+        "Working directory on the hosts; relative paths of the recipe begin there. "
+        "null = the path of this one.",
     )
     config: str | None = setting(None, "Configuration file of ssh (ssh -F); null = ~/.ssh/config.")
     master: str | None = setting(
         None,
-        "ADDRESS[:PORT] at which the first host listens; null = its name for ssh and any free port.",
+        "ADDRESS[:PORT] at which the first host listens; "
+        "null = its name for ssh and any free port.",
     )
     env: tuple[str, ...] = setting(
         (), "Names of environment variables whose values here are passed to every rank."

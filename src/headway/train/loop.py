@@ -1,4 +1,13 @@
-"""THE loop. Every kind of training is this loop with another recipe; it calls validate, save and report by name."""
+"""THE loop.
+
+Every kind of training is this loop with another recipe; it calls validate, save and report by name.
+
+    between steps   all ranks agree: continue, save, stop, roll back or give up (`train/control.py`)
+    a step          next batch -> forward and backward -> judge the loss -> update -> measure
+    after a step    validate, save a checkpoint
+
+No line of a step waits for the device: numbers of a step are read one or two steps later.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from headway.checkpoint.load import step_folders
-from headway.diagnose.trace import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
+from headway.diagnose.profile import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
 from headway.errors import GaveUpError
 from headway.optim.groups import hypers
 from headway.tasks.base import StepInfo
@@ -25,11 +34,15 @@ COLLECT_EVERY = 1000
 
 def run_loop(run: Run) -> dict[str, Any]:
     """Train until the last step or a stop request; returns the summary."""
-    state, healer = run.state, run.healer
+    state = run.state
+    healer = run.healer
     stopped_by: str | None = None
+
+    # Ranks wait for the slowest one, so a collection at any moment on any rank would cost all.
     gc.collect()
     gc.disable()
     run.clock.start()
+    # From now on a signal is a request that the loop handles, and no longer ends the program.
     run.session.stop.starting = False
     run.data_check.begin()
     try:
@@ -38,6 +51,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                 run.save()  # a rollback needs a checkpoint
             run.validate_at_start()
             sample_before(run)
+
             while continues(run):
                 run.session.locks.check()
                 decision = run.control.decide(
@@ -46,6 +60,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                     gives_up=bool(healer.gave_up),
                     is_damaged=run.data_check.is_damaged,
                 )
+                # Damage comes first: a state that has read damaged data must not be saved.
                 if decision.is_damaged:
                     run.refuse_damaged_data()
                 if decision.gives_up:
@@ -53,24 +68,28 @@ def run_loop(run: Run) -> dict[str, Any]:
                 if decision.bad_step is not None:
                     run.roll_back(decision.bad_step)
                     continue
-                if (stopped_by := decision.stopped_by) is not None:
+                stopped_by = decision.stopped_by
+                if stopped_by is not None:
                     break
                 if decision.save and state.step > run.saver.started_step:
                     run.save()
+
                 train_step(run)
                 run.step_done()
                 count_validation(run)
+                # The state after the last step is saved below, by checkpoint.at_end.
                 if state.step < run.total_steps and (due := run.due_save()):
                     run.save(snapshot=due == "snapshot")
                 if state.step % COLLECT_EVERY == 0:
                     gc.collect()
+
             run.refuse_damaged_data()
             run.report(everything=True)
             run.heart.beat("save", state.step)
+            # A save in progress may be that of this very step. Then no second one is needed.
             run.saver.wait_for_save()
-            if state.step > run.saver.saved_step and (
-                run.recipe.checkpoint.at_end or stopped_by is not None
-            ):
+            is_wanted = run.recipe.checkpoint.at_end or stopped_by is not None
+            if is_wanted and state.step > run.saver.saved_step:
                 run.save()
             if stopped_by is not None:
                 run.saver.leave_uploads(run.recipe.run.grace_seconds / 2)
@@ -85,39 +104,49 @@ def continues(run: Run) -> bool:
     """Whether there is anything left to do: steps, or a rollback of the last ones."""
     if not run.has_ended:
         return True
+    # Records arrive late: only now is it known whether the last steps were good.
     run.report(everything=True)
     return run.healer.bad is not None or run.healer.gave_up is not None
 
 
 def train_step(run: Run, *, dry: bool = False) -> None:
-    """One update: read, forward and backward, optimizer step, measure. A dry step neither validates nor reports."""
-    state, meter, loader = run.state, run.meter, run.loader
-    begun = time.perf_counter()
+    """One update: read, forward and backward, optimizer step, measure.
+
+    A dry step neither validates nor reports.
+    """
+    state = run.state
+    meter = run.meter
+    loader = run.loader
+
+    wait_began = time.perf_counter()
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
-    data_wait = time.perf_counter() - begun
-    numbers = hypers(
+    data_wait = time.perf_counter() - wait_began
+
+    hypers_by_group = hypers(
         run.recipe.optim, run.engine.groups, state.step, run.total_steps, run.lr_factor
     )
     begin = meter.mark()
     with record_function(TRACE_FORWARD_BACKWARD):
-        result = run.engine.forward_backward(
-            batch, StepInfo(state.step, run.total_steps, len(run.data.names))
-        )
+        info = StepInfo(state.step, run.total_steps, len(run.data.names))
+        result = run.engine.forward_backward(batch, info)
     between = meter.mark()
+
+    # The verdict stays on the device: whether a spike is skipped is decided there, without a wait.
     verdict = run.loss_monitor.judge(result.loss)
     with record_function(TRACE_OPTIMIZER):
-        update = run.engine.update(numbers, run.loss_monitor.skips(verdict))
+        update = run.engine.update(hypers_by_group, run.loss_monitor.skips(verdict))
+
+    # Which batch this step has trained on: it is skipped if the step turns out to be bad.
     assert state.cursor is not None
     run.healer.remember(state.step + 1, state.cursor, cursor)
-    state.step, state.cursor, state.epoch, state.valid = (
-        state.step + 1,
-        cursor,
-        batch.stats.epoch,
-        None,
-    )
-    main = next(iter(numbers.values()))
-    host = {"lr": main.lr, "adam_beta2": main.betas[1]}
+    state.step += 1
+    state.cursor = cursor
+    state.epoch = batch.stats.epoch
+    state.valid = None
+
+    main_group = next(iter(hypers_by_group.values()))
+    host = {"lr": main_group.lr, "adam_beta2": main_group.betas[1]}
     marks = (begin, between, data_wait)
     pending = meter.add(
         state.step,
@@ -131,12 +160,16 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     state.consumed_tokens = meter.consumed_tokens
     if dry:
         return
+
+    # A record waits for its device numbers, so what is known later can still be added to it.
     if state.step == run.first_step + 1:
         pending.valid = run.valid_at_start
-    every = run.recipe.eval.every
-    if run.data.valid and ((every and state.step % every == 0) or state.step == run.total_steps):
+    eval_every = run.recipe.eval.every
+    is_due = (eval_every and state.step % eval_every == 0) or state.step == run.total_steps
+    if run.data.valid and is_due:
         pending.valid = pending.valid | run.validate()
         state.valid = pending.valid.get("valid")
         meter.interrupt()
+
     run.heart.beat("step", state.step)
     run.report()

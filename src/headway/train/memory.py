@@ -1,4 +1,6 @@
-"""Memory of a run: the estimate of what it needs, the error when it runs out, and the largest microbatch that fits."""
+"""Memory of a run: the estimate of what it needs, the error when it runs out, and the largest
+microbatch that fits.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from headway.errors import ConfigError, TrainingError, first_line
 from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import group_parameters, meta_model, whole_specs
 from headway.parallel.engine import EngineSpec
-from headway.parallel.memory_probe import Probe, is_out_of_memory, make_probe, run_probe
 from headway.parallel.update_rules import state_bytes
 from headway.plan.hardware import USABLE
 from headway.plan.job import PlanJob
 from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
+from headway.runtime.device import is_out_of_memory
 from headway.runtime.machine import ram_bytes
 from headway.runtime.process import ChildFailureError
 from headway.train.planning import layout_of, reference_model
@@ -28,11 +30,13 @@ if TYPE_CHECKING:
     from headway.data.config import ResolvedBatch
     from headway.model.config import ModelConfig
     from headway.parallel.collectives import RankGroup
+    from headway.parallel.memory_probe import Probe
     from headway.runtime.device import Compute
     from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
 
+FP32_BYTES = 4
 SPARE_RAM = 0.8
 """Share of the free RAM that a run on the CPU is planned into."""
 
@@ -44,7 +48,10 @@ class OutOfMemoryError(TrainingError):
 def describe_job(
     recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int
 ) -> MemoryJob:
-    """What decides the memory of the rank that needs the most; the same numbers as `headway plan`'s."""
+    """What decides the memory of the rank that needs the most.
+
+    The same numbers as `headway plan`'s.
+    """
     spec = EngineSpec(
         model,
         recipe.objective,
@@ -53,19 +60,33 @@ def describe_job(
         train=recipe.train,
         adapter=recipe.adapter,
     )
-    specs = whole_specs(meta_model(spec), recipe.objective.build())
-    groups = group_parameters(specs, spec)
-    specs = {name: one for name, one in specs.items() if "objective" not in one.groups}
-    shapes = {name: one.shape for name, one in specs.items()}
-    on_cuda, size = compute.device.type == "cuda", compute.dtype.itemsize
-    other_state, shards = (
-        state_bytes(recipe.optim, groups, shapes),
-        recipe.parallel.mesh(0, num_ranks).shard,
-    )
-    if recipe.optim.kind == "schedule_free" and (
-        (size == 4 and shards == 1) or recipe.parallel.strategy == "fsdp"
-    ):
-        other_state += 4.0  # averages are apart from what trains, also where masters are the parameters themselves
+    all_specs = whole_specs(meta_model(spec), recipe.objective.build())
+    groups = group_parameters(all_specs, spec)
+    # The parameters of a task are few, and the estimate knows those of models alone.
+    specs = {name: param for name, param in all_specs.items() if "objective" not in param.groups}
+    shapes = {name: param.shape for name, param in specs.items()}
+    on_cuda = compute.device.type == "cuda"
+    compute_bytes = compute.dtype.itemsize
+
+    # AdamW's state is part of the estimate, by its dtype; that of other optimizers is counted here.
+    state_dtype = "fp32"
+    other_state_bytes = None
+    if isinstance(recipe.optim, AdamWConfig):
+        state_dtype = recipe.optim.state_dtype
+    else:
+        other_state_bytes = state_bytes(recipe.optim, groups, shapes)
+        # Averages of schedule-free are apart from the weights that train. Where fp32 parameters
+        # are their own masters, and with FSDP, they are one more copy.
+        shards = recipe.parallel.mesh(0, num_ranks).shard
+        are_masters = compute_bytes == FP32_BYTES and shards == 1
+        if recipe.optim.kind == "schedule_free" and (
+            are_masters or recipe.parallel.strategy == "fsdp"
+        ):
+            other_state_bytes += FP32_BYTES
+
+    grad_bytes = compute_bytes
+    if recipe.parallel.accumulate_dtype == "fp32":
+        grad_bytes = FP32_BYTES
     job = PlanJob(
         model=model,
         seq_len=recipe.data.seq_len,
@@ -76,74 +97,93 @@ def describe_job(
         memory=recipe.memory,
         specs=specs,
         training=frozenset(name for group in groups for name in group.names if name in shapes),
-        state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
-        other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else other_state,
-        grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
+        state_dtype=state_dtype,
+        other_state_bytes=other_state_bytes,
+        grad_bytes=grad_bytes,
         bucket_bytes=recipe.parallel.bucket_bytes,
         pipeline_split=recipe.parallel.pipeline_split,
         reference=reference_model(recipe, model),
     )
-    compiled = on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile
-    chunk_tokens = recipe.memory.chunk_tokens(on_cuda=on_cuda)
-    ranks = [
+
+    # `plan` assumes a GPU; here the device is known.
+    compiled = recipe.kernels.compile
+    if compiled == "auto":
+        compiled = on_cuda
+    # Ranks differ in their pipeline stages alone.
+    jobs = [
         replace(
-            job.memory_job(rank),
-            compute_bytes=size,
+            job.memory_job(stage),
+            compute_bytes=compute_bytes,
             compiled=compiled,
             on_cuda=on_cuda,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=recipe.memory.chunk_tokens(on_cuda=on_cuda),
         )
-        for rank in range(job.layout.pipeline)
+        for stage in range(job.layout.pipeline)
     ]
-    return max(ranks, key=lambda rank: estimate(rank).total)
+    return max(jobs, key=lambda stage_job: estimate(stage_job).total)
 
 
 def memory_limit(recipe: Recipe, device: torch.device) -> int | None:
-    """Bytes this rank may use: what the recipe says, else what the device has; None where that is not known."""
+    """Bytes this rank may use: what the recipe says, else what the device has.
+
+    None where that is not known.
+    """
     if recipe.memory.limit_gib is not None:
         return int(recipe.memory.limit_gib * GIB)
     if device.type == "cuda":
         return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+    # On the CPU, and on Apple's GPUs, which share the memory of the machine.
     free = ram_bytes()[1]
-    return None if free is None else int(SPARE_RAM * free)
+    if free is None:
+        return None
+    return int(SPARE_RAM * free)
 
 
 def apply_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
     """Apply memory.limit_gib: to the allocator on CUDA, to the estimate on the CPU."""
     if recipe.memory.limit_gib is None:
         return
-    wanted = recipe.memory.limit_gib * GIB
+    limit = recipe.memory.limit_gib * GIB
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(
-            min(1.0, wanted / torch.cuda.get_device_properties(device).total_memory), device
-        )
-    elif estimate(job).total > wanted:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    elif estimate(job).total > limit:
         raise OutOfMemoryError(f"memory.limit_gib is {recipe.memory.limit_gib:g}. {explain(job)}")
 
 
 def check_host_memory(job: MemoryJob, ranks_here: int) -> None:
-    """Refuse an offload that does not fit into this machine's memory; otherwise the kernel would kill the run."""
-    wanted, free = estimate(job).host * ranks_here, ram_bytes()[1]
-    if job.on_cuda and free is not None and wanted > USABLE * free:
+    """Refuse an offload that does not fit into this machine's memory.
+
+    Otherwise the kernel would kill the run.
+    """
+    needed = estimate(job).host * ranks_here
+    free = ram_bytes()[1]
+    if job.on_cuda and free is not None and needed > USABLE * free:
         raise ConfigError(
-            f"memory.offload is [{', '.join(job.memory.offload)}]; the {ranks_here} ranks on this machine need {amount(wanted)} "
-            f"of host memory, and {amount(free)} is free. Offload less, use optim.state_dtype=8bit, or use more machines."
+            f"memory.offload is [{', '.join(job.memory.offload)}]; "
+            f"the {ranks_here} ranks on this machine need {amount(needed)} of host memory, "
+            f"and {amount(free)} is free. "
+            "Offload less, use optim.state_dtype=8bit, or use more machines."
         )
 
 
 def explain(job: MemoryJob) -> str:
     """What a step needs by kind, and which settings would need less; one line."""
-    found = estimate(job)
+    needed = estimate(job)
     less = [f"{name} would free {amount(freed)}" for name, freed in suggestions(job)]
     if less:
         advice = f" {'; '.join(less)}."
     elif job.on_cuda:
         advice = " No setting would free much; use a smaller model or more ranks."
     else:
-        # more ranks on this machine would share the same memory
-        advice = " No setting would free much; use a smaller model, a shorter data.seq_len, or a machine with more memory."
+        # More ranks on this machine would share the same memory.
+        advice = (
+            " No setting would free much; use a smaller model, a shorter data.seq_len, "
+            "or a machine with more memory."
+        )
     return (
-        f"A step needs an estimated {amount(found.total)} on this rank: {found.describe()}.{advice}"
+        f"A step needs an estimated {amount(needed.total)} on this rank: "
+        f"{needed.describe()}.{advice}"
     )
 
 
@@ -151,23 +191,33 @@ def explain(job: MemoryJob) -> str:
 def explain_out_of_memory(
     job: Callable[[], MemoryJob], device: Callable[[], torch.device]
 ) -> Iterator[None]:
-    """Turn running out of memory into one error: bytes by kind, and how much each setting would free."""
+    """Turn running out of memory into one error.
+
+    It has bytes by kind, and how much each setting would free.
+    """
+    # The error is raised outside of `except`: a chained one would keep the tensors of its frames.
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        place = device()
+        failed_device = device()
         usage = ""
-        if place.type == "cuda":
-            free, whole = torch.cuda.mem_get_info(place)
-            usage = f" ({amount(torch.cuda.max_memory_allocated(place))} allocated at the peak, {amount(free)} of {amount(whole)} free)"
-        elif place.type == "cpu":
-            total, left = ram_bytes()
-            if total is not None and left is not None:
-                usage = f" ({amount(left)} of {amount(total)} of this machine's memory free)"
+        if failed_device.type == "cuda":
+            free, device_total = torch.cuda.mem_get_info(failed_device)
+            usage = (
+                f" ({amount(torch.cuda.max_memory_allocated(failed_device))} allocated at the "
+                f"peak, {amount(free)} of {amount(device_total)} free)"
+            )
+        elif failed_device.type == "cpu":
+            ram_total, ram_free = ram_bytes()
+            if ram_total is not None and ram_free is not None:
+                usage = (
+                    f" ({amount(ram_free)} of {amount(ram_total)} of this machine's memory free)"
+                )
         message = (
-            f"out of memory on {place.type}{usage}: {first_line(error, 160)}. {explain(job())}"
+            f"out of memory on {failed_device.type}{usage}: {first_line(error, 160)}. "
+            f"{explain(job())}"
         )
     else:
         return
@@ -176,16 +226,18 @@ def explain_out_of_memory(
 
 def choices(rows_per_rank: int) -> list[int]:
     """The sizes of a microbatch that divide the rows of a rank, smallest first."""
-    return [n for n in range(1, rows_per_rank + 1) if rows_per_rank % n == 0]
+    return [size for size in range(1, rows_per_rank + 1) if rows_per_rank % size == 0]
 
 
 def fit_by_estimate(job: MemoryJob, sizes: Sequence[int], limit: int | None) -> int:
     """The largest microbatch whose estimate is within a limit; the smallest if none is."""
-    whole = job.rows * job.accumulate
+    if limit is None:
+        return max(sizes)
+    rows_per_rank = job.rows * job.accumulate
     fitting = [
-        n
-        for n in sizes
-        if limit is None or estimate(replace(job, rows=n, accumulate=whole // n)).total <= limit
+        size
+        for size in sizes
+        if estimate(replace(job, rows=size, accumulate=rows_per_rank // size)).total <= limit
     ]
     return max(fitting, default=sizes[0])
 
@@ -197,49 +249,60 @@ def fit_micro_rows(
     ranks: RankGroup,
     first_step: Callable[[], StepBatch],
 ) -> int:
-    """Rows of the largest microbatch that fits, the same on all ranks: on CUDA measured in a separate process, on the CPU estimated.
+    """Rows of the largest microbatch that fits, the same on all ranks.
 
-    The engine must not exist yet: on CUDA the process that measures needs its memory.
+    On CUDA they are measured in a separate process, on the CPU estimated. The engine must not
+    exist yet: on CUDA the process that measures needs its memory.
     """
-    sizes, limit = choices(job.rows * job.accumulate), memory_limit(recipe, spec.device)
-    if (
-        spec.device.type == "cuda" and spec.ranks.pipeline.size == 1
-    ):  # stages cannot be measured alone
+    sizes = choices(job.rows * job.accumulate)
+    limit = memory_limit(recipe, spec.device)
+    # Stages of a pipeline cannot be measured alone.
+    if spec.device.type == "cuda" and spec.ranks.pipeline.size == 1:
+        from headway.parallel.memory_probe import make_probe
+
         assert limit is not None
-        found, how = (
-            _measure(
-                make_probe(spec, first_step(), sizes, limit - _freed(spec.device)),
-                recipe.parallel.timeout_seconds,
-            ),
-            "measured",
-        )
+        probe = make_probe(spec, first_step(), sizes, limit - _freed(spec.device))
+        rows = _measure(probe, recipe.parallel.timeout_seconds)
+        method = "measured"
     else:
-        found, how = fit_by_estimate(job, sizes, limit), "estimated"
-    chosen = min(ranks.gather(found))
-    within = "" if limit is None else f" into {amount(limit)}"
+        rows = fit_by_estimate(job, sizes, limit)
+        method = "estimated"
+    # Microbatches are the same everywhere, so the rank with the least room decides.
+    chosen = min(ranks.gather(rows))
+    within = ""
+    if limit is not None:
+        within = f" into {amount(limit)}"
     log.info(
-        "batch.micro_rows=auto: %d rows per microbatch fit%s (%s); the batch of %d rows per rank stays",
+        "batch.micro_rows=auto: %d rows per microbatch fit%s (%s); "
+        "the batch of %d rows per rank stays",
         chosen,
         within,
-        how,
+        method,
         sizes[-1],
     )
     return chosen
 
 
 def _freed(device: torch.device) -> int:
-    """Give cached memory back to the device; returns the bytes that this process still holds, such as a reference model."""
+    """Give cached memory back to the device.
+
+    Returns the bytes that this process still holds, such as a reference model.
+    """
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
 
 
 def _measure(probe: Probe, timeout_seconds: float) -> int:
     """What fits on this rank; the smallest size where that cannot be found out."""
+    from headway.parallel.memory_probe import run_probe
+
     try:
-        return run_probe(probe, timeout_seconds / 2)  # the other ranks wait for the answer
+        # Other ranks wait for the answer, and lose patience after the whole time.
+        return run_probe(probe, timeout_seconds / 2)
     except ChildFailureError as problem:
         log.warning(
-            "batch.micro_rows=auto: measuring memory failed (%s); using %d row per microbatch. Set batch.micro_rows for another size.",
+            "batch.micro_rows=auto: measuring memory failed (%s); using %d row per microbatch. "
+            "Set batch.micro_rows for another size.",
             problem,
             probe.sizes[0],
         )

@@ -1,7 +1,9 @@
-"""Measures steps: host numbers and device tensors come in, one flat record per step goes out, late and without stalling the device.
+"""Measures steps: host numbers and device tensors come in, one flat record per step goes out, late
+and without stalling the device.
 
-The device's numbers are copied to the host without waiting; a record is complete when its copy has arrived, normally one or two steps
-later. Timings come from events on the device, so they measure its work and not the queue in front of it.
+The device's numbers are copied to the host without waiting; a record is complete when its copy has
+arrived, normally one or two steps later. Timings come from events on the device, so they measure
+its work and not the queue in front of it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from headway.diagnose.slow_ranks import RankTimes
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
-from headway.parallel.passes import FULL_HEADS, STREAMING_HEADS
+from headway.parallel.microbatch_runner import FULL_HEADS, STREAMING_HEADS
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 from headway.tasks.balance import LOAD, load_metrics, load_ratios
 from headway.tasks.base import MetricSums
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 AT_START = "valid_at_start"
 """Key in the first step's record: the validation before it."""
 MAX_PENDING = 2
+"""Steps whose numbers may be on their way. With more, the host is ahead of the device: it waits."""
+FLOPS_PER_TFLOP = 1e12
+LARGEST_EXPONENT = 700.0
+"""exp() of more overflows a float."""
 SCALARS = ("loss", "grad_norm", "skipped", "loss_scale", "verdict")
 """Metrics of every step, for any objective."""
 INTERNLM_MULTIPLE = 256
@@ -41,13 +47,18 @@ WARM_STEPS = 5
 
 
 def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """InternLM's formula for its `tflops` field (no recompute): 3 [(8 + 4m) h^2 + 4 s h] L + 6 h V, m = 1.5 mlp_ratio.
+    """FLOPs of one token by InternLM's formula for its `tflops` field (no recompute).
 
-    mlp_ratio is ffn / h; where the ffn is 8/3 h rounded up as InternLM rounds it, mlp_ratio is 8/3.
+        3 [(8 + 4 m) h^2 + 4 s h] L + 6 h V,   m = 1.5 mlp_ratio
+
+    h: hidden size, s: sequence length, L: layers, V: vocabulary. mlp_ratio is ffn / h; where the
+    ffn is 8/3 h rounded up as InternLM rounds it, mlp_ratio is 8/3.
     """
     h = config.hidden_size
-    nominal = -(-(h * 8 // 3) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
-    m = 4.0 if config.mean_ffn == nominal else 1.5 * config.mean_ffn / h
+    nominal_ffn = -(-(h * 8 // 3) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
+    m = 4.0
+    if config.mean_ffn != nominal_ffn:
+        m = 1.5 * config.mean_ffn / h
     return 3 * ((8 + 4 * m) * h * h + 4 * seq_len * h) * config.num_layers + 6 * h * config.vocab
 
 
@@ -66,15 +77,16 @@ class MeterSetup:
     total_steps: int
     source_names: tuple[str, ...]
     ranks_per_row: int = 1
-    """Ranks that work on the same rows (context x tensor x pipeline): what one rank does is this part of its rows."""
+    """Ranks that share the work on a row: context x tensor x pipeline."""
 
 
 @dataclass(frozen=True)
 class MetricLayout:
-    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source or expert."""
+    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source."""
 
     name: str
     num_sources: int | None = None
+    """How many sums there are, of sources or of experts; None = one number."""
     shape: tuple[int, ...] = ()
 
 
@@ -84,11 +96,13 @@ class Pending:
 
     step: int
     host: dict[str, Any]
+    """What the host knows at once: learning rate, tokens, documents, ..."""
     metrics: list[MetricLayout]
     values: Tensor
-    """SCALARS, then the sums and the weights of each metric."""
+    """[n] on the host: SCALARS, then the sums and the weights of each metric."""
     begin: DeviceTimestamp
     between: DeviceTimestamp
+    """After forward and backward, before the update."""
     end: DeviceTimestamp
     data_wait: float
     save_stall: float
@@ -108,18 +122,24 @@ class Meter:
         self.setup = setup
         self.consumed_tokens = consumed_tokens
         self.skipped = skipped
+        """Skipped steps of the whole run, earlier starts included."""
         self.fresh = True
-        self.save_stall = self.stall_total = 0.0
+        self.save_stall = 0.0
+        """Seconds of saves since the last step."""
+        self.stall_total = 0.0
         self.saves = 0
         self.waiting: deque[Pending] = deque()
         self.previous_end: DeviceTimestamp | None = None
-        self.smoothed: float | None = None
-        self.waited = 0.0
-        self.seen = 0
+        self.smoothed_seconds: float | None = None
+        """Moving average of the time of a step."""
+        self.smoothed_wait = 0.0
+        """Moving average of the time that a step waits for its batch."""
+        self.finished_steps = 0
         self.rank_times = RankTimes()
         self.sources = short_names(setup.source_names)
         self.peak = peak_flops(setup.device_name, setup.dtype)
-        self.internlm = internlm_flops_per_token(setup.model, setup.seq_len)
+        """FLOP/s of the device; None where they are not known."""
+        self.internlm_flops = internlm_flops_per_token(setup.model, setup.seq_len)
 
     def interrupt(self) -> None:
         """Something other than training comes next; its time belongs to no step."""
@@ -134,7 +154,8 @@ class Meter:
 
     def take_rank_times(self) -> RankTimes:
         """This rank's times since the last call, of the steps whose numbers have arrived."""
-        taken, self.rank_times = self.rank_times, RankTimes()
+        taken = self.rank_times
+        self.rank_times = RankTimes()
         return taken
 
     def restarted(self, state: TrainState, total_steps: int) -> Meter:
@@ -150,16 +171,25 @@ class Meter:
         return DeviceTimestamp.now(self.setup.device)
 
     def add(
-        self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update,
-        marks: tuple[DeviceTimestamp, DeviceTimestamp, float],        read_seconds: float = 0.0,
-    ) -> Pending:  # fmt: skip
+        self,
+        step: int,
+        batch: StepBatch,
+        host: dict[str, Any],
+        result: StepResult,
+        update: Update,
+        marks: tuple[DeviceTimestamp, DeviceTimestamp, float],
+        read_seconds: float = 0.0,
+    ) -> Pending:
         """Begin the record of a step and the copy of its device numbers."""
         stats = batch.stats
         self.consumed_tokens += stats.tokens
+
+        # One tensor, so that a step costs one copy. It is read once `end` has passed.
         metrics, tensors = _flatten(result, update)
         values = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
+
         counts = {
             "micro_num": len(batch.microbatches),
             "num_consumed_tokens": self.consumed_tokens,
@@ -183,8 +213,10 @@ class Meter:
             self.save_stall,
             self.fresh,
         )
-        pending.compute_marks, pending.read_seconds = result.compute_window, read_seconds
-        self.fresh, self.save_stall = False, 0.0
+        pending.compute_marks = result.compute_window
+        pending.read_seconds = read_seconds
+        self.fresh = False
+        self.save_stall = 0.0
         self.waiting.append(pending)
         return pending
 
@@ -192,33 +224,44 @@ class Meter:
         """The records that are complete; with `everything`, wait for the rest."""
         done: list[dict[str, Any]] = []
         while self.waiting:
+            # The event follows the copy in the device's queue; on the CPU there is none.
             event = self.waiting[0].end.event
             if event is not None and not event.query():
                 if not everything and len(self.waiting) <= MAX_PENDING:
                     break
                 event.synchronize()
-            done.append(self._finish(self.waiting.popleft()))
+            done.append(self._make_record(self.waiting.popleft()))
         return done
 
-    def _finish(self, pending: Pending) -> dict[str, Any]:
-        seconds = pending.end.since(
-            pending.begin if pending.fresh or self.previous_end is None else self.previous_end
-        )
+    def _make_record(self, pending: Pending) -> dict[str, Any]:
+        """The record of a step whose numbers have arrived."""
+        # From end to end, so that the times of all steps add up to the time of the run.
+        begin = pending.begin
+        if not pending.fresh and self.previous_end is not None:
+            begin = self.previous_end
+        seconds = pending.end.since(begin)
         self.previous_end = pending.end
-        self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
-        self.waited = (
-            0.9 * self.waited + 0.1 * pending.data_wait if self.seen >= WARM_STEPS else 0.0
-        )
-        self.seen += 1
-        if pending.compute_marks is not None and self.seen > WARM_STEPS:
-            begin, end = pending.compute_marks
-            self.rank_times = self.rank_times.plus(end.since(begin), pending.read_seconds, seconds)
+
+        if self.smoothed_seconds is None:
+            self.smoothed_seconds = seconds
+        else:
+            self.smoothed_seconds = _smoothed(self.smoothed_seconds, seconds)
+        if self.finished_steps >= WARM_STEPS:
+            self.smoothed_wait = _smoothed(self.smoothed_wait, pending.data_wait)
+        self.finished_steps += 1
+
+        # Compiling and the first batches would hide differences between ranks.
+        if pending.compute_marks is not None and self.finished_steps > WARM_STEPS:
+            first, last = pending.compute_marks
+            self.rank_times = self.rank_times.plus(last.since(first), pending.read_seconds, seconds)
+
         record: dict[str, Any] = {
             "step": pending.step,
-            **_divide(pending, self.sources),
+            **_unflatten(pending, self.sources),
             **pending.host,
             **pending.valid,
         }
+        # Records have the total, under InternLM's name, and the anomaly by its name.
         self.skipped += record.pop("skipped")
         if verdict := int(record.pop("verdict")):
             record["anomaly"] = ANOMALIES[verdict]
@@ -228,47 +271,71 @@ class Meter:
 
     def _flops(self, record: dict[str, Any]) -> TokenFlops:
         """Of one token in this step: heads with gates do what the step's draws say."""
-        full, streaming = record.get(FULL_HEADS), record.get(STREAMING_HEADS)
+        full = record.get(FULL_HEADS)
+        streaming = record.get(STREAMING_HEADS)
         if full is None or streaming is None:
             return self.setup.flops
         return self.setup.flops.with_heads(full, streaming)
 
     def _timing(self, pending: Pending, seconds: float, flops: TokenFlops) -> dict[str, Any]:
+        """The `time` of a record. Rates are those of one rank, except `tokens_per_second`."""
         setup = self.setup
-        rate = (
-            pending.host["micro_num"]
-            * setup.micro_rows
-            * setup.seq_len
-            / setup.ranks_per_row
-            / seconds
-        )
-        load = gpu_load(setup.device.index or 0) if setup.device.type == "cuda" else None
+        # Tokens per second of this rank, padding included: the device computes it too.
+        tokens = pending.host["micro_num"] * setup.micro_rows * setup.seq_len / setup.ranks_per_row
+        rate = tokens / seconds
+
+        mfu_full = None
+        mfu_causal = None
+        if self.peak is not None:
+            mfu_full = rate * flops.full / self.peak
+            mfu_causal = rate * flops.causal / self.peak
+
+        data_wait_share = 0.0
+        if self.smoothed_seconds:
+            data_wait_share = self.smoothed_wait / self.smoothed_seconds
+
+        utilisation = None
+        power_watts = None
+        if setup.device.type == "cuda":
+            load = gpu_load(setup.device.index or 0)
+            memory_bytes = torch.cuda.max_memory_allocated(setup.device)
+            utilisation = load.utilisation
+            power_watts = load.power_watts
+        else:
+            memory_bytes = resident_bytes()
+
+        left_steps = setup.total_steps - pending.step
         return {
             "step_seconds": seconds,
             "tokens_per_second": pending.host["tokens"] / seconds,
             "tgs": rate,
-            "tflops": rate * self.internlm / 1e12,
-            "mfu_full": None if self.peak is None else rate * flops.full / self.peak,
-            "mfu_causal": None if self.peak is None else rate * flops.causal / self.peak,
+            "tflops": rate * self.internlm_flops / FLOPS_PER_TFLOP,
+            "mfu_full": mfu_full,
+            "mfu_causal": mfu_causal,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
             "save_stall_seconds": pending.save_stall,
-            "data_wait_share": self.waited / self.smoothed if self.smoothed else 0.0,
-            "memory_bytes": torch.cuda.max_memory_allocated(setup.device)
-            if load is not None
-            else resident_bytes(),
-            "gpu_utilisation": None if load is None else load.utilisation,
-            "gpu_power_watts": None if load is None else load.power_watts,
-            "eta_seconds": (self.smoothed or seconds) * (setup.total_steps - pending.step),
+            "data_wait_share": data_wait_share,
+            "memory_bytes": memory_bytes,
+            "gpu_utilisation": utilisation,
+            "gpu_power_watts": power_watts,
+            "eta_seconds": (self.smoothed_seconds or seconds) * left_steps,
         }
+
+
+def _smoothed(average: float, value: float) -> float:
+    """An exponential moving average, over about ten steps."""
+    return 0.9 * average + 0.1 * value
 
 
 def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
     """The last part of each path, or the whole path where two have the same last part."""
-    last = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
-    return tuple(
-        short if last.count(short) == 1 else path for short, path in zip(last, paths, strict=True)
-    )
+    last_parts = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+    names: list[str] = []
+    for last_part, path in zip(last_parts, paths, strict=True):
+        is_unique = last_parts.count(last_part) == 1
+        names.append(last_part if is_unique else path)
+    return tuple(names)
 
 
 def means(sums: MetricSums) -> dict[str, Any]:
@@ -278,43 +345,65 @@ def means(sums: MetricSums) -> dict[str, Any]:
         for name, (total, weight) in sums.items()
         if total.dim() == 0
     }
+    # The loads of experts are no scalars; they have ratios of their own.
     result |= load_metrics(sums)
     if "nll" in result:
         result["loss"] = result.pop("nll")
-        result["perplexity"] = math.exp(min(result["loss"], 700.0))
+        result["perplexity"] = math.exp(min(result["loss"], LARGEST_EXPONENT))
         result["tokens"] = int(sums["nll"][1])
     return result
 
 
 def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], list[Tensor]]:
-    verdict = torch.zeros_like(result.loss) if result.verdict is None else result.verdict
+    """The numbers of a step as tensors, in the order that `_unflatten` reads, and what they are."""
+    verdict = result.verdict
+    if verdict is None:
+        verdict = torch.zeros_like(result.loss)
+    # In the order of SCALARS.
     tensors = [result.loss, update.norm, update.skipped, update.loss_scale, verdict]
+
     metrics: list[MetricLayout] = []
     for name, (total, weight) in result.metrics.items():
-        metrics.append(
-            MetricLayout(name, total.numel() if total.dim() else None, tuple(total.shape))
-        )
+        num_sources = None
+        if total.dim():
+            num_sources = total.numel()
+        metrics.append(MetricLayout(name, num_sources, tuple(total.shape)))
         tensors += [total, weight]
     return metrics, tensors
 
 
-def _divide(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any]:
-    """Means by name: `nll` keeps its name, `nll/source` becomes `loss/<name>` and `targets/<name>` of each source."""
+def _unflatten(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any]:
+    """Means by name.
+
+    `nll` keeps its name; `nll/source` becomes `loss/<name>` and `targets/<name>` of each source.
+    """
     values = iter(pending.values.tolist())
     record: dict[str, Any] = {name: next(values) for name in SCALARS}
+    record["skipped"] = int(record["skipped"])
+
     for metric in pending.metrics:
-        size = 1 if metric.num_sources is None else metric.num_sources
-        sums, weights = list(islice(values, size)), list(islice(values, size))
+        size = 1
+        if metric.num_sources is not None:
+            size = metric.num_sources
+        sums = list(islice(values, size))
+        weights = list(islice(values, size))
+
         if metric.num_sources is None:
-            record[metric.name] = sums[0] / weights[0] if weights[0] else None
-            continue
-        if metric.name == LOAD:
+            record[metric.name] = _mean(sums[0], weights[0])
+        elif metric.name == LOAD:
+            # [mixtures, experts]: how many tokens each expert got.
             width = metric.shape[1]
             record |= load_ratios([sums[start : start + width] for start in range(0, size, width)])
-            continue
-        prefix = metric.name.removesuffix("/source").replace("nll", "loss")
-        for source, total, weight in zip(source_names[:size], sums, weights, strict=True):
-            record[f"targets/{source}"] = int(weight)
-            record[f"{prefix}/{source}"] = total / weight if weight else None
-    record["skipped"] = int(record["skipped"])
+        else:
+            prefix = metric.name.removesuffix("/source").replace("nll", "loss")
+            for source, total, weight in zip(source_names[:size], sums, weights, strict=True):
+                record[f"targets/{source}"] = int(weight)
+                record[f"{prefix}/{source}"] = _mean(total, weight)
     return record
+
+
+def _mean(total: float, weight: float) -> float | None:
+    """None where a step had nothing to measure, such as no token of a source."""
+    if not weight:
+        return None
+    return total / weight

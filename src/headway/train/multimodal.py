@@ -1,23 +1,26 @@
-"""Phase 2: a recipe with a `multimodal` section comes in; the media inputs of its model, its features and its first values go out.
+"""Phase 2: a recipe with a `multimodal` section comes in; the media inputs of its model, its
+features and its first values go out.
 
-    resolve    plan_media: encoders or tables, the aligner's heads -> MediaShape, which becomes model.media
-    build      open_media: tables of features (made once, cached), stores with positions for media -> open data
-    fill       first_media: the aligner's heads from their file, the projector from the seed
+    resolve    plan_media: encoders or tables, the aligner's heads -> MediaShape, model.media
+    build      media_features: tables of features, made once and cached -> columns of batches
+    fill       first_media: the aligner's heads from their file; a new projector from the seed
 
-What does not fit is refused in `plan_media`, before anything is computed: a missing head, another width, a modality without encoder.
+What does not fit is refused in `plan_media`, before anything is computed: a missing head, another
+width, a modality without encoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.data.config import SourceConfig, default_cache_dir
 from headway.data.media import MediaFeatures
 from headway.errors import ConfigError
 from headway.media.sources import read_sources, source_files
-from headway.model.loading.aligner_file import AlignerHeads, is_purrsight_file, read_aligner
+from headway.model.loading.aligner_file import is_purrsight_file, read_aligner
 from headway.model.media_encoders import (
     aligned_encoder_text,
     aligner_folder,
@@ -44,6 +47,71 @@ if TYPE_CHECKING:
     from headway.train.config import Recipe
 
 
+class NoPhaseOne:
+    """Features enter the projector as the encoders give them."""
+
+    width: int | None = None
+    """Of the vectors that enter the projector; None: of the features."""
+    shares_projector = False
+    """Whether modalities share one projector, where the recipe leaves it open."""
+    is_purrsight = False
+    """Whether PurrSight trained the heads."""
+
+    def check(self, inputs: Sequence[MediaInput]) -> None:
+        """Raise a ConfigError where the heads do not take the features of the inputs."""
+
+    def encoder_text(self, modality: str) -> str:
+        """The encoder that phase 1 brings along for a modality."""
+        raise AssertionError("the section refuses an input without encoder, features and aligner")
+
+    def values(self, modality: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The head of a modality under this model's names."""
+        return iter(())
+
+
+class PhaseOne(NoPhaseOne):
+    """The heads of an aligner between encoders and projector."""
+
+    shares_projector = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.heads = read_aligner(path)
+        self.width = self.heads.dim
+        self.is_purrsight = is_purrsight_file(path)
+
+    def check(self, inputs: Sequence[MediaInput]) -> None:
+        widths = {media_input.modality: media_input.width for media_input in inputs}
+        self.heads.require(widths, self.heads.dim, f"multimodal.aligner={self.path}")
+
+    def encoder_text(self, modality: str) -> str:
+        folder = aligner_folder(self.path)
+        if folder is None:
+            raise ConfigError(
+                f"multimodal.aligner is {self.path}, which brings no encoders along. "
+                f"Set multimodal.{modality}.encoder."
+            )
+        return aligned_encoder_text(folder, modality)
+
+    def values(self, modality: str) -> Iterator[tuple[str, torch.Tensor]]:
+        # Our names of a head's parameters in a language model, and in the file of an aligner.
+        leaves = {
+            "norm.weight": "norm.weight",
+            "norm.bias": "norm.bias",
+            "fc.weight": "proj.weight",
+        }
+        for ours, stored in leaves.items():
+            name = f"{ALIGNER}{modality}.{ours}"
+            yield name, self.heads.tensors[f"heads.{modality}.{stored}"]
+
+
+def phase_one(config: MultimodalConfig) -> NoPhaseOne:
+    """What phase 1 gives to the media inputs of a recipe."""
+    if config.aligner is None:
+        return NoPhaseOne()
+    return PhaseOne(config.aligner)
+
+
 @dataclass(frozen=True)
 class MediaPlan:
     """What the media inputs of a run are made of."""
@@ -51,73 +119,81 @@ class MediaPlan:
     shape: MediaShape
     tables: dict[str, MediaTable] = field(default_factory=dict)
     """Given tables, by modality; the others are made by the encoders."""
-    heads: AlignerHeads | None = None
+    phase_one: NoPhaseOne = field(default_factory=NoPhaseOne)
 
     @property
     def positions(self) -> MediaPositions:
         """How items stand in documents."""
         return MediaPositions(
-            {one.modality: one.tokens for one in self.shape.inputs}, self.shape.missing
+            {media_input.modality: media_input.tokens for media_input in self.shape.inputs},
+            self.shape.missing,
         )
 
 
 def plan_media(config: MultimodalConfig, hidden_size: int) -> MediaPlan:
     """Open encoders and tables, and check that everything fits together."""
-    heads = None if config.aligner is None else read_aligner(config.aligner)
+    phase = phase_one(config)
     tables: dict[str, MediaTable] = {}
     inputs: list[MediaInput] = []
-    for name, one in config.inputs.items():
-        text = "" if one.features is not None else _encoder_of(config, name, one)
-        if one.features is not None:
-            tables[name] = open_table(one.features)
-            if len(tables[name].shape) != 2:
-                shape = list(tables[name].shape)
+    for name, settings in config.inputs.items():
+        # An item becomes `vectors` vectors of `width` numbers: a row of a table, or what an
+        # encoder gives.
+        encoder_name = ""
+        if settings.features is not None:
+            table = open_table(settings.features)
+            if len(table.shape) != 2:
                 raise ConfigError(
-                    f"multimodal.{name}.features: {one.features} has rows of {shape}; [vectors, width] is expected."
+                    f"multimodal.{name}.features: {settings.features} has rows of "
+                    f"{list(table.shape)}; [vectors, width] is expected."
                 )
-            vectors, width = tables[name].shape
+            vectors, width = table.shape
+            tables[name] = table
         else:
-            encoder = open_encoder(text, name)
-            vectors, width = encoder.tokens, encoder.width
-        inputs.append(MediaInput(name, width, _tokens(name, one, vectors), vectors, text))
-    if heads is not None:
-        heads.require(
-            {one.modality: one.width for one in inputs},
-            heads.dim,
-            f"multimodal.aligner={config.aligner}",
-        )
-    pooled = all(one.is_pooled for one in inputs)
+            encoder_name = _encoder_of(phase, name, settings)
+            encoder = open_encoder(encoder_name, name)
+            vectors = encoder.tokens
+            width = encoder.width
+        tokens = _num_tokens(name, settings, vectors)
+        inputs.append(MediaInput(name, width, tokens, vectors, encoder_name))
+    phase.check(inputs)
+
+    hidden = config.hidden
+    if not hidden:
+        # A projector of patches is as wide as the model, as LLaVA's is.
+        is_pooled = all(media_input.is_pooled for media_input in inputs)
+        hidden = POOLED_HIDDEN if is_pooled else hidden_size
+    shared = config.shared
+    if shared == "auto":
+        # Heads of an aligner bring all modalities into one space.
+        shared = phase.shares_projector
     shape = MediaShape(
         tuple(inputs),
-        hidden=config.hidden or (POOLED_HIDDEN if pooled else hidden_size),
-        shared=config.aligner is not None if config.shared == "auto" else config.shared,
-        aligned=None if heads is None else heads.dim,
+        hidden=hidden,
+        shared=shared,
+        aligned=phase.width,
         missing=config.missing,
     )
     if problem := shape.problem():
         raise ConfigError(f"multimodal: {problem}.")
-    return MediaPlan(shape, tables, heads)
+    return MediaPlan(shape, tables, phase)
 
 
-def _encoder_of(config: MultimodalConfig, name: str, one: MediaInputConfig) -> str:
-    if one.encoder is not None:
-        is_purrsight = config.aligner is not None and is_purrsight_file(config.aligner)
-        return encoder_text(one.encoder, name, patches=one.patches, is_purrsight=is_purrsight)
-    assert config.aligner is not None, "checked by the section"
-    folder = aligner_folder(config.aligner)
-    if folder is None:
-        raise ConfigError(
-            f"multimodal.aligner is {config.aligner}, which brings no encoders along. Set multimodal.{name}.encoder."
-        )
-    return aligned_encoder_text(folder, name)
+def _encoder_of(before: NoPhaseOne, name: str, settings: MediaInputConfig) -> str:
+    if settings.encoder is None:
+        return before.encoder_text(name)
+    return encoder_text(
+        settings.encoder, name, patches=settings.patches, is_purrsight=before.is_purrsight
+    )
 
 
-def _tokens(name: str, one: MediaInputConfig, vectors: int) -> int:
+def _num_tokens(name: str, settings: MediaInputConfig, vectors: int) -> int:
+    """Soft tokens of one item. A pooled vector becomes several; of more vectors, each is one."""
     if vectors == 1:
-        return one.tokens or POOLED_TOKENS
-    if one.tokens not in (None, vectors):
+        return settings.tokens or POOLED_TOKENS
+    if settings.tokens not in (None, vectors):
         raise ConfigError(
-            f"multimodal.{name}.tokens is {one.tokens}; its encoder gives {vectors} vectors, and each is a token. Remove it."
+            f"multimodal.{name}.tokens is {settings.tokens}; its encoder gives {vectors} vectors, "
+            "and each is a token. Remove it."
         )
     return vectors
 
@@ -128,32 +204,40 @@ def media_features(
     device: torch.device | None = None,
     check_media: bool = False,
 ) -> MediaFeatures:
-    """The features of all media of a recipe's sources: given tables, or made by the encoders and cached. `check_media`: look at every media
-    file even if the features are known."""
-    makers = []
-    for one in plan.shape.inputs:
-        if one.modality not in plan.tables:
-            encoder = open_encoder(one.encoder, one.modality)
-            makers.append(EncoderRows(encoder if device is None else encoder.to(device)))
+    """The features of all media of a recipe's sources: of given tables, or made by encoders.
+
+    `check_media`: look at every media file even if the features are known.
+    """
+    inputs = plan.shape.inputs
+    makers: list[EncoderRows] = []
+    for media_input in inputs:
+        if media_input.modality not in plan.tables:
+            encoder = open_encoder(media_input.encoder, media_input.modality)
+            if device is not None:
+                encoder = encoder.to(device)
+            makers.append(EncoderRows(encoder))
+
     tables: dict[str, MediaTable] = dict(plan.tables)
     if makers:
         sources = multimodal_sources(recipe)
-        skips = any(one.drop_bad for one in sources)
-        cache_dir = recipe.data.cache_dir or default_cache_dir()
-        paths = [local_path(one.path, recipe.data.cache_dir) for one in sources]
-        made = prepare_samples(
+        paths = [local_path(source.path, recipe.data.cache_dir) for source in sources]
+        samples = prepare_samples(
             "media",
-            _samples(paths),
+            _media_samples(paths),
             makers,
-            cache_dir,
-            skip_bad=skips,
+            recipe.data.cache_dir or default_cache_dir(),
+            # One table serves all sources, so one that drops bad items decides for all.
+            skip_bad=any(source.drop_bad for source in sources),
             files=source_files(paths),
             check_media=check_media,
         )
-        tables |= dict(zip(made.modalities, made.tables, strict=True))
-    ordered = {one.modality: tables[one.modality] for one in plan.shape.inputs}
+        tables |= dict(zip(samples.modalities, samples.tables, strict=True))
+
+    # In the order of the inputs, so that the key does not depend on which tables were given.
+    ordered = {media_input.modality: tables[media_input.modality] for media_input in inputs}
     key = "|".join(f"{name}={table.content_key}" for name, table in ordered.items())
-    return MediaFeatures(ordered, {one.modality: one.tokens for one in plan.shape.inputs}, key)
+    tokens = {media_input.modality: media_input.tokens for media_input in inputs}
+    return MediaFeatures(ordered, tokens, key)
 
 
 def multimodal_sources(recipe: Recipe) -> list[SourceConfig]:
@@ -161,16 +245,22 @@ def multimodal_sources(recipe: Recipe) -> list[SourceConfig]:
     from headway.data.open import sets_of
 
     config = recipe.data
-    sets = sets_of(config.valid.sets) if config.valid is not None and config.valid.sets else {}
+    sources = list(config.train or ())
+    if config.valid is not None and config.valid.sets:
+        for of_set in sets_of(config.valid.sets).values():
+            sources += of_set
     return [
-        one
-        for one in (*(config.train or ()), *(one for many in sets.values() for one in many))
-        if one.kind != "auto" and record_kind(one.kind).holds_media
+        source
+        for source in sources
+        if source.kind != "auto" and record_kind(source.kind).holds_media
     ]
 
 
-def _samples(paths: Sequence[str]) -> Iterator[Sample]:
-    """One sample for every picture and sound; bad records were reported when their store was built."""
+def _media_samples(paths: Sequence[str]) -> Iterator[Sample]:
+    """One sample for every picture and sound.
+
+    Bad records were reported when their store was built.
+    """
     for record in read_sources(paths):
         for ref in refs_of(record):
             yield Sample({ref.modality: ref}, record.place)
@@ -180,13 +270,8 @@ def first_media(
     plan: MediaPlan, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The heads of phase 1 under this model's names."""
-    if plan.heads is None:
-        return
-    leaves = {"norm.weight": "norm.weight", "norm.bias": "norm.bias", "fc.weight": "proj.weight"}
-    for one in plan.shape.inputs:
-        for ours, theirs in leaves.items():
-            name = f"{ALIGNER}{one.modality}.{ours}"
-            value = plan.heads.tensors[f"heads.{one.modality}.{theirs}"]
+    for media_input in plan.shape.inputs:
+        for name, value in plan.phase_one.values(media_input.modality):
             assert tuple(value.shape) == shapes[name], (
                 f"{name} has shape {tuple(value.shape)}; the model has {shapes[name]}"
             )

@@ -1,4 +1,6 @@
-"""The `multimodal` section of a recipe: what a language model sees and hears, and how features become embeddings. Imports without torch."""
+"""The `multimodal` section of a recipe: what a language model sees and hears, and how features
+become embeddings. Imports without torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pydantic import model_validator
 from headway.config.section import Section, setting
 
 POOLED_TOKENS = 4
+"""Soft tokens of an item that an encoder pools into one vector."""
 POOLED_HIDDEN = 2048
+"""Width inside the projector of pooled vectors."""
 
 
 class MediaInputConfig(Section):
@@ -18,17 +22,20 @@ class MediaInputConfig(Section):
 
     encoder: str | None = setting(
         None,
-        "What encodes it: a Hugging Face folder, the name of an encoder (`headway list`), or one with its file (`cnn14:FILE`). null = the "
+        "What encodes it: a Hugging Face folder, the name of an encoder (`headway list`), "
+        "or one with its file (`cnn14:FILE`). null = the "
         "encoder of multimodal.aligner.",
     )
     patches: bool = setting(
         False,
-        "One soft token of each patch of a Hugging Face encoder (LLaVA), instead of a pooled vector.",
+        "One soft token of each patch of a Hugging Face encoder (LLaVA), "
+        "instead of a pooled vector.",
     )
     features: Path | None = setting(None, "A table of features made before, instead of an encoder.")
     tokens: int | None = setting(
         None,
-        f"Soft tokens of one item; null = {POOLED_TOKENS} of a pooled vector, or one of each patch.",
+        f"Soft tokens of one item; null = {POOLED_TOKENS} of a pooled vector, "
+        "or one of each patch.",
         gt=0,
         le=65536,
     )
@@ -37,11 +44,13 @@ class MediaInputConfig(Section):
     def _one_origin(self) -> MediaInputConfig:
         if self.encoder is not None and self.features is not None:
             raise ValueError(
-                f"has encoder={self.encoder} and features={self.features}; features come from one of them. Remove one"
+                f"has encoder={self.encoder} and features={self.features}; "
+                "features come from one of them. Remove one"
             )
         if self.patches and self.encoder is None:
             raise ValueError(
-                "has patches, which are those of a Hugging Face encoder, and no encoder. Set encoder"
+                "has patches, which are those of a Hugging Face encoder, and no encoder. "
+                "Set encoder"
             )
         return self
 
@@ -53,7 +62,8 @@ class MultimodalConfig(Section):
     audio: MediaInputConfig | None = setting(None, "Sounds; null = none.", on_resume="fixed")
     aligner: Path | None = setting(
         None,
-        "The run of phase 1, its aligner.safetensors or PurrSight's aligner.pt: projections between encoder and projector, frozen. A run "
+        "The run of phase 1, its aligner.safetensors or PurrSight's aligner.pt: "
+        "projections between encoder and projector, frozen. A run "
         "brings its encoders along.",
         on_resume="fixed",
     )
@@ -69,7 +79,8 @@ class MultimodalConfig(Section):
     )
     missing: bool = setting(
         True,
-        "Every conversation has positions for each modality; those without media hold a learned embedding. false = only where media are.",
+        "Every conversation has positions for each modality; "
+        "those without media hold a learned embedding. false = only where media are.",
         on_resume="fixed",
     )
 
@@ -79,18 +90,17 @@ class MultimodalConfig(Section):
             raise ValueError(
                 "has neither image nor audio; give one of them, e.g. {image: {encoder: DIR}}"
             )
-        for name, one in self.inputs.items():
-            if one.encoder is None and one.features is None and self.aligner is None:
+        for name, media_input in self.inputs.items():
+            origins = (media_input.encoder, media_input.features, self.aligner)
+            if all(origin is None for origin in origins):
                 raise ValueError(
-                    f"{name} has no encoder; give {name}.encoder, {name}.features, or the aligner of a phase-1 run"
+                    f"{name} has no encoder; give {name}.encoder, {name}.features, "
+                    "or the aligner of a phase-1 run"
                 )
         return self
 
     @property
     def inputs(self) -> dict[str, MediaInputConfig]:
         """The modalities that are given, images first."""
-        return {
-            name: one
-            for name, one in (("image", self.image), ("audio", self.audio))
-            if one is not None
-        }
+        candidates = {"image": self.image, "audio": self.audio}
+        return {name: settings for name, settings in candidates.items() if settings is not None}

@@ -1,6 +1,9 @@
-"""What to do with a finished run. In: its summary; out: commands that work as they are printed, each with what it does.
+"""What to do with a finished run.
 
-A command is listed only if the run has what it needs: a tokenizer to generate, text to measure, TensorBoard files to look at.
+In: its summary; out: commands that work as they are printed, each with what it does.
+
+A command is listed only if the run has what it needs: a tokenizer to generate, text to measure,
+TensorBoard files to look at.
 """
 
 from __future__ import annotations
@@ -8,17 +11,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.config.load import load
+from headway.data.config import SourceConfig
 from headway.errors import HeadwayError
-from headway.model.media_shape import MediaShape
 from headway.records.base import record_kind
 from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
-from headway.train.run_form import run_form
+from headway.train.run_form import Command, run_form
+
+if TYPE_CHECKING:
+    from headway.model.media_shape import MediaShape
 
 PROMPT = "Once upon a time"
 QUESTION = "What can you do?"
@@ -38,75 +44,62 @@ def next_steps(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
         recipe = load(Recipe, run / RECIPE)
         commands = run_form(recipe.model).next_commands(run, recipe)
-        if commands is not None:
-            return [(shlex.join(words), what) for words, what in commands]
-        found = find_model(run)
+        model = find_model(run) if commands is None else None
     except HeadwayError:
         return []
-    listed = (
-        [*_talk(run, found, recipe), *_measure(run, found, recipe)]
-        if not found.config.score_head
-        else _scored(run, recipe)
-    )
-    listed.append(
-        (
-            ["headway", "export", "hf", "--model", str(run), "--out", f"{run}-hf"],
-            "a folder for transformers and vLLM",
-        )
-    )
+    if model is not None:
+        commands = _model_commands(run, model, recipe)
+    return [(shlex.join(words), purpose) for words, purpose in commands or ()]
+
+
+def _model_commands(run: Path, model: StoredModel, recipe: Recipe) -> list[Command]:
+    """What to do with a run that has trained a language model or a reward model."""
+    if model.config.score_head:
+        commands = _score(run, recipe)
+    else:
+        commands = [*_talk(run, model, recipe), *_measure(run, model, recipe)]
+
+    export = ["headway", "export", "hf", "--model", str(run), "--out", f"{run}-hf"]
+    commands.append((export, "a folder for transformers and vLLM"))
     if (run / TENSORBOARD).is_dir() and is_installed("tensorboard"):
-        listed.append((["tensorboard", "--logdir", str(run)], "the curves"))
-    return [(shlex.join(words), what) for words, what in listed]
+        commands.append((["tensorboard", "--logdir", str(run)], "the curves"))
+    return commands
 
 
-def _scored(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
-    """What follows a reward model: validation sets before training data."""
-    sets: Any = recipe.data.valid.sets if recipe.data.valid is not None else None
-    held_out = [one for many in sets.values() for one in many] if isinstance(sets, dict) else []
-    data = [one.path for one in (*held_out, *(recipe.data.train or ())) if Path(one.path).exists()][
-        :1
-    ]
-    return [
-        (
-            ["headway", "eval", "reward", "--model", str(run), "--data", path],
-            "accuracy and margin of pairs",
-        )
-        for path in data
-    ]
+def _sources(recipe: Recipe) -> list[SourceConfig]:
+    """The data of a recipe that is still there, validation sets before training data."""
+    sources: list[SourceConfig] = []
+    sets: Any = None
+    if recipe.data.valid is not None:
+        sets = recipe.data.valid.sets
+    if isinstance(sets, dict):
+        for of_set in sets.values():
+            sources += of_set
+    sources += recipe.data.train or ()
+    return [source for source in sources if Path(source.path).exists()]
 
 
-def _talk(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:
-    if found.tokenizer_folder is None:
+def _score(run: Path, recipe: Recipe) -> list[Command]:
+    """The accuracy of a reward model."""
+    sources = _sources(recipe)
+    if not sources:
         return []
-    if found.config.media is not None:
-        return [(_ask_about_media(run, found.config.media), "one answer; name a file of yours")]
+    words = ["headway", "eval", "reward", "--model", str(run), "--data", sources[0].path]
+    return [(words, "accuracy and margin of pairs")]
+
+
+def _talk(run: Path, model: StoredModel, recipe: Recipe) -> list[Command]:
+    """A conversation, a question or a text to continue, by what the model has learned."""
+    if model.tokenizer_folder is None:
+        return []
+    if model.config.media is not None:
+        return [(_ask_about_media(run, model.config.media), "one answer; name a file of yours")]
+    generate = ["headway", "generate", "--model", str(run)]
     if _is_chat(recipe):
-        asks = [
-            "headway",
-            "generate",
-            "--model",
-            str(run),
-            "--chat-template",
-            "tokenizer",
-            "--prompt",
-            QUESTION,
-        ]
-        return [(["headway", "chat", "--model", str(run)], "talk to it"), (asks, "one answer")]
-    return [
-        (
-            [
-                "headway",
-                "generate",
-                "--model",
-                str(run),
-                "--prompt",
-                PROMPT,
-                "--max-new-tokens",
-                "64",
-            ],
-            "continue a text",
-        )
-    ]
+        chat = ["headway", "chat", "--model", str(run)]
+        ask = [*generate, "--chat-template", "tokenizer", "--prompt", QUESTION]
+        return [(chat, "talk to it"), (ask, "one answer")]
+    return [([*generate, "--prompt", PROMPT, "--max-new-tokens", "64"], "continue a text")]
 
 
 def _ask_about_media(run: Path, media: MediaShape) -> list[str]:
@@ -119,13 +112,14 @@ def _ask_about_media(run: Path, media: MediaShape) -> list[str]:
 
 def _is_chat(recipe: Recipe) -> bool:
     """Whether the last thing the model learned was to answer."""
-    last = recipe.stage_settings(len(recipe.stages) - 1).get("data", {}) if recipe.stages else None
-    sources: Any = (
-        (last.get("train") or [])
-        if last is not None
-        else [one.model_dump() for one in recipe.data.train or ()]
-    )
-    return any(isinstance(one, dict) and _is_answered(one.get("kind")) for one in sources)
+    sources: Any
+    if recipe.stages:
+        # As they were given: sources may be plain paths, whose kind is not known here.
+        last_stage = recipe.stage_settings(len(recipe.stages) - 1)
+        sources = last_stage.get("data", {}).get("train") or []
+    else:
+        sources = [source.model_dump() for source in recipe.data.train or ()]
+    return any(isinstance(source, dict) and _is_answered(source.get("kind")) for source in sources)
 
 
 def _is_answered(name: Any) -> bool:
@@ -136,36 +130,31 @@ def _is_answered(name: Any) -> bool:
     return kind.has_template and not kind.holds_media
 
 
-def _measure(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:
-    """Perplexity on text that the recipe names: validation sets before training data."""
-    if (
-        found.tokenizer_folder is None
-        or _is_chat(recipe)
-        or recipe.stages
-        or recipe.data.train is None
-    ):
+def _measure(run: Path, model: StoredModel, recipe: Recipe) -> list[Command]:
+    """Perplexity on text that the recipe names."""
+    if model.tokenizer_folder is None or _is_chat(recipe):
         return []
-    sets: Any = recipe.data.valid.sets if recipe.data.valid is not None else None
-    held_out = [one for many in sets.values() for one in many] if isinstance(sets, dict) else []
-    plain = [
-        one
-        for one in (*held_out, *recipe.data.train)
-        if not one.raw_settings and record_kind(one.kind).is_text and Path(one.path).exists()
-    ]
-    if not plain:
+    if recipe.stages or recipe.data.train is None:
         return []
-    return [
-        (["headway", "eval", "ppl", "--model", str(run), "--data", plain[0].path], "perplexity")
+    # The command takes a path alone, so a source with settings of its own would be read otherwise.
+    texts = [
+        source
+        for source in _sources(recipe)
+        if not source.raw_settings and record_kind(source.kind).is_text
     ]
+    if not texts:
+        return []
+    words = ["headway", "eval", "ppl", "--model", str(run), "--data", texts[0].path]
+    return [(words, "perplexity")]
 
 
 def next_lines(summary: Mapping[str, Any]) -> list[str]:
     """The commands as lines for the screen."""
     steps = next_steps(summary)
-    width = max((len(command) for command, _ in steps), default=0)
-    has_room = all(width + len(what) + 7 <= COLUMNS for _, what in steps)
-    lines = [
-        f"  {command:<{width}}   # {what}" if has_room else f"  {command}"
-        for command, what in steps
-    ]
-    return ["next:", *lines] if steps else []
+    if not steps:
+        return []
+    width = max(len(command) for command, _ in steps)
+    explained = [f"  {command:<{width}}   # {purpose}" for command, purpose in steps]
+    if all(len(line) <= COLUMNS for line in explained):
+        return ["next:", *explained]
+    return ["next:", *(f"  {command}" for command, _ in steps)]

@@ -1,4 +1,10 @@
-"""A run and its verbs: begin, report, validate, save, roll back. `build` makes it; `loop` drives it; no other module changes its fields."""
+"""A run and its verbs: begin, report, validate, save, roll back.
+
+`build` makes a `Run`, `loop` drives it, and no other module changes its fields.
+
+Invariant: methods that talk to other ranks (validate, save, roll_back, begin, ...) are called by
+all ranks in the same order. Files of the run folder are written by the first rank alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.best import is_among_best, metric_value, require_metric
 from headway.checkpoint.config import CheckpointConfig
@@ -42,7 +48,6 @@ from headway.track.console import Console
 from headway.track.events import append_event
 from headway.track.metrics_file import MetricsFile
 from headway.train.batches import count_steps, make_loader, plan_rows, valid_batches
-from headway.train.clock import Clock
 from headway.train.config import Recipe
 from headway.train.control import Control
 from headway.train.data_check import DataCheck, explain_damage
@@ -65,9 +70,11 @@ from headway.train.run_folder import (
     read_save_record,
     write_save_record,
 )
-from headway.train.stages import StageMetrics, StagePosition
 from headway.train.start import Start
-from headway.train.state import TrainState
+from headway.train.state import Clock, TrainState
+
+if TYPE_CHECKING:
+    from headway.train.stages import StageMetrics, StagePosition
 
 log = logging.getLogger("headway")
 
@@ -88,8 +95,8 @@ class Session:
     locks: RunLocks = field(default_factory=RunLocks)
     hook: RunHook = nullcontext
     callbacks: CallbackThreads = field(default_factory=CallbackThreads)
-    given: Recipe | None = None
-    """The recipe as it was given, of a run without stages."""
+    original_recipe: Recipe | None = None
+    """The recipe before model and data were read, of a run without stages."""
 
 
 class NoMetrics:
@@ -131,7 +138,9 @@ class Run:
     reference: Reference | None = None
     """The frozen model the objective compares with."""
     first_step: int = 0
-    """The step at which the run began: 0, or that of the checkpoint `init.content` was taken from."""
+    """The step at which the run began: 0, or that of the checkpoint `init.content` was taken
+    from.
+    """
     console: Console = field(default_factory=Console, init=False)
     trackers: list[Tracker] = field(default_factory=list, init=False)
     writes: Deferred = field(default_factory=Deferred, init=False)
@@ -143,8 +152,11 @@ class Run:
     def __post_init__(self) -> None:
         self.clock = Clock(self.state)
         self.slow_ranks.every = self.recipe.log.slow_every
+
         self.writes.report = self._emit_save_failure
-        self.saver.saved_step = self.saver.started_step = self.state.step
+        # The state as it was loaded needs no save: it is on disk, or it is the start of the run.
+        self.saver.saved_step = self.state.step
+        self.saver.started_step = self.state.step
         self.saver.on_failure(self._emit_save_failure)
 
     @property
@@ -159,7 +171,9 @@ class Run:
     @property
     def home(self) -> Path:
         """The folder users know the run by: its own, or that of the run whose stage it is."""
-        return self.start.folder if self.stage is None else self.stage.run_folder
+        if self.stage is not None:
+            return self.stage.run_folder
+        return self.start.folder
 
     @property
     def checkpoints(self) -> Path:
@@ -175,31 +189,29 @@ class Run:
         """The file every step is written to, by the first rank."""
         if not self.process.is_first:
             return NoMetrics()
-        own = MetricsFile(self.start.folder / METRICS, self.writes)
-        return (
-            own
-            if self.stage is None
-            else StageMetrics(
-                own, MetricsFile(self.stage.run_folder / METRICS, self.writes), self.stage
-            )
-        )
+        metrics = MetricsFile(self.start.folder / METRICS, self.writes)
+        if self.stage is None:
+            return metrics
+
+        from headway.train.stages import StageMetrics
+
+        of_whole_run = MetricsFile(self.stage.run_folder / METRICS, self.writes)
+        return StageMetrics(metrics, of_whole_run, self.stage)
 
     @cached_property
     def control(self) -> Control:
         """What all ranks agree on between steps."""
-        return Control(
-            self.ranks.world,
-            self.home,
-            self.session.stop,
-            0 if self.stage is None else self.stage.steps_before,
-        )
+        steps_before = 0
+        if self.stage is not None:
+            steps_before = self.stage.steps_before
+        return Control(self.ranks.world, self.home, self.session.stop, steps_before)
 
     @property
     def has_ended(self) -> bool:
         """Whether all steps are done, or early stopping ends the run."""
-        return self.state.step >= self.total_steps or self.state.early_stopping.is_over(
-            self.recipe.eval.stop
-        )
+        if self.state.step >= self.total_steps:
+            return True
+        return self.state.early_stopping.is_over(self.recipe.eval.stop)
 
     # ---- beginning and end
 
@@ -207,32 +219,55 @@ class Run:
         """Make trackers and the run folder, then show this rank's heartbeat; all ranks together."""
         world = self.ranks.world
         if self.process.is_first:
-            name = self.recipe.run.name if self.stage is None else self.stage.run_name
-            further = (one.build(self.start.folder, name) for one in self.recipe.track)
-            style = self.recipe.log.style
-            self.console = Console(
-                self.total_steps, None if style == "internlm" else StatusLine.on_terminal(), style
-            )
-            self.trackers = [self.console, *(one for one in further if one is not None)]
-            for tracker in self.trackers:
-                if isinstance(tracker, MayFail):
-                    tracker.on_failure(partial(self.emit, "tracker_failure"))
-        world.barrier()  # every rank has read the folder before one of them changes it
+            self._make_trackers()
+
+        # Every rank must have read the folder before one of them changes it.
+        world.barrier()
         if self.process.is_first:
-            prepare_folder(self.start, self.recipe, self.session.locks.moved, self.session.given)
+            prepare_folder(
+                self.start, self.recipe, self.session.locks.moved, self.session.original_recipe
+            )
             repair_healed(self.start.folder)
             if self.reference is not None:
                 self.reference.record(self.start)
             self._record_saves()
             self.session.callbacks.report = partial(self.emit, "callback")
+
+        # Heartbeats go into the folder, which exists only now: preparing it removes old ones.
         world.barrier()
         self.heart.beat("start", self.state.step)
         self.heart.write_to(self.home)
-        world.barrier()  # from here on a lost rank can be named: every rank has a heartbeat
+
+        # From here on a lost rank can be named: every rank has a heartbeat.
+        world.barrier()
+
+    def _make_trackers(self) -> None:
+        """The console and the trackers of the recipe. The first rank alone has any."""
+        name = self.recipe.run.name
+        if self.stage is not None:
+            name = self.stage.run_name
+
+        # Scripts read InternLM's lines from the output, so that style has no progress bar.
+        style = self.recipe.log.style
+        status_line = None
+        if style != "internlm":
+            status_line = StatusLine.on_terminal()
+        self.console = Console(self.total_steps, status_line, style)
+
+        self.trackers = [self.console]
+        for config in self.recipe.track:
+            tracker = config.build(self.start.folder, name)
+            if tracker is not None:
+                self.trackers.append(tracker)
+
+        for tracker in self.trackers:
+            if isinstance(tracker, MayFail):
+                tracker.on_failure(partial(self.emit, "tracker_failure"))
 
     def use_tokenizer(self, folder: Path) -> None:
         """Put this tokenizer into checkpoints and final/."""
-        self.tokenizer_path = self.saver.tokenizer = folder
+        self.tokenizer_path = folder
+        self.saver.tokenizer = folder
 
     def close(self) -> None:
         """Write out what waits, to disk and in the trackers."""
@@ -248,17 +283,24 @@ class Run:
         """Call what `on_step` was given, and compare the speed of ranks."""
         for callback in self._step_callbacks:
             callback(self.state.step)
-        ratio, world = self.recipe.log.slow_ratio, self.ranks.world
-        for text in self.slow_ranks.after_step(
-            self.state.step, ratio, world, self.meter.take_rank_times
-        ):
+
+        reports = self.slow_ranks.after_step(
+            self.state.step,
+            self.recipe.log.slow_ratio,
+            self.ranks.world,
+            self.meter.take_rank_times,
+        )
+        for text in reports:
             self.emit("slow_rank", text)
         self.clock.log_epoch()
 
     # ---- reporting
 
     def emit(self, event: Event, text: str, **facts: Any) -> None:
-        """Write an event to events.jsonl and send it to every tracker. Any rank and thread may call it; only the first rank sends."""
+        """Write an event to events.jsonl and send it to every tracker.
+
+        Any rank and thread may call it; only the first rank writes and sends.
+        """
         if self.process.is_first:
             append_event(self.home, event, text, self.state.step, self.writes, **facts)
         for tracker in self.trackers:
@@ -268,69 +310,100 @@ class Run:
         self.emit("save_failure", text)
 
     def report(self, *, everything: bool = False) -> None:
-        """Write the records that have arrived: every step to metrics.jsonl, some to the console and the trackers; check their health."""
+        """Write the records that have arrived from the device, and check their health.
+
+        metrics.jsonl and callbacks get every step, the console and the trackers some of them.
+        `everything` waits for the steps whose numbers are still on the device.
+        """
         self.writes.retry(now=False)
         for record in self.meter.collect(everything=everything):
             self.metrics.write(record)
             self.console.tick(record)
-            self.session.callbacks.record(
-                record if self.stage is None else self.stage.in_whole_run(record), AT_START
-            )
+
+            # Callbacks follow the whole run, which counts steps over all of its stages.
+            of_whole_run = record
+            if self.stage is not None:
+                of_whole_run = self.stage.in_whole_run(record)
+            self.session.callbacks.record(of_whole_run, AT_START)
+
             self.healer.check(self, record)
-            if (
-                record["step"] % self.recipe.log.every == 0
-                or record["step"] in (1, self.total_steps)
-                or "valid" in record
-            ):
-                shown = {
-                    name: value for name, value in record.items() if name != AT_START
-                }  # trackers have it already
+            if self._is_logged(record):
+                # Trackers have the validation at the start already: `validate_at_start` sent it.
+                shown = {name: value for name, value in record.items() if name != AT_START}
                 for tracker in self.trackers:
                     tracker.log(record["step"], shown)
+
+    def _is_logged(self, record: dict[str, Any]) -> bool:
+        """Whether the console and the trackers get this record."""
+        step = record["step"]
+        if step in (1, self.total_steps) or "valid" in record:
+            return True
+        return step % self.recipe.log.every == 0
 
     # ---- validation
 
     def validate(self) -> dict[str, Any]:
-        """Evaluate every validation set; waits for the device. Sets are left out where the run must save soon."""
-        found: dict[str, Any] = {}
+        """Evaluate every validation set; waits for the device.
+
+        Sets are left out where the run must save soon.
+
+        Returns `{"valid": {set: {metric: value}}}`, or nothing if no set was evaluated completely.
+        """
+        results: dict[str, Any] = {}
         for name in self.data.valid:
             batches = _UntilHurry(self, self._valid_batches(name))
             result = means(self.engine.evaluate(batches, self._validation_info()))
             if batches.was_cut:
+                # Means over a part of a set cannot be compared with those of other steps.
                 log.warning("validation at step %d was cut short to save in time", self.state.step)
                 break
-            found[name] = result
-        return {"valid": found} if found else {}
+            results[name] = result
+        if results:
+            return {"valid": results}
+        return {}
 
     def validate_at_start(self) -> None:
-        """Validate before the first step if `eval.at_start` is set; trackers get the numbers now, metrics.jsonl with the first step."""
+        """Validate before the first step if `eval.at_start` is set.
+
+        Trackers get the numbers now. metrics.jsonl, which has one line per step, gets them with
+        the first step.
+        """
         self._check_metric()
         if not self.recipe.eval.at_start or self.state.step != self.first_step:
             return
-        found = self.validate()
-        self.valid_at_start = {AT_START: found["valid"]} if found else {}
+
+        validation = self.validate()
         self.meter.interrupt()
-        for tracker in self.trackers if found else ():
-            tracker.log(self.state.step, found)
+        self.valid_at_start = {}
+        if validation:
+            self.valid_at_start = {AT_START: validation["valid"]}
+            for tracker in self.trackers:
+                tracker.log(self.state.step, validation)
 
     def _check_metric(self) -> None:
-        """Refuse a checkpoint.metric that no validation will have, before training: one batch of every set shows what there is."""
+        """Refuse a checkpoint.metric that no validation will have, before training.
+
+        One batch of every set shows which metrics there are.
+        """
         metric = self.recipe.checkpoint.metric
+        # Every validation has the default metric, the loss.
         if metric == CheckpointConfig().metric or not self.data.valid:
             return
-        at = self._validation_info()
-        found = {
-            name: means(self.engine.evaluate(islice(self._valid_batches(name), 1), at))
+        info = self._validation_info()
+        results = {
+            name: means(self.engine.evaluate(islice(self._valid_batches(name), 1), info))
             for name in self.data.valid
         }
-        require_metric(found, metric)
+        require_metric(results, metric)
         self.meter.interrupt()
 
     def _validation_info(self) -> StepInfo:
+        # Schedules of a task are at the step that training has reached.
         return StepInfo(self.state.step, self.total_steps, training=False)
 
     def _valid_batches(self, name: str) -> Iterator[Batch]:
         for batch in valid_batches(self.recipe, self.data, self.batch, self.ranks, name):
+            # A long validation is progress, too: a supervisor must not take it for a hang.
             self.heart.beat("validate", self.state.step)
             yield batch
 
@@ -338,45 +411,62 @@ class Run:
 
     def due_save(self) -> str | None:
         """What to save after the current step: a `checkpoint`, a `snapshot` or nothing."""
-        config, state = self.recipe.checkpoint, self.state
+        config = self.recipe.checkpoint
+        state = self.state
         due = config.due(state.step)
-        if state.valid and config.keep_best:
-            require_metric(state.valid, config.metric)
-            stop = self.recipe.eval.stop
-            if due != "checkpoint" and (config.on_best or (stop is not None and stop.restore_best)):
-                self.saver.wait_for_save()  # a save in progress counts
-                value = metric_value(state.valid, config.metric)
-                best = self.process.is_first and is_among_best(
-                    value, self.checkpoints, config, self.saver.manifests
-                )
-                due = "checkpoint" if self.ranks.world.max(int(best)) else due
+        if not state.valid or not config.keep_best:
+            return due
+
+        require_metric(state.valid, config.metric)
+        stop = self.recipe.eval.stop
+        saves_best = config.on_best or (stop is not None and stop.restore_best)
+        if due == "checkpoint" or not saves_best:
+            return due
+
+        # A save in progress counts: it may be better than this state.
+        self.saver.wait_for_save()
+        value = metric_value(state.valid, config.metric)
+        # Other ranks may not see the checkpoints of the first one, so it decides for all.
+        is_best = self.process.is_first and is_among_best(
+            value, self.checkpoints, config, self.saver.manifests
+        )
+        if self.ranks.world.max(int(is_best)):
+            return "checkpoint"
         return due
 
     def save(self, *, snapshot: bool = False) -> None:
-        """Save a checkpoint. The metrics up to its step are on disk first, so that a resumed run finds them."""
+        """Save a checkpoint.
+
+        The metrics up to its step are on disk first, so that a resumed run finds them.
+        """
         self.heart.beat("save", self.state.step)
         self.report(everything=True)
         if self.healer.bad is not None:
             return  # a state that is about to be rolled back must not replace a good checkpoint
-        begun = time.perf_counter()
+
+        save_began = time.perf_counter()
         self.metrics.sync()
         self.state.seconds = self.clock.seconds()
-        self.saver.save(
-            SaveJob(self.state.step, self.state.scalars(), snapshot), self.state.records()
-        )
+        job = SaveJob(self.state.step, self.state.scalars(), snapshot)
+        self.saver.save(job, self.state.records())
         self.heart.beat("step", self.state.step)
-        self.meter.stalled(time.perf_counter() - begun)
+        self.meter.stalled(time.perf_counter() - save_began)
 
     def _record_saves(self) -> None:
-        """On the first rank: write every save to saved.json; a run folder that was removed meanwhile is made again."""
+        """On the first rank: write every save to saved.json.
+
+        A run folder that was removed meanwhile is made again.
+        """
         folder = self.start.folder
         saved = read_save_record(folder) or new_save_record()
         self.saver.run = saved.run
 
+        # The saver calls this in its thread, once a checkpoint is complete on disk.
         def record(step: int) -> None:
             if not (folder / RECIPE).exists():
                 log.warning(
-                    "%s was removed during the run; writing it again. Other files that were there are lost",
+                    "%s was removed during the run; writing it again. "
+                    "Other files that were there are lost",
                     folder / RECIPE,
                 )
                 folder.mkdir(parents=True, exist_ok=True)
@@ -390,10 +480,14 @@ class Run:
 
     @contextmanager
     def finishing_saves(self) -> Iterator[None]:
-        """However the block ends, the save in progress ends first; only a second Ctrl-C does not wait for it."""
+        """However the block ends, the save in progress ends first.
+
+        Only a second Ctrl-C does not wait for it.
+        """
         try:
             yield
         except KeyboardInterrupt:
+            # The first Ctrl-C is a request to stop; with the second one the user will not wait.
             raise
         except BaseException:
             self.saver.abandon()
@@ -402,7 +496,10 @@ class Run:
         self.saver.require()
 
     def refuse_damaged_data(self) -> None:
-        """End the run if any rank has found damaged data; all ranks together. Nothing is saved after steps that may have read it."""
+        """End the run if any rank has found damaged data; all ranks together.
+
+        Nothing is saved after steps that may have read it.
+        """
         if self.ranks.world.max(int(self.data_check.is_damaged)):
             raise GaveUpError(explain_damage(self))
 
@@ -411,38 +508,54 @@ class Run:
     def roll_back(self, bad_step: int) -> None:
         """Return to a checkpoint before a bad step and skip its batch; all ranks together."""
         self.report(everything=True)
+        # A save or an upload in progress would write checkpoints that the plan sets aside.
         self.saver.wait()
+
         healer = self.healer
         batch = healer.batch_of(bad_step)
         first = max(0, batch - self.recipe.heal.skip_before)
         bad = healer.bad or BadStep(bad_step, "spike", "another rank saw it")
-        plan = plan_rollback(self, bad, (first, batch)) if self.process.is_first else {}
+
+        # The first rank alone sets checkpoints aside and writes heal.json.
+        plan = {}
+        if self.process.is_first:
+            plan = plan_rollback(self, bad, (first, batch))
         plan = self.ranks.world.gather(plan)[0]
         if "gave_up" in plan:
             raise GaveUpError(plan["gave_up"])
-        self.state.restore(
-            open_checkpoint(plan["checkpoint"], verify=plan["checkpoint"].startswith("s3:"))
-        )
+
+        # The first rank has hashed every byte of a checkpoint on disk. Of one in an object store
+        # it has compared sizes only, so what is read is verified.
+        is_remote = plan["checkpoint"].startswith("s3:")
+        self.state.restore(open_checkpoint(plan["checkpoint"], verify=is_remote))
         self.state.valid = None
+
+        # Batches are skipped by a setting, as after a restart: both ways give the same order.
         self.recipe = add_skipped_batches(self.recipe, [(first, batch)])
         self.loader.close()
         self.loader = make_loader(self.recipe, self.data, self.batch, self.state.cursor, self.ranks)
         self.total_steps = count_steps(self.recipe, self.loader, self.batch)
+
         if self.reference is not None and self.reference.cover is not None:
-            # Batches that take the place of the skipped ones may hold pairs that the reference has not scored.
+            # Batches that replace the skipped ones may hold pairs that the reference has not
+            # scored.
             position = (self.state.step, self.state.cursor)
             self.reference.cover(
                 plan_rows(self.recipe, self.data, self.batch, self.ranks, position)
             )
+
+        # Everything that counts steps starts again from the restored step.
         self.meter = self.meter.restarted(self.state, self.total_steps)
-        self.saver.saved_step = self.saver.started_step = self.state.step
+        self.saver.saved_step = self.state.step
+        self.saver.started_step = self.state.step
         self.metrics.truncate_after(self.state.step)
         self.heart.beat("step", self.state.step)
         healer.rolled_back(self.state.step)
-        text = f"{bad.reason}; rolled back to step {self.state.step}, skipping batches {first} to {batch}"
+
         self.emit(
             bad.kind,
-            text,
+            f"{bad.reason}; rolled back to step {self.state.step}, "
+            f"skipping batches {first} to {batch}",
             batches=[first, batch],
             documents=plan["documents"],
             healed=plan["healed"],
@@ -453,10 +566,13 @@ class _UntilHurry:
     """Batches until there is little time left to save; all ranks see the same end."""
 
     def __init__(self, run: Run, batches: Iterable[Batch]) -> None:
-        self.run, self.batches, self.was_cut = run, batches, False
+        self.run = run
+        self.batches = batches
+        self.was_cut = False
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(self.batches):
+            # An exchange of all ranks, so it is not done for every batch.
             if index % CHECK_HURRY_EVERY == 0 and self.run.control.in_hurry():
                 self.was_cut = True
                 return

@@ -1,7 +1,10 @@
-"""What depends on whether a run trains a language model or an aligner of media. `run_form` chooses; all others ask the form.
+"""What depends on whether a run trains a language model or an aligner of media.
 
-language model    rows of tokens, sizes that the memory estimate knows, a Hugging Face folder in final/
-aligner           rows of samples, encoders of any size, heads under PurrSight's names in final/
+`run_form` chooses; all others ask the form.
+
+                  rows      memory                          final/
+language model    tokens    estimated from the sizes        a Hugging Face folder
+aligner           samples   encoders of any size            heads under PurrSight's names
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headway.data.open import OpenData
-    from headway.model.config import ModelConfig
+    from headway.model.config import Head, ModelConfig
     from headway.model.flops import TokenFlops
     from headway.model.layout import ParamSpec
     from headway.train.config import Recipe
@@ -33,8 +36,6 @@ class RunForm:
     """What the log counts."""
     is_estimated: ClassVar[bool] = True
     """Whether memory is estimated: sizes of layers decide it."""
-    writes_text: ClassVar[bool] = True
-    """Whether the model can answer a prompt."""
     has_targets: ClassVar[bool] = True
     """Whether documents have tokens to predict."""
 
@@ -78,12 +79,16 @@ class RunForm:
 
     def check_export(self, model: ModelConfig) -> None:
         """Raise a ConfigError with the reason where final/ cannot be written."""
-        from headway.model.families.base import published
+        from headway.model.families.base import to_hf_config
 
-        published(model)
+        # Called for its error: a config.json is the part of an export that needs no weights.
+        to_hf_config(model)
 
     def write_final(self, run: Run, target: Path) -> str | None:
-        """Write final/ on the first rank; None, with the reason in the log, where the model has no such form."""
+        """Write final/ on the first rank.
+
+        None, with the reason in the log, where the model has no such form.
+        """
         from headway.train.finish import write_final_model
 
         return write_final_model(run, target)
@@ -98,7 +103,6 @@ class AlignerForm(RunForm):
 
     unit: ClassVar[str] = "samples"
     is_estimated: ClassVar[bool] = False
-    writes_text: ClassVar[bool] = False
     has_targets: ClassVar[bool] = False
 
     def open_data(
@@ -110,8 +114,7 @@ class AlignerForm(RunForm):
     ) -> OpenData:
         from headway.train.alignment import open_samples
 
-        aligner = resolved.model.aligner
-        assert aligner is not None, "run_form chose this form by it"
+        aligner = resolved.model.aligner_settings
         return open_samples(resolved.recipe, aligner, device, check_media)
 
     def describe_amount(self, documents: str, tokens: str) -> str:
@@ -138,8 +141,7 @@ class AlignerForm(RunForm):
         """Heads of `model.aligner.weights`."""
         from headway.train.alignment import first_heads
 
-        aligner = resolved.model.aligner
-        assert aligner is not None, "run_form chose this form by it"
+        aligner = resolved.model.aligner_settings
         return first_heads(aligner, resolved.recipe.objective, shapes)
 
     def check_export(self, model: ModelConfig) -> None:
@@ -151,16 +153,24 @@ class AlignerForm(RunForm):
         return write_final_aligner(run, target)
 
     def next_commands(self, run: Path, recipe: Recipe) -> list[Command] | None:
-        data = [source.path for source in recipe.data.train or ()][:1]
-        retrieval = ["headway", "eval", "retrieval", "--model", str(run), "--data"]
-        commands: list[Command] = [([*retrieval, path], "recall of every pair") for path in data]
+        commands: list[Command] = []
+        if recipe.data.train:
+            path = recipe.data.train[0].path
+            retrieval = ["headway", "eval", "retrieval", "--model", str(run), "--data", path]
+            commands.append((retrieval, "recall of every pair"))
         export = ["headway", "export", "aligner", "--model", str(run), "--out"]
         commands.append(([*export, f"{run}-aligner.pt"], "a file for PurrSight"))
         return commands
 
 
+FORMS: dict[Head, RunForm] = {
+    "tokens": RunForm(),
+    "scores": RunForm(),
+    "vectors": AlignerForm(),
+}
+"""By the model's head."""
+
+
 def run_form(model: ModelConfig) -> RunForm:
     """The form of a run that trains a model."""
-    if model.aligner is not None:
-        return AlignerForm()
-    return RunForm()
+    return FORMS[model.head]

@@ -1,12 +1,14 @@
-"""The folder of a run that the user gave no name. In: a recipe and the file it was read from; out: the recipe with a name.
+"""The folder of a run that the user gave no name.
+
+In: a recipe and the file it was read from; out: the recipe with a name.
 
     headway train lora ...               runs/lora-laptop: the name in the shipped recipe
     the same with other settings         runs/lora-laptop-qwen2.5-0.5b-chat: recipe, model and data
     and with still other settings        runs/lora-laptop-qwen2.5-0.5b-chat-2
     headway train mine.yaml ...          runs/mine-qwen2.5-0.5b-chat: the file has no run.name
 
-Invariant: the same settings lead to the same folder, where the run resumes; runs with other settings never share one. A run.name of the
-user is kept. Imports without torch.
+Invariant: the same settings lead to the same folder, where the run resumes; runs with other
+settings never share one. A run.name of the user is kept. Imports without torch.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from headway.config.shipped import is_shipped
 from headway.errors import ConfigError, HeadwayError
 from headway.runtime.json_file import load_json
 from headway.train.config import Recipe
-from headway.train.stages import changes_of_finished
 
 GIVEN = Path("logs") / "given.yaml"
-"""In a run folder: the recipe as it was given, before model and data were read. recipe.yaml has what was read from them, too."""
+"""In a run folder: the recipe as it was given, before model and data were read. recipe.yaml has
+what was read from them, too.
+"""
 RECIPE = "recipe.yaml"
 USED = (RECIPE, "metrics.jsonl", "saved.json")
 LEARNED = (
@@ -37,32 +40,43 @@ LEARNED = (
     "fp8",
     "loss_scale",
 )
-"""Settings that a resumed run may change, and that still make another experiment. Others say how, where and how long a run computes."""
+"""Settings that a resumed run may change, and that still make another experiment. Others say how,
+where and how long a run computes.
+"""
 LONGEST_PART = 60
 LONGEST_NAME = 200
+"""Below the 255 bytes that file systems take, with room for a number or `.old-1` behind it."""
+MAX_RUNS = 1000
+"""Numbers that are tried after the name of a recipe, model and data."""
 
 
 def with_name(
     recipe: Recipe, file: Path | None, overrides: Sequence[str], say: Callable[[str], object]
 ) -> Recipe:
-    """The recipe with a name of its own, unless the user gave one; `say` learns of a folder that holds another run."""
+    """The recipe with a name of its own, unless the user gave one.
+
+    `say` learns of a folder that holds another run.
+    """
     if any(override.partition("=")[0].strip() in ("run.name", "run") for override in overrides):
         return recipe
+    # A name in a shipped recipe was not chosen by the user.
     has_name = "name" in recipe.run.model_fields_set
     if has_name and (file is None or not is_shipped(file)):
         return recipe
-    other: str | None = None
-    for name in _names(recipe, file, has_name=has_name):
+
+    # The first folder that was passed over, and why: it has the name that the user expects.
+    passed_over: str | None = None
+    for name in _candidate_names(recipe, file, has_name=has_name):
         folder = recipe.run.dir / name
-        problem = _other_settings(folder, recipe)
+        problem = _settings_problem(folder, recipe)
         if problem is None:
-            if other is not None:
-                refuse_missing_data(
-                    recipe
-                )  # before anything is said of folders: the file may be a mistake
-                say(f"{other}; this run goes to {folder}. run.name=NAME chooses another name")
-            return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
-        other = other or problem
+            if passed_over is not None:
+                # Before anything is said of folders: other settings may come from a mistyped file.
+                refuse_missing_data(recipe)
+                say(f"{passed_over}; this run goes to {folder}. run.name=NAME chooses another name")
+            run = recipe.run.model_copy(update={"name": name})
+            return recipe.model_copy(update={"run": run})
+        passed_over = passed_over or problem
     raise ConfigError(
         f"{recipe.run.dir} has too many runs of this recipe, model and data. Give run.name=NAME."
     )
@@ -73,43 +87,44 @@ def name_override(recipe: Recipe) -> str:
     return f'run.name="{recipe.run.name}"'
 
 
-def _names(recipe: Recipe, file: Path | None, *, has_name: bool) -> Iterator[str]:
+def _candidate_names(recipe: Recipe, file: Path | None, *, has_name: bool) -> Iterator[str]:
     """Names to try, best first."""
-    label = recipe.run.name
+    default_name = recipe.run.name
+    label = default_name
+    is_named_by_file = file is not None and not has_name
     if file is not None and not has_name:
-        label = _part(file.stem)
+        label = _name_part(file.stem)
         # A run of an earlier version is under the default name.
-        if _is_used(recipe.run.folder) and _other_settings(recipe.run.folder, recipe) is None:
-            yield recipe.run.name
+        if _is_used(recipe.run.folder) and _settings_problem(recipe.run.folder, recipe) is None:
+            yield default_name
     else:
         yield label
-    parts = [label, *_described(recipe)]
+
+    parts = [label, *_model_and_data(recipe)]
     name = "-".join(parts)[:LONGEST_NAME]
-    if name != label or (file is not None and not has_name):
+    if name != label or is_named_by_file:
         yield name
-    for number in range(2, 1000):
+    for number in range(2, MAX_RUNS):
         yield f"{name}-{number}"
 
 
-def _described(recipe: Recipe) -> Iterator[str]:
+def _model_and_data(recipe: Recipe) -> Iterator[str]:
     """Model and data of a recipe, as parts of a name."""
     if recipe.init.source is not None:
-        yield _part(
-            re.sub(
-                r"\.gguf$",
-                "",
-                recipe.init.source.rstrip("/").rpartition("/")[2],
-                flags=re.IGNORECASE,
-            )
-        )
+        model = recipe.init.source.rstrip("/").rpartition("/")[2]
+        yield _name_part(re.sub(r"\.gguf$", "", model, flags=re.IGNORECASE))
+
     sources = recipe.data.train or ()
     if sources:
         path = sources[0].path.partition(":")[0].rstrip("/")
-        first = path.rpartition("/")[2].partition(".")[0] or "data"
-        yield _part(first) if len(sources) == 1 else f"{_part(first)}-and-{len(sources) - 1}-more"
+        first = _name_part(path.rpartition("/")[2].partition(".")[0] or "data")
+        if len(sources) > 1:
+            first = f"{first}-and-{len(sources) - 1}-more"
+        yield first
 
 
-def _part(text: str) -> str:
+def _name_part(text: str) -> str:
+    """A text as a part of a folder's name: lower case, without characters that shells treat."""
     return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-.")[:LONGEST_PART] or "run"
 
 
@@ -117,42 +132,59 @@ def _is_used(folder: Path) -> bool:
     return any((folder / name).exists() for name in USED)
 
 
-def _other_settings(folder: Path, recipe: Recipe) -> str | None:
-    """Why a folder is not this recipe's: what differs. None if it is free, or has a run with the same settings, which resumes."""
+def _settings_problem(folder: Path, recipe: Recipe) -> str | None:
+    """Why a folder is not this recipe's: what differs.
+
+    None if it is free, or has a run with the same settings, which resumes.
+    """
     if not _is_used(folder):
         return None
-    is_whole = (folder / GIVEN).is_file()
-    path = folder / GIVEN if is_whole else folder / RECIPE
+
+    path = folder / RECIPE
+    has_original = (folder / GIVEN).is_file()
+    if has_original:
+        path = folder / GIVEN
+    settings = recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
     try:
-        if _modules(read_plain(path, ())) != _modules(
-            recipe.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        ):
+        # Compared before the recipe is loaded, because loading it imports its modules.
+        if _imported_modules(read_plain(path, ())) != _imported_modules(settings):
             return f"{folder} holds a run with code of other modules"
         old = load(Recipe, path)
     except ConfigError:
-        return None  # how a run starts says what is wrong with the folder
-    changes = (
-        _changes(old, recipe, folder)
-        if is_whole or old.stages or recipe.stages
-        else _changes_of_origin(old, recipe)
-    )
+        # The start of the run, which reads the folder too, says what is wrong with it.
+        return None
+
+    # The recipe.yaml of a run with stages is as it was given, too.
+    if has_original or old.stages or recipe.stages:
+        changes = _changes(old, recipe, folder)
+    else:
+        changes = _changes_of_early_run(old, recipe)
     if not changes:
         return None
-    more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+    more = ""
+    if len(changes) > 1:
+        more = f" and {len(changes) - 1} more"
     return f"{folder} holds a run with other settings ({changes[0]}{more})"
 
 
-def _modules(data: Any) -> set[str]:
-    """The user's modules that loading a recipe would import: those of another recipe are not imported to compare it."""
+def _imported_modules(data: Any) -> set[str]:
+    """The user's modules that loading a recipe would import.
+
+    Those of another recipe are not imported to compare it.
+    """
     return {str(code) for code in find_external_code(data) if code.is_imported}
 
 
 def _changes(old: Recipe, new: Recipe, folder: Path) -> list[str]:
-    """What differs between two recipes as they were given, of all that decides what a run learns."""
+    """What differs between two recipes as they were given, of all that decides what a run
+    learns.
+    """
     fixed, free = differences(old, new)
     changes = fixed + [change for change in free if change.startswith(LEARNED)]
     if not old.stages or not new.stages:
         return changes
+    from headway.train.stages import changes_of_finished
+
     # Stages that have not begun may change; the finished ones belong to the run.
     changes = [change for change in changes if not change.startswith("stages")]
     return changes + changes_of_finished(old, new, _finished_stages(folder))
@@ -166,13 +198,17 @@ def _finished_stages(folder: Path) -> int:
         return 0
 
 
-def _changes_of_origin(old: Recipe, new: Recipe) -> list[str]:
-    """The same for a run of an earlier version, whose recipe has what was read from model and data: where it comes from decides."""
+def _changes_of_early_run(old: Recipe, new: Recipe) -> list[str]:
+    """What differs from a run of an earlier version, which has no recipe as it was given.
+
+    Its recipe.yaml has what was read from model and data, too, so that few settings can be
+    compared.
+    """
     pairs = {
         "init.from": (old.init.source, new.init.source),
         "data.train": (
-            [one.path for one in old.data.train or ()],
-            [one.path for one in new.data.train or ()],
+            [source.path for source in old.data.train or ()],
+            [source.path for source in new.data.train or ()],
         ),
         "data.seq_len": (old.data.seq_len, new.data.seq_len),
         "tokenizer": (old.tokenizer, new.tokenizer),
@@ -188,17 +224,24 @@ def _changes_of_origin(old: Recipe, new: Recipe) -> list[str]:
 
 
 def refuse_missing_data(recipe: Recipe) -> None:
-    """Refuse a training or validation file that is not there. Names of the hub are not looked up."""
+    """Refuse a training or validation file that is not there.
+
+    Names of the hub are not looked up.
+    """
     from headway.prepare.detect import format_of
     from headway.text.hub import is_hub_id
 
     data = recipe.data
-    sets = data.valid.sets if data.valid is not None and isinstance(data.valid.sets, dict) else {}
-    for source in [*(data.train or ()), *(one for many in sets.values() for one in many)]:
+    sources = list(data.train or ())
+    if data.valid is not None and isinstance(data.valid.sets, dict):
+        for of_set in data.valid.sets.values():
+            sources += of_set
+    for source in sources:
         if source.format is not None or is_hub_id(source.path.partition(":")[0]):
             continue
         try:
             format_of(source.path)
         except HeadwayError:
+            # Other problems of a file are reported when it is opened.
             if not Path(source.path).exists():
                 raise

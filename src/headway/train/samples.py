@@ -1,10 +1,14 @@
-"""Held-out prompts, answered before the first step and after the last. In: a run with validation data; out: samples.json in its folder.
+"""Held-out prompts, answered before the first step and after the last.
 
-A prompt is the beginning of a held-out document: all that comes before the first target of a conversation, or the first words of a text.
-The model that answers is a copy of the engine's weights (adapters merged) in the inference engine. It is freed before training continues.
+In: a run with validation data; out: samples.json in its folder.
 
-Invariant: a sample never ends a run. All ranks hand out their weights, the first one alone generates, and what fails there is one warning.
-A resumed run keeps the answers from before its first step.
+A prompt is the beginning of a held-out document: all that comes before the first target of a
+conversation, or the first words of a text. The model that answers is a copy of the engine's weights
+(adapters merged) in the inference engine. It is freed before training continues.
+
+Invariant: a sample never ends a run. All ranks hand out their weights, the first one alone
+generates, and what fails there is one warning. A resumed run keeps the answers from before its
+first step.
 """
 
 from __future__ import annotations
@@ -19,31 +23,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.data.mixture import MixtureSource
-from headway.infer.engine.engine import InferenceEngine
-from headway.infer.engine.request import EngineOptions, EngineRequest
-from headway.infer.engine.text import RequestText
-from headway.infer.load import LoadedModel
-from headway.model.adapter.lora import merged
-from headway.model.adapter.packed_base import plain_values
 from headway.model.base import build_frozen_model
 from headway.model.layout import param_specs
 from headway.runtime.json_file import load_json
-from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.run_folder import write_json
-from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headway.infer.load import LoadedModel
+    from headway.tokenizer.load import Tokenizer
     from headway.train.run import Run
 
 log = logging.getLogger("headway")
 
 FILE = "samples.json"
 AUTO_SAMPLES = 2
+"""Prompts of log.samples=auto."""
 LARGE_PARAMETERS = 1_000_000_000
-"""From here on no samples are made unless the recipe asks for them: a second copy of the weights, and time to generate."""
+"""From here on no samples are made unless the recipe asks for them: a second copy of the weights,
+and time to generate.
+"""
 NEW_TOKENS = 48
+"""Upper bound on the tokens of an answer."""
 LEAST_NEW_TOKENS = 8
 """A prompt leaves room for so many in the model's context."""
 LONGEST_PROMPT = 512
@@ -52,7 +54,10 @@ TEXT_TOKENS = 32
 """Tokens of a text that is continued."""
 LOOKED_AT = 1000
 """Documents of a validation set that are looked at for a prompt."""
+MAX_REASON = 300
+"""Characters of an error in the warning."""
 ROLES = ("system", "user", "human", "assistant", "bot", "gpt", "tool")
+"""Names of speakers that templates write as text."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class HeldOutPrompt:
     """The whole prompt; not stored."""
 
     @property
-    def place(self) -> tuple[str, str, int]:
+    def origin(self) -> tuple[str, str, int]:
         """The document it comes from."""
         return self.set, self.source, self.document
 
@@ -90,98 +95,110 @@ class HeldOutPrompt:
 def num_samples(run: Run) -> int:
     """How many prompts a run answers; the same on all ranks."""
     wanted = run.recipe.log.samples
-    writes_text = (
-        run_form(run.model).writes_text and run.model.media is None and not run.model.score_head
-    )
+    writes_text = run.model.head == "tokens" and run.model.media is None
     if not run.data.valid or run.tokenizer_path is None or not writes_text:
         return 0
     if wanted != "auto":
         return wanted
-    size = sum(spec.size for spec in param_specs(run.model))
-    return AUTO_SAMPLES if size < LARGE_PARAMETERS else 0
+    num_parameters = sum(spec.size for spec in param_specs(run.model))
+    if num_parameters >= LARGE_PARAMETERS:
+        return 0
+    return AUTO_SAMPLES
 
 
 def sample_before(run: Run) -> None:
     """Answer the prompts before the first step; a resumed run has done so."""
     count = num_samples(run)
+    # The first rank alone may see the file, so it decides for all.
     is_done = run.process.is_first and bool(read_samples(run.start.folder))
     if not count or run.state.step != run.first_step or run.ranks.world.max(int(is_done)):
         return
-    with _reported(run):
-        prompts, answers = _answered(run, count)
-        if prompts:
-            _write(
-                run,
-                [replace(one, before=answer) for one, answer in zip(prompts, answers, strict=True)],
-            )
+    with _warn_on_failure(run):
+        prompts, answers = _answer_prompts(run, count)
+        samples = [
+            replace(prompt, before=answer) for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        if samples:
+            _write(run, samples)
 
 
 def sample_after(run: Run) -> list[HeldOutPrompt]:
-    """Answer the prompts with the weights that final/ has; the samples of the run with both answers, none where it makes none."""
+    """Answer the prompts with the weights that final/ has.
+
+    The samples of the run with both answers, none where it makes none.
+    """
     count = num_samples(run)
     if not count:
         return []
     samples: list[HeldOutPrompt] = []
-    with _reported(run):
-        prompts, answers = _answered(run, count)
-        known = {one.place: one for one in read_samples(run.start.folder)}
+    with _warn_on_failure(run):
+        prompts, answers = _answer_prompts(run, count)
+        known = {sample.origin: sample for sample in read_samples(run.start.folder)}
         for prompt, answer in zip(prompts, answers, strict=True):
-            earlier = known.get(prompt.place)
-            samples.append(
-                replace(prompt, before=None if earlier is None else earlier.before, after=answer)
-            )
+            before = None
+            if prompt.origin in known:
+                before = known[prompt.origin].before
+            samples.append(replace(prompt, before=before, after=answer))
         if samples:
             _write(run, samples)
     return samples
 
 
 @contextmanager
-def _reported(run: Run) -> Iterator[None]:
+def _warn_on_failure(run: Run) -> Iterator[None]:
     """Whatever goes wrong inside is a warning: training matters more than its samples."""
     run.heart.beat("validate", run.state.step)
     try:
         yield
-    except (
-        Exception
-    ) as problem:  # a model of the user's, a full disk, too little memory for a second copy
+    # A model of the user's, a full disk, too little memory for a second copy of the weights.
+    except Exception as problem:
         log.warning(
             "no samples of held-out prompts: %s: %s",
             type(problem).__name__,
-            " ".join(str(problem).split())[:300],
+            " ".join(str(problem).split())[:MAX_REASON],
         )
     run.meter.interrupt()
 
 
-def _answered(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Answer]]:
-    """The prompts of a run and the answers of its present weights, on the first rank; the other ranks hand out their weights."""
+def _answer_prompts(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Answer]]:
+    """The prompts of a run and the answers of its present weights, on the first rank.
+
+    The other ranks hand out their weights.
+    """
     weights = run.engine.weights()
     if not run.process.is_first:
+        # Each tensor is gathered from all ranks as it is taken, so all ranks take them all.
         for _ in weights:
             pass
         return [], []
+
+    from headway.infer.load import LoadedModel
+    from headway.tokenizer.load import load_tokenizer
+
     try:
         assert run.tokenizer_path is not None
         tokenizer = load_tokenizer(run.tokenizer_path)
         prompts = pick_prompts(run.data.valid, tokenizer, count, run.model.max_seq_len)
         if not prompts:
             return [], []
-        with _memory_apart(run.compute.device):
+        with _separate_memory(run.compute.device):
             model = build_frozen_model(
                 run.model, plain_weights(run, weights), run.compute.device, run.compute.dtype
             )
-            ends = run.targets.end_ids | (
-                {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-            )
+            end_ids = set(run.targets.end_ids)
+            if tokenizer.eos_id is not None:
+                end_ids.add(tokenizer.eos_id)
             loaded = LoadedModel(
                 model,
                 run.model.with_(head_gates=None),
                 tokenizer,
                 run.start.folder,
-                frozenset(ends),
+                frozenset(end_ids),
             )
             answers = write_answers(
                 loaded, prompts, lambda: run.heart.beat("validate", run.state.step)
             )
+            # Freed inside the block, which gives the memory back to the device.
             del model, loaded
         return prompts, answers
     finally:
@@ -195,13 +212,16 @@ def plain_weights(run: Run, weights: Iterator[tuple[str, Tensor]]) -> Iterator[t
     adapter = run.recipe.adapter
     if adapter is None:
         return weights
-    return merged(
-        plain_values(weights, adapter.layouts(run.model)), adapter, adapter.modules(run.model)
-    )
+
+    from headway.model.adapter.lora import merged
+    from headway.model.adapter.packed_base import plain_values
+
+    dequantised = plain_values(weights, adapter.layouts(run.model))
+    return merged(dequantised, adapter, adapter.modules(run.model))
 
 
 @contextmanager
-def _memory_apart(device: torch.device) -> Iterator[None]:
+def _separate_memory(device: torch.device) -> Iterator[None]:
     """Give the memory of a second model back, and leave it out of the peak that metrics report."""
     if device.type != "cuda":
         yield
@@ -211,6 +231,7 @@ def _memory_apart(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.empty_cache()
+        # A peak can be reset but not set: where the second model raised it, it counts anew.
         if torch.cuda.max_memory_allocated(device) > peak:
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -219,8 +240,12 @@ def write_answers(
     loaded: LoadedModel, prompts: Sequence[HeldOutPrompt], on_round: Callable[[], object] = str
 ) -> list[Answer]:
     """The likeliest continuation of every prompt."""
+    from headway.infer.engine.engine import InferenceEngine
+    from headway.infer.engine.request import EngineOptions, EngineRequest
+    from headway.infer.engine.text import RequestText
+
     assert loaded.tokenizer is not None
-    longest = max(len(one.ids) for one in prompts)
+    longest = max(len(prompt.ids) for prompt in prompts)
     options = EngineOptions(
         max_running=len(prompts),
         max_waiting=len(prompts),
@@ -231,23 +256,26 @@ def write_answers(
         compile_blocks=False,
     )
     engine = InferenceEngine(loaded, options)
-    texts = [RequestText(loaded.tokenizer, one.ids) for one in prompts]
-    pieces: list[list[str]] = [[] for _ in prompts]
+    decoders = [RequestText(loaded.tokenizer, prompt.ids) for prompt in prompts]
+    texts = [""] * len(prompts)
     was_cut = [False] * len(prompts)
-    numbers = {
-        engine.submit(EngineRequest(one.ids, NEW_TOKENS, key=str(index))): index
-        for index, one in enumerate(prompts)
-    }
+    index_of: dict[int, int] = {}
+    for index, prompt in enumerate(prompts):
+        request = EngineRequest(prompt.ids, NEW_TOKENS, key=str(index))
+        index_of[engine.submit(request)] = index
+
     while engine.busy:
         on_round()
         for event in engine.step():
-            index = numbers[event.request]
-            pieces[index].append(texts[index].add(event.tokens))
+            index = index_of[event.request]
+            texts[index] += decoders[index].add(event.tokens)
             if event.finished is not None:
                 was_cut[index] = event.finished in ("length", "context")
+
+    # Decoders hold back bytes that are no whole character yet; `finish` gives them.
     return [
-        Answer("".join([*piece, text.finish()]).strip(), cut)
-        for piece, text, cut in zip(pieces, texts, was_cut, strict=True)
+        Answer((text + decoder.finish()).strip(), cut)
+        for text, decoder, cut in zip(texts, decoders, was_cut, strict=True)
     ]
 
 
@@ -255,12 +283,13 @@ def pick_prompts(
     valid: dict[str, tuple[MixtureSource, ...]], tokenizer: Tokenizer, count: int, max_seq_len: int
 ) -> list[HeldOutPrompt]:
     """The first prompts of the validation sets, one of each set in turn."""
+    longest = min(LONGEST_PROMPT, max_seq_len - LEAST_NEW_TOKENS)
     streams = [
-        _prompts(name, many, tokenizer, min(LONGEST_PROMPT, max_seq_len - LEAST_NEW_TOKENS))
-        for name, many in valid.items()
+        _prompts_of_set(name, mixture, tokenizer, longest) for name, mixture in valid.items()
     ]
     picked: list[HeldOutPrompt] = []
     while streams and len(picked) < count:
+        # Round robin: a stream that has given a prompt goes to the end, an empty one is dropped.
         stream = streams.pop(0)
         sample = next(stream, None)
         if sample is not None:
@@ -269,22 +298,26 @@ def pick_prompts(
     return picked
 
 
-def _prompts(
+def _prompts_of_set(
     name: str, mixture: Sequence[MixtureSource], tokenizer: Tokenizer, longest: int
 ) -> Iterator[HeldOutPrompt]:
-    for one in mixture:
-        source = one.selection.source
-        documents = _first_documents(one)
-        for document in documents:
+    """Prompts of at most `longest` tokens from a validation set, in the order of its documents."""
+    for part in mixture:
+        source = part.selection.source
+        for document in _first_documents(part):
             length = int(source.lengths(document, document + 1)[0])
             ids = source.tokens(document, 0, length)
             mask = source.mask(document, 0, length)
             if mask is not None and mask.any() and not mask[0]:
+                # A conversation: its first answer is the first run of targets.
                 begin = int(mask.argmax())
-                after = mask[begin:]
-                end = length if after.all() else begin + int(after.argmin())
+                answer = mask[begin:]
+                end = length
+                if not answer.all():
+                    end = begin + int(answer.argmin())
                 text = last_turn(ids[:begin].tolist(), tokenizer)
             else:
+                # A text, all of which is learned: it is continued.
                 begin = min(TEXT_TOKENS, length // 2)
                 end = min(length, begin + NEW_TOKENS)
                 text = tokenizer.decode(ids[:begin].tolist(), skip_special=True)
@@ -302,17 +335,21 @@ def _prompts(
 
 def _first_documents(source: MixtureSource) -> list[int]:
     """The first documents that a selection reads."""
-    found: list[int] = []
+    documents: list[int] = []
     selection = source.selection
+    # A selection may leave out most documents (a split, a limit), so several pieces are tried.
     for first in range(0, selection.num_documents, LOOKED_AT):
-        found += selection.pick(first, first + LOOKED_AT)[0].tolist()
-        if len(found) >= LOOKED_AT:
+        documents += selection.pick(first, first + LOOKED_AT)[0].tolist()
+        if len(documents) >= LOOKED_AT:
             break
-    return found[:LOOKED_AT]
+    return documents[:LOOKED_AT]
 
 
 def last_turn(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """What was said last before the answer: the text between the special tokens of a template, without the name of its speaker."""
+    """What was said last before the answer.
+
+    That is the last text between special tokens of the template, without the name of its speaker.
+    """
     special = frozenset(tokenizer.special_tokens.values())
     turns: list[list[int]] = [[]]
     for token in ids:
@@ -320,18 +357,20 @@ def last_turn(ids: Sequence[int], tokenizer: Tokenizer) -> str:
             turns.append([])
         else:
             turns[-1].append(token)
+
+    # The last turn may hold a name alone: that of the speaker who is to answer.
     for turn in reversed(turns):
         text = tokenizer.decode(turn, skip_special=True).strip()
-        speaker, _, said = text.partition("\n")
+        speaker, _, words = text.partition("\n")
         if speaker.strip(" :").lower() in ROLES:
-            text = said.strip()
+            text = words.strip()
         if text:
             return text
     return ""
 
 
 def _write(run: Run, samples: Sequence[HeldOutPrompt]) -> None:
-    write_json(run.start.folder / FILE, {"samples": [as_plain(one) for one in samples]})
+    write_json(run.start.folder / FILE, {"samples": [as_plain(sample) for sample in samples]})
 
 
 def as_plain(sample: HeldOutPrompt) -> dict[str, Any]:
@@ -342,18 +381,24 @@ def as_plain(sample: HeldOutPrompt) -> dict[str, Any]:
 def read_samples(folder: Path) -> list[HeldOutPrompt]:
     """The samples of a run folder; none if the file is missing or damaged."""
     try:
-        listed: Any = load_json(folder / FILE)["samples"]
+        entries: Any = load_json(folder / FILE)["samples"]
         return [
             HeldOutPrompt(
-                set=str(one["set"]),
-                source=str(one["source"]),
-                document=int(one["document"]),
-                prompt=str(one["prompt"]),
-                expected=str(one["expected"]),
-                before=None if one["before"] is None else Answer(**one["before"]),
-                after=None if one["after"] is None else Answer(**one["after"]),
+                set=str(entry["set"]),
+                source=str(entry["source"]),
+                document=int(entry["document"]),
+                prompt=str(entry["prompt"]),
+                expected=str(entry["expected"]),
+                before=_read_answer(entry["before"]),
+                after=_read_answer(entry["after"]),
             )
-            for one in listed
+            for entry in entries
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
+
+
+def _read_answer(entry: Any) -> Answer | None:
+    if entry is None:
+        return None
+    return Answer(**entry)

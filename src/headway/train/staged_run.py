@@ -1,9 +1,14 @@
-"""A run in stages: each is an ordinary run in RUN/stages/NN-name and starts from the last checkpoint of the one before it.
+"""A run in stages: each is an ordinary run in RUN/stages/NN-name and starts from the last
+checkpoint of the one before it.
 
-    RUN/recipe.yaml   the whole recipe          RUN/stages.json   which stages are done, and their summaries
-    RUN/metrics.jsonl the steps of all stages   RUN/summary.json  of all stages, at the end    RUN/final -> that of the last stage
+    RUN/recipe.yaml     the whole recipe
+    RUN/stages.json     which stages are done, and their summaries
+    RUN/metrics.jsonl   the steps of all stages
+    RUN/summary.json    of all stages, at the end
+    RUN/final           a link to that of the last stage
 
-A finished stage never runs again, and its settings may not change. All ranks go through the stages together.
+A finished stage never runs again, and its settings may not change. All ranks go through the stages
+together.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +41,7 @@ from headway.train.resolve import Resolved, resolve
 from headway.train.run_folder import (
     RECIPE,
     SUMMARY,
+    SUMMARY_KEYS,
     begin_in,
     move_aside,
     read_summary,
@@ -58,6 +63,7 @@ log = logging.getLogger("headway")
 TrainStage = Callable[[Resolved, str, StagePosition], dict[str, Any]]
 """Trains one stage to its end: (stage, how to resume, its position) -> its summary."""
 SUMMED = ("steps", "seconds", "tokens", "flops", "skipped_steps")
+"""Keys of a summary that are added up over the stages."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,12 @@ def run_stages(
     train: TrainStage,
     moved: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Train all unfinished stages; returns the summary of the whole run. `moved` is called after the run folder was moved."""
-    home, stages = recipe.run.folder, expand(recipe)
+    """Train all unfinished stages; returns the summary of the whole run.
+
+    `moved` is called after the run folder was moved.
+    """
+    home = recipe.run.folder
+    stages = expand(recipe)
     begin = StagedStart(**on_first_rank(world, lambda: vars(decide_staged_start(recipe, resume))))
     done = list(begin.done)
     if len(done) == len(stages):
@@ -90,26 +100,35 @@ def run_stages(
         if world.rank == 0 and begin.is_damaged:
             _write_ledger(home, stages, done)
         return whole_summary(home, done)
+
+    # A mistake in the last stage must be found now, not after days of training the first ones.
     check_stages(stages, done, home, world)
-    world.barrier()  # every rank has read the folder before one of them changes it
+    # Every rank must have read the folder before one of them changes it.
+    world.barrier()
     if world.rank == 0:
         _prepare(recipe, begin, moved)
         _write_ledger(home, stages, done)
     world.barrier()
+
     for stage in stages[len(done) :]:
-        position = StagePosition(home, stage.label, sum(entry["steps"] for entry in done))
+        steps_before = sum(entry["steps"] for entry in done)
+        position = StagePosition(home, stage.label, steps_before)
         log.info("stage %d of %d: %s", stage.index + 1, len(stages), stage.name)
-        stopped = train(
-            _resolved(stage, done, home),
-            begin.resume if stage.index == len(begin.done) else "auto",
-            position,
-        )
-        _free()
-        if "stopped_by" in stopped:
-            return {**stopped, "run": str(home), "stage": stage.name}
+
+        # --resume is about the first stage that is trained now; those after it are new.
+        resume_stage = "auto"
+        if stage.index == len(begin.done):
+            resume_stage = begin.resume
+        outcome = train(_resolve_next(stage, done, home), resume_stage, position)
+        _free_memory()
+        if "stopped_by" in outcome:
+            return {**outcome, "run": str(home), "stage": stage.name}
+
+        # From the stage's files, which a later start will read, too.
         done.append(on_first_rank(world, lambda stage=stage: _entry(stage)))
         if world.rank == 0:
             _write_ledger(home, stages, done)
+
     summary = whole_summary(home, done)
     if world.rank == 0:
         _finish(home, stages[-1], summary)
@@ -119,15 +138,18 @@ def run_stages(
 def check_stages(
     stages: list[Stage], done: list[dict[str, Any]], home: Path, world: RankGroup
 ) -> list[tuple[Stage, Resolved]]:
-    """Resolve and check every unfinished stage on the model the one before it will produce; nothing is trained."""
-    previous = _left_by(done, home, stages[0].recipe)
-    found: list[tuple[Stage, Resolved]] = []
+    """Resolve and check every unfinished stage on the model the one before it will produce.
+
+    Nothing is trained.
+    """
+    previous = _model_of_last_stage(done, home, stages[0].recipe)
+    checked: list[tuple[Stage, Resolved]] = []
     for stage in stages[len(done) :]:
         resolved = resolve_stage(stage, previous)
         check_stage(stage, resolved, world)
-        found.append((stage, resolved))
+        checked.append((stage, resolved))
         previous = expected_model(resolved, stage.folder)
-    return found
+    return checked
 
 
 def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
@@ -135,12 +157,16 @@ def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
     try:
         return resolve(stage.recipe, previous if stage.follows else None)
     except HeadwayError as problem:
-        _raise_of(stage, problem)
+        _raise_for_stage(stage, problem)
 
 
 def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
-    """Open what a stage reads, match its patterns and check its batch, so that its errors are found before the first stage trains."""
-    recipe, model = resolved.recipe, resolved.model
+    """Open what a stage reads, match its patterns and check its batch.
+
+    Its errors are found before the first stage trains.
+    """
+    recipe = resolved.recipe
+    model = resolved.model
     specs = all_specs(model, recipe.adapter)
     try:
         recipe.batch.resolve(recipe.data.seq_len, recipe.parallel.mesh(world.rank, world.size).data)
@@ -150,17 +176,20 @@ def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
         check_targets(open_run_data(resolved), resolved.tokenizer)
         check_reference(resolved)
     except HeadwayError as problem:
-        _raise_of(stage, problem)
+        _raise_for_stage(stage, problem)
 
 
-def _raise_of(stage: Stage, problem: HeadwayError) -> NoReturn:
-    raise type(problem)(
-        "\n".join(f"stage {stage.name}: {line}" for line in str(problem).splitlines())
-    ) from None
+def _raise_for_stage(stage: Stage, problem: HeadwayError) -> NoReturn:
+    """Raise an error once more, with the name of the stage in front of each of its lines."""
+    lines = [f"stage {stage.name}: {line}" for line in str(problem).splitlines()]
+    raise type(problem)("\n".join(lines)) from None
 
 
 def expected_model(resolved: Resolved, folder: Path) -> StoredModel:
-    """The model a stage will produce, as far as it is known before training: shape, tokenizer, initial weights."""
+    """The model a stage will produce, as far as it is known before training.
+
+    Shape and tokenizer are; weights are those that the stage starts from.
+    """
 
     def initial() -> Iterator[tuple[str, Tensor]]:
         from headway.model.init import initial_value
@@ -168,67 +197,83 @@ def expected_model(resolved: Resolved, folder: Path) -> StoredModel:
         for spec in param_specs(resolved.model):
             yield spec.name, initial_value(spec, resolved.model, resolved.recipe.seed)
 
-    weights: Callable[[], Iterator[tuple[str, Tensor]]] = (
-        initial if resolved.weights is None else resolved.weights.weights
-    )
+    weights: Callable[[], Iterator[tuple[str, Tensor]]] = initial
+    if resolved.weights is not None:
+        weights = resolved.weights.weights
     adapter = resolved.recipe.adapter
-    carried = (
-        None if adapter is None else StoredAdapter(adapter, resolved.base, weights, dict, list)
+    stored_adapter = None
+    if adapter is not None:
+        # Its updates do not exist yet: the two last arguments give none.
+        stored_adapter = StoredAdapter(adapter, resolved.base, weights, dict, list)
+    return StoredModel(
+        folder, resolved.model, resolved.tokenizer_path, weights, adapter=stored_adapter
     )
-    return StoredModel(folder, resolved.model, resolved.tokenizer_path, weights, adapter=carried)
 
 
 def decide_staged_start(recipe: Recipe, resume: str) -> StagedStart:
     """Read the run folder and decide; changes nothing."""
     home = recipe.run.folder
     check_writable(home)
-    resume = "auto" if is_restart(home) else resume
+    if is_restart(home):
+        resume = "auto"
     old = home / RECIPE
     refuse_broken_links([home, old])
     if resume == "never" and was_used(home):
         return StagedStart(moved=[(str(home), str(unused_name(home)))])
+
     if not old.exists():
         refuse_leftovers(home, home / CHECKPOINTS)
         if resume not in ("auto", "never"):
             raise ConfigError(f"--resume is {resume}, but {home} has no stages yet. Leave it out.")
         return StagedStart()
-    before = load(Recipe, old)
-    if not before.stages:
+
+    old_recipe = load(Recipe, old)
+    if not old_recipe.stages:
         raise ConfigError(
-            f"{home} is a run without stages. Choose another run.name, or use --resume never to start a new run."
+            f"{home} is a run without stages. Choose another run.name, or use --resume never to "
+            "start a new run."
         )
-    done, is_damaged = _done_before(recipe)
+    done, is_damaged = _finished_entries(recipe)
     if resume != "auto":
-        done, moved = _back_to(Path(resume), done, home, expand(recipe))
+        done, moved = _rewind_to(Path(resume), done, home, expand(recipe))
         return StagedStart(done, resume, moved)
-    _refuse_changes(before, recipe, done)
+    _refuse_changes(old_recipe, recipe, done)
     return StagedStart(done, is_damaged=is_damaged)
 
 
 def _refuse_changes(before: Recipe, now: Recipe, done: list[dict[str, Any]]) -> None:
+    """Refuse a recipe in which finished stages have other settings than they were trained with."""
     changed = changes_of_finished(before, now, len(done))
-    if changed:
-        for stage in expand(now):
-            refuse_missing_data(stage.recipe)
-        raise ConfigError(
-            f"{now.run.folder}: finished stages may not change: {'; '.join(changed)}. "
-            "Set them back, choose another run.name, or use --resume never to start a new run."
-        )
+    if not changed:
+        return
+    # A file that is missing explains more than the settings that differ because of it.
+    for stage in expand(now):
+        refuse_missing_data(stage.recipe)
+    raise ConfigError(
+        f"{now.run.folder}: finished stages may not change: {'; '.join(changed)}. "
+        "Set them back, choose another run.name, or use --resume never to start a new run."
+    )
 
 
-def _back_to(
+def _rewind_to(
     path: Path, done: list[dict[str, Any]], home: Path, stages: list[Stage]
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """The stages before the one a checkpoint belongs to, and the folders of later ones, which will be trained again."""
+    """The stages before the one a checkpoint belongs to, and the folders to move.
+
+    Those are the folders of later stages, which will be trained again.
+    """
+    # Resolved, because checkpoints/latest is a link.
     inside = [stage for stage in stages if path.resolve().is_relative_to(stage.folder.resolve())]
     if not inside:
         raise ConfigError(
-            f"--resume is {path}, which is not a checkpoint of a stage of {home}. Give one below {home / FOLDER}."
+            f"--resume is {path}, which is not a checkpoint of a stage of {home}. "
+            f"Give one below {home / FOLDER}."
         )
     index = inside[0].index
     if len(done) < index:
         raise ConfigError(
-            f"--resume is {path}, of stage {index + 1}; stage {len(done) + 1} before it is not done. Leave --resume out."
+            f"--resume is {path}, of stage {index + 1}; "
+            f"stage {len(done) + 1} before it is not done. Leave --resume out."
         )
     later = [stage.folder for stage in stages[index + 1 :] if stage.folder.exists()]
     return done[:index], [(str(folder), str(unused_name(folder))) for folder in later]
@@ -237,32 +282,33 @@ def _back_to(
 def read_ledger(home: Path) -> list[dict[str, Any]]:
     """The entries of stages.json; empty if it is missing. A damaged one raises ValueError."""
     try:
-        found: Any = load_json(home / STAGES)
-        listed: list[dict[str, Any]] = list(found["stages"])
-        if any(
-            entry["state"] == "done" and not {"steps", "seconds", "checkpoint"} <= entry.keys()
-            for entry in listed
-        ):
-            raise ValueError("an entry lacks its summary")
+        content: Any = load_json(home / STAGES)
+        entries: list[dict[str, Any]] = list(content["stages"])
+        for entry in entries:
+            if entry["state"] == "done" and not SUMMARY_KEYS.issubset(entry):
+                raise ValueError("an entry lacks its summary")
     except FileNotFoundError:
         return []
     except (OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    return listed
+    return entries
 
 
-def _done_before(recipe: Recipe) -> tuple[list[dict[str, Any]], bool]:
-    """The entries of finished stages; where stages.json is damaged, from the summaries of the stages, with a warning."""
+def _finished_entries(recipe: Recipe) -> tuple[list[dict[str, Any]], bool]:
+    """The entries of finished stages.
+
+    Where stages.json is damaged, from the summaries of the stages, with a warning.
+    """
     home = recipe.run.folder
     try:
         return [entry for entry in read_ledger(home) if entry["state"] == "done"], False
     except ValueError as error:
-        done = [
-            _entry(stage)
-            for stage in takewhile(
-                lambda stage: read_summary(stage.folder) is not None, expand(recipe)
-            )
-        ]
+        # Stages are trained in order: the first one without a summary is the first to train.
+        done: list[dict[str, Any]] = []
+        for stage in expand(recipe):
+            if read_summary(stage.folder) is None:
+                break
+            done.append(_entry(stage))
         log.warning(
             "%s is damaged (%s); according to their folders, %d stages are done",
             home / STAGES,
@@ -273,15 +319,17 @@ def _done_before(recipe: Recipe) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _write_ledger(home: Path, stages: list[Stage], done: list[dict[str, Any]]) -> None:
-    left = [
-        {
-            "name": stage.name,
-            "folder": f"{FOLDER}/{stage.label}",
-            "state": "running" if stage.index == len(done) else "waiting",
-        }
-        for stage in stages[len(done) :]
-    ]
-    write_json(home / STAGES, {"stages": [*done, *left]})
+    """Write stages.json: the entries of finished stages, then what the others are."""
+    entries = list(done)
+    for stage in stages[len(done) :]:
+        entries.append(
+            {
+                "name": stage.name,
+                "folder": f"{FOLDER}/{stage.label}",
+                "state": "running" if stage.index == len(done) else "waiting",
+            }
+        )
+    write_json(home / STAGES, {"stages": entries})
 
 
 def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> None:
@@ -290,43 +338,52 @@ def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> N
         move_aside(Path(old), Path(new))
         if Path(old) == home:
             moved()
+
     begin_in(home)
     record_code(home, recipe)
     final = home / FINAL
+    # The run's final is a link to that of its last stage. A folder there is what a copy of the
+    # run made of the link, and it may be the only one: it is kept under another name.
     if final.is_dir() and not final.is_symlink():
         target = unused_name(final)
         final.rename(target)
         log.warning(
-            "%s was a folder, as a copy that follows links leaves it; it is now %s, and the link is written at the end",
+            "%s was a folder, as a copy that follows links leaves it; "
+            "it is now %s, and the link is written at the end",
             final,
             target,
         )
-    for stale in (final, home / SUMMARY):  # of a run that had fewer stages
-        stale.unlink(missing_ok=True)
+
+    # Those of a run that was complete with fewer stages.
+    final.unlink(missing_ok=True)
+    (home / SUMMARY).unlink(missing_ok=True)
     write_atomic(home / RECIPE, dump_yaml(recipe, only_given=True))
 
 
-def _left_by(done: list[dict[str, Any]], home: Path, recipe: Recipe) -> StoredModel | None:
-    return (
-        find_model(home / done[-1]["checkpoint"], wrapping=wrapping_of(recipe))
-        if done and done[-1]["checkpoint"]
-        else None
-    )
+def _model_of_last_stage(
+    done: list[dict[str, Any]], home: Path, recipe: Recipe
+) -> StoredModel | None:
+    """The model of the last finished stage; None where it has left no checkpoint."""
+    if done and done[-1]["checkpoint"]:
+        return find_model(home / done[-1]["checkpoint"], wrapping=wrapping_of(recipe))
+    return None
 
 
-def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
+def _resolve_next(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
     """A stage with the weights of the one before it."""
     if not stage.follows:
         return resolve_stage(stage, None)
     source = done[-1]["checkpoint"]
-    recorded = (
-        load(Recipe, stage.folder / RECIPE).init.source
-        if (stage.folder / RECIPE).exists()
-        else None
+    weights = str(home / source)
+    if (stage.folder / RECIPE).exists():
+        # init.from may not change when a stage resumes. Where the run folder was moved, it keeps
+        # the path that it began with.
+        recorded = load(Recipe, stage.folder / RECIPE).init.source
+        if recorded is not None and recorded.endswith(source):
+            weights = recorded
+    return resolve_stage(
+        stage.starting_from(weights), _model_of_last_stage(done, home, stage.recipe)
     )
-    # a run folder that was moved keeps the name it began with
-    weights = recorded if recorded is not None and recorded.endswith(source) else str(home / source)
-    return resolve_stage(stage.starting_from(weights), _left_by(done, home, stage.recipe))
 
 
 def _entry(stage: Stage) -> dict[str, Any]:
@@ -334,8 +391,10 @@ def _entry(stage: Stage) -> dict[str, Any]:
     summary = read_summary(stage.folder)
     assert summary is not None, "a stage that is done has a summary"
     folder = f"{FOLDER}/{stage.label}"
-    last = summary.get("checkpoint")
-    checkpoint = None if last is None else f"{folder}/{CHECKPOINTS}/{Path(last).name}"
+    # Relative to the run folder, so that the run may be moved between two stages.
+    checkpoint = None
+    if summary.get("checkpoint") is not None:
+        checkpoint = f"{folder}/{CHECKPOINTS}/{Path(summary['checkpoint']).name}"
     return {
         "name": stage.name,
         "folder": folder,
@@ -347,29 +406,41 @@ def _entry(stage: Stage) -> dict[str, Any]:
 
 def whole_summary(home: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
     """The summary of all stages: sums, the first loss of the first and the numbers of the last."""
-    first, last = done[0], done[-1]
+    first = done[0]
+    last = done[-1]
     total = {key: sum(entry[key] or 0 for entry in done) for key in SUMMED}
-    rates = {
-        f"{kind}_per_second": _rate(done, f"{kind}_per_second") for kind in ("tokens", "samples")
-    }
+    rates = {key: _mean_rate(done, key) for key in ("tokens_per_second", "samples_per_second")}
     latest = {
         key: value
         for key, value in last.items()
         if key.startswith(("last_", "best_")) or key in ("data_wait_share", "stopped_early")
     }
-    final = str(home / FINAL) if last.get("final") else None
-    begun = {key: first[key] for key in ("first_loss", "first_valid_loss")}
-    return {"run": str(home), **total, **rates, **begun, **latest, "final": final, "stages": done}
+    final = None
+    if last.get("final"):
+        final = str(home / FINAL)
+    first_losses = {key: first[key] for key in ("first_loss", "first_valid_loss")}
+    return {
+        "run": str(home),
+        **total,
+        **rates,
+        **first_losses,
+        **latest,
+        "final": final,
+        "stages": done,
+    }
 
 
-def _rate(done: list[dict[str, Any]], key: str) -> float | None:
+def _mean_rate(done: list[dict[str, Any]], key: str) -> float | None:
     """The mean over the time of all stages that have it."""
     known = [(entry[key], entry["seconds"]) for entry in done if entry.get(key) is not None]
     seconds = sum(time for _, time in known)
-    return sum(rate * time for rate, time in known) / seconds if seconds else None
+    if seconds:
+        return sum(rate * time for rate, time in known) / seconds
+    return None
 
 
 def _finish(home: Path, last: Stage, summary: dict[str, Any]) -> None:
+    """On the first rank: what makes the run folder that of a finished run."""
     if summary["final"] is not None:
         link_atomic(home / FINAL, f"{FOLDER}/{last.label}/{FINAL}")
     write_json(home / SUMMARY, summary)
@@ -382,10 +453,11 @@ def _finish(home: Path, last: Stage, summary: dict[str, Any]) -> None:
     )
 
 
-def _free() -> None:
+def _free_memory() -> None:
     """Free the memory of a stage before the next one starts."""
     import torch
 
+    # A run and its parts refer to each other, so that only a collection frees them.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,6 +1,9 @@
-"""The stages of a recipe as separate recipes, and the position of a stage in its run. Imports without torch.
+"""The stages of a recipe as separate recipes, and the position of a stage in its run.
 
-recipe + the settings of a stage -> the stage's recipe: run folder RUN/stages/NN-name, seed + NN - 1, weights of the stage before it
+    recipe + the settings of a stage -> the stage's recipe:
+        run folder RUN/stages/NN-name, seed + NN - 1, weights of the stage before it
+
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -21,10 +24,27 @@ from headway.train.config import SHARED_BY_STAGES, InitConfig, Recipe
 
 FOLDER = "stages"
 MAY_CHANGE = (
-    "run.", "launch.", "device:", "parallel.", "kernels.", "memory.", "checkpoint.", "log.", "track:", "deterministic:",
-    "batch.micro_rows:", "data.workers:", "data.prefetch:", "data.pin_memory:", "data.stage_to:", "data.cache_dir:",
-)  # fmt: skip
-"""Settings of a finished stage that may change: they decide how it is computed, not what."""
+    "run.",
+    "launch.",
+    "device:",
+    "parallel.",
+    "kernels.",
+    "memory.",
+    "checkpoint.",
+    "log.",
+    "track:",
+    "deterministic:",
+    "batch.micro_rows:",
+    "data.workers:",
+    "data.prefetch:",
+    "data.pin_memory:",
+    "data.stage_to:",
+    "data.cache_dir:",
+)
+"""Beginnings of the differences in a finished stage that are allowed: how it is computed, not
+what.
+"""
+CHECKPOINT_PREFIX = "step-"
 
 
 @dataclass(frozen=True)
@@ -57,52 +77,60 @@ class Stage:
 
 def expand(recipe: Recipe) -> list[Stage]:
     """The stages of a recipe, in order, each with a complete recipe."""
-    found: list[Stage] = []
+    expanded: list[Stage] = []
     home = recipe.run.folder
     for index, stage in enumerate(recipe.stages):
-        given: Any = stage.settings
-        follows = index > 0 and "from" not in (given.get("init") or {})
+        settings: Any = stage.settings
+        follows = index > 0 and "from" not in (settings.get("init") or {})
         run = recipe.run.model_copy(
             update={"dir": home / FOLDER, "name": f"{index + 1:02}-{stage.name}"}
         )
         data = recipe.stage_settings(index)
+        # A stage is a run of its own, in a folder of its own.
         data["run"] = run.model_dump(mode="json")
+        # Another seed for each stage: the same data must not come in the same order again.
         data.setdefault("seed", recipe.seed)
-        if "seed" not in given:
+        if "seed" not in settings:
             data["seed"] = recipe.seed + index
+        # The recipe's init is where the first stage starts; a later one starts from the one before.
         if index > 0:
-            data["init"] = given.get("init") or {}
-        found.append(Stage(index, stage.name, validate(Recipe, data), follows))
-    for before, after in pairwise(found):
+            data["init"] = settings.get("init") or {}
+        expanded.append(Stage(index, stage.name, validate(Recipe, data), follows))
+    for before, after in pairwise(expanded):
         if after.follows and not before.recipe.checkpoint.at_end:
             raise ConfigError(
-                f"stages.{before.index}: checkpoint.at_end is false, but {after.name} starts from its last checkpoint. Set it to true."
+                f"stages.{before.index}: checkpoint.at_end is false, but {after.name} starts from "
+                "its last checkpoint. Set it to true."
             )
-    return found
+    return expanded
 
 
 def changes_of_finished(old: Recipe, new: Recipe, finished: int) -> list[str]:
     """Settings of finished stages that differ and may not, as `stage: key: old -> new`."""
-    before, after = expand(old), expand(new)
-    found: list[str] = []
+    before = expand(old)
+    after = expand(new)
+    changes: list[str] = []
     for index in range(finished):
-        if index >= len(after) or after[index].name != before[index].name:
-            now = after[index].name if index < len(after) else "nothing"
-            found.append(f"stage {index + 1}: {before[index].name} -> {now}")
+        old_stage = before[index]
+        if index >= len(after):
+            changes.append(f"stage {index + 1}: {old_stage.name} -> nothing")
             continue
-        fixed, free = differences(
-            _with_kinds(before[index].recipe), _with_kinds(after[index].recipe)
-        )
-        found += [
-            f"{after[index].name}: {change}"
-            for change in (*fixed, *free)
-            if not change.startswith(MAY_CHANGE)
-        ]
-    return found
+        new_stage = after[index]
+        if new_stage.name != old_stage.name:
+            changes.append(f"stage {index + 1}: {old_stage.name} -> {new_stage.name}")
+            continue
+        fixed, free = differences(_with_kinds(old_stage.recipe), _with_kinds(new_stage.recipe))
+        for change in (*fixed, *free):
+            if not change.startswith(MAY_CHANGE):
+                changes.append(f"{new_stage.name}: {change}")
+    return changes
 
 
 def _with_kinds(recipe: Recipe) -> Recipe:
-    """The recipe with the kind of its raw data, which an older recipe.yaml states and a newer one may leave to detection."""
+    """The recipe with the kind of its raw data.
+
+    An older recipe.yaml states it, and a newer one may leave it to detection.
+    """
     from headway.prepare.detect import with_kinds
 
     return recipe.model_copy(
@@ -145,12 +173,17 @@ class StagePosition:
 
 
 class StageMetrics:
-    """Writes the metrics of a stage to its own file and to that of the whole run, which counts steps over all stages."""
+    """Writes the metrics of a stage to its own file and to that of the whole run.
+
+    The whole run counts steps over all stages.
+    """
 
     def __init__(
         self, stage_file: MetricsFile, run_file: MetricsFile, position: StagePosition
     ) -> None:
-        self.stage_file, self.run_file, self.position = stage_file, run_file, position
+        self.stage_file = stage_file
+        self.run_file = run_file
+        self.position = position
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's record to both files."""
@@ -169,25 +202,25 @@ class StageMetrics:
 
 
 def steps_saved(run: Path) -> int:
-    """The step of a run's newest checkpoint, counted over all stages; -1 without a checkpoint. Reads names only, not files."""
-    found = [
-        int(path.name[5:])
-        for path in (run / "checkpoints").glob("step-*")
-        if path.name[5:].isdecimal()
-    ]
+    """The step of a run's newest checkpoint, counted over all stages; -1 without a checkpoint.
+
+    Reads names only, not files.
+    """
     try:
         listed = load_json(run / STAGES)["stages"]
         done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
         running = [
             steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"
         ]
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # no stages.json, or a damaged one
-        return max(found, default=-1)
-    return done + max([0, *running]) if done or running else -1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        # A run without stages, or with a damaged stages.json: the folder's own checkpoints count.
+        steps: list[int] = []
+        for path in (run / "checkpoints").glob(f"{CHECKPOINT_PREFIX}*"):
+            number = path.name.removeprefix(CHECKPOINT_PREFIX)
+            if number.isdecimal():
+                steps.append(int(number))
+        return max(steps, default=-1)
+
+    if done or running:
+        return done + max([0, *running])
+    return -1

@@ -1,4 +1,6 @@
-"""Recipes with `model.family: transformers`: the shape of their model, and what such a model cannot do, refused by name before work."""
+"""Recipes with `model.family: transformers`: the shape of their model, and what such a model cannot
+do, refused by name before work.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +12,46 @@ from headway.model.families.base import WRAPPED
 from headway.model.families.transformers import Wrapping, read
 from headway.train.config import Recipe
 
-OWN = {"family", "hf_config", "trust_remote_code", "preset"}
-"""Settings of `model` that this family reads."""
+READ_SETTINGS = {"family", "hf_config", "trust_remote_code", "preset"}
+"""Settings of `model` that this family reads. Its shape comes from a config.json."""
 
 
 def wrapping_of(recipe: Recipe) -> Wrapping | None:
     """How a recipe asks to wrap the class of transformers; None: it does not."""
     model = recipe.model
-    return (
-        Wrapping(model.hf_config or {}, model.trust_remote_code)
-        if model.family == WRAPPED
-        else None
-    )
+    if model.family == WRAPPED:
+        return Wrapping(model.hf_config or {}, model.trust_remote_code)
+    return None
 
 
 def check_wrapped(recipe: Recipe, weights: ModelConfig | None) -> None:
-    """Refuse weights and settings that do not go with a wrapped class, and a wrapped class that the recipe does not name."""
-    is_wrapped = weights is not None and weights.hf_config is not None
+    """Refuse weights and settings that do not go with a wrapped class.
+
+    Also refuse weights of a wrapped class if the recipe does not ask for one.
+    """
+    wrapped_config = None
+    if weights is not None:
+        wrapped_config = weights.hf_config
+
     if recipe.model.family != WRAPPED:
-        if is_wrapped:
-            kind = (
-                str((weights.hf_config or {}).get("model_type"))[:80] if weights is not None else ""
-            )
+        if wrapped_config is not None:
+            # From a file of others, so of any length.
+            model_type = str(wrapped_config.get("model_type"))[:80]
             raise ConfigError(
-                f"init.from={recipe.init.source} has model_type {kind!r}, which headway has no family for. Set model.family=transformers "
-                "to train the class of transformers."
+                f"init.from={recipe.init.source} has model_type {model_type!r}, "
+                "which headway has no family for. "
+                "Set model.family=transformers to train the class of transformers."
             )
         return
-    if weights is not None and not is_wrapped:
+
+    if weights is not None and wrapped_config is None:
         raise ConfigError(
-            f"model.family is transformers and init.from={recipe.init.source} is a checkpoint of family {weights.family}. Give its final/ "
+            f"model.family is transformers and init.from={recipe.init.source} is a checkpoint of "
+            f"family {weights.family}. Give its final/ "
             "folder, or what `headway export hf` wrote."
         )
-    for key, given, why in _refused(recipe):
-        if given:
+    for key, is_given, why in _refused(recipe):
+        if is_given:
             raise ConfigError(f"{key} is given with model.family transformers; {why}")
 
 
@@ -78,21 +86,30 @@ def _refused(recipe: Recipe) -> list[tuple[str, Any, str]]:
 
 
 def wrapped_shape(recipe: Recipe, weights: ModelConfig | None, unknown_vocab: int) -> ModelConfig:
-    """The shape of the class: of the weights, or of model.hf_config, whose vocabulary is the tokenizer's where it names none."""
-    given = recipe.model
-    if weights is None and given.hf_config is None:
+    """The shape of the class: of the weights, or of model.hf_config.
+
+    Where model.hf_config names no vocabulary, it is `unknown_vocab`, the tokenizer's.
+    """
+    settings = recipe.model
+    if weights is not None:
+        model = weights
+    elif settings.hf_config is not None:
+        hf_config = {"vocab_size": unknown_vocab, **settings.hf_config}
+        model = read(hf_config, settings.trust_remote_code)
+    else:
         raise ConfigError(
-            "model.family is transformers, which takes its shape from a config.json. Give init.from, or model.hf_config."
+            "model.family is transformers, which takes its shape from a config.json. "
+            "Give init.from, or model.hf_config."
         )
-    model = (
-        weights
-        if weights is not None
-        else read({"vocab_size": unknown_vocab, **(given.hf_config or {})}, given.trust_remote_code)
-    )
-    for name in sorted(given.model_fields_set - OWN):
-        if getattr(given, name) is not None and getattr(given, name) != getattr(model, name):
+
+    # A setting that says what the class has anyway, as recipe.yaml of a run does, is no mistake.
+    for name in sorted(settings.model_fields_set - READ_SETTINGS):
+        wanted = getattr(settings, name)
+        actual = getattr(model, name)
+        if wanted is not None and wanted != actual:
             raise ConfigError(
-                f"model.{name} is {getattr(given, name)} with model.family transformers, whose class has {getattr(model, name)}. Leave it "
-                "out; model.hf_config changes config.json."
+                f"model.{name} is {wanted} with model.family transformers, "
+                f"whose class has {actual}. "
+                "Leave it out; model.hf_config changes config.json."
             )
     return model

@@ -1,6 +1,8 @@
-"""`headway doctor data`: a recipe comes in; what its data teaches goes out, as checks and as documents with their loss mask.
+"""`headway doctor data`: a recipe comes in; what its data teaches goes out, as checks and as
+documents with their loss mask.
 
-Reads and tokenizes what `headway train` would (raw files go into the same cache), trains nothing, makes no run folder.
+Reads and tokenizes what `headway train` would (raw files go into the same cache), trains nothing,
+makes no run folder.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ from headway.train.staged_run import check_stages
 from headway.train.stages import expand
 
 ROUND_TRIP_TEXTS = 2000
+"""Texts of each source that are encoded and decoded."""
 MOST_CHARACTERS = 1 << 16
+"""Of each of these texts, so that one huge document does not take all the time."""
 NAMED_LOST = 5
+"""Texts that a check names; it counts the others."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,14 @@ class DataCheckup:
 
 
 def resolve_all(recipe: Recipe) -> list[tuple[str | None, Resolved]]:
-    """The recipe as training would see it; one of each stage, on the model that the stage before it will leave."""
+    """The recipe as training would see it; one of each stage, on the model that the stage before it
+    will leave.
+    """
     if not recipe.stages:
         return [(None, resolve(recipe))]
-    return [
-        (stage.name, resolved)
-        for stage, resolved in check_stages(expand(recipe), [], recipe.run.folder, RankGroup())
-    ]
+    # As if no stage had been trained, so that those of a run that is half done are checked too.
+    stages = check_stages(expand(recipe), [], recipe.run.folder, RankGroup())
+    return [(stage.name, resolved) for stage, resolved in stages]
 
 
 def check_data(recipe: Recipe, options: SampleOptions = SampleOptions()) -> list[DataCheckup]:
@@ -82,21 +88,20 @@ def check_data(recipe: Recipe, options: SampleOptions = SampleOptions()) -> list
 
 def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions) -> DataCheckup:
     """Check the data of one resolved recipe."""
-    recipe, data = resolved.recipe, open_resolved(resolved)
+    recipe = resolved.recipe
+    data = open_resolved(resolved)
+    # An aligner learns from whole samples, and the checks below are about tokens.
     if not run_form(resolved.model).has_targets:
-        return DataCheckup(
-            stage,
-            (
-                Check(
-                    "samples",
-                    "ok",
-                    f"opened: {', '.join(data.names)}; aligned samples have no loss mask to check",
-                ),
-            ),
-        )
-    end_ids = resolved.weights.end_ids if resolved.weights else frozenset[int]()
+        detail = f"opened: {', '.join(data.names)}; aligned samples have no loss mask to check"
+        return DataCheckup(stage, (Check("samples", "ok", detail),))
+
+    end_ids = frozenset[int]()
+    if resolved.weights:
+        end_ids = resolved.weights.end_ids
     checks = data_checks(DataContext(recipe.data, data, resolved.tokenizer, end_ids))
     checks += round_trip_checks(recipe.data, resolved.tokenizer)
+
+    # The equality checks run a small model on rows of tokens alone.
     if resolved.media is None:
         checks += equality_checks(recipe.data, data.train, resolved.model, recipe.seed)
     else:
@@ -112,85 +117,89 @@ def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions
 
 def open_resolved(resolved: Resolved) -> OpenData:
     """The data that a run would open; raw files are tokenized into the cache."""
-    return open_run_data(
-        resolved, choose_compute(resolved.recipe.device, resolved.recipe.precision).device
-    )
+    # Frozen encoders of media run on this device.
+    compute = choose_compute(resolved.recipe.device, resolved.recipe.precision)
+    return open_run_data(resolved, compute.device)
 
 
 def take_samples(
     data: OpenData, tokenizer: Tokenizer | None, options: SampleOptions
 ) -> Iterator[SourceSamples]:
     """Documents to show; none without a tokenizer."""
-    for number, one in enumerate(data.train if tokenizer is not None and options.documents else ()):
-        source = one.selection.source
-        shown = ungrouped(source)
-        if options.wanted:
-            chosen = (
-                [document for document in options.wanted if document < shown.num_documents]
-                if number == 0
-                else []
-            )
+    if tokenizer is None or not options.documents:
+        return
+
+    for position, train_source in enumerate(data.train):
+        source = train_source.selection.source
+        # The stored documents themselves: a group, such as a pair, has no text of its own.
+        stored = ungrouped(source)
+        if not options.wanted:
+            spread = np.linspace(0, stored.num_documents - 1, options.documents)
+            # A short source would be asked for a document twice.
+            numbers = np.unique(spread.astype(np.int64)).tolist()
+        elif position == 0:
+            numbers = [number for number in options.wanted if number < stored.num_documents]
         else:
-            chosen = np.unique(
-                np.linspace(0, shown.num_documents - 1, options.documents).astype(np.int64)
-            ).tolist()
-        assert tokenizer is not None
+            numbers = []
         documents = tuple(
-            preview_document(shown, document, tokenizer, options.max_tokens) for document in chosen
+            preview_document(stored, number, tokenizer, options.max_tokens) for number in numbers
         )
         if documents:
             yield SourceSamples(source.name, source.masked, documents)
 
 
 def round_trip_checks(config: DataConfig, tokenizer: Tokenizer | None) -> list[Check]:
-    """Whether decoding gives back texts byte for byte: known hard ones, and the user's own where the data is raw."""
+    """Whether decoding gives back texts byte for byte: known hard ones, and the user's own where
+    the data is raw.
+    """
     if tokenizer is None:
         return []
-    hard: list[str] = []
-    measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), hard)
-    checks = [
-        _round_trip(
-            "hard texts", f"{len(HARD_TEXTS)} texts that tokenizers are known to lose", hard
-        )
-    ]
-    for one in config.train or ():
-        path = local_path(one.path, config.cache_dir)
+
+    lost_hard: list[str] = []
+    measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), lost_hard)
+    detail = f"{len(HARD_TEXTS)} texts that tokenizers are known to lose"
+    checks = [_round_trip("hard texts", detail, lost_hard)]
+
+    for source in config.train or ():
+        path = local_path(source.path, config.cache_dir)
         # A folder of pictures has no format of files.
-        holds_media = one.kind != "auto" and record_kind(one.kind).holds_media
-        if one.format is None and (holds_media or format_of(path) == "raw"):
-            lost: list[str] = []
-            found = measure(tokenizer, islice(_texts(path, one), ROUND_TRIP_TEXTS), lost)
-            checks.append(
-                _round_trip(
-                    one.path,
-                    f"{found.texts} texts, {found.bytes_per_token:.2f} bytes per token",
-                    lost,
-                )
-            )
+        holds_media = source.kind != "auto" and record_kind(source.kind).holds_media
+        # A token store has no text that its ids could be compared with.
+        is_raw = source.format is None and (holds_media or format_of(path) == "raw")
+        if not is_raw:
+            continue
+        lost: list[str] = []
+        measured = measure(tokenizer, islice(_texts(path, source), ROUND_TRIP_TEXTS), lost)
+        detail = f"{measured.texts} texts, {measured.bytes_per_token:.2f} bytes per token"
+        checks.append(_round_trip(source.path, detail, lost))
     return checks
 
 
 def _round_trip(name: str, detail: str, lost: list[str]) -> Check:
+    """The check of some texts; `lost` names those that decoding did not give back."""
     if not lost:
         return Check(f"round trip of {name}", "ok", f"{detail}; all come back byte for byte")
-    named = ", ".join(lost[:NAMED_LOST]) + (
-        f" and {len(lost) - NAMED_LOST} more" if len(lost) > NAMED_LOST else ""
-    )
-    remedy = "Such texts come back changed: use a tokenizer without normalisation (byte-level), if they matter to you."
+    named = ", ".join(lost[:NAMED_LOST])
+    if len(lost) > NAMED_LOST:
+        named += f" and {len(lost) - NAMED_LOST} more"
     return Check(
-        f"round trip of {name}", "warn", f"{detail}; {len(lost)} come back changed: {named}", remedy
+        f"round trip of {name}",
+        "warn",
+        f"{detail}; {len(lost)} come back changed: {named}",
+        "Such texts come back changed: use a tokenizer without normalisation (byte-level), if they "
+        "matter to you.",
     )
 
 
-def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
+def _texts(path: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
     """(place, text) of what the tokenizer will see; of records every text in them."""
-    kind = record_kind(one.kind)
+    kind = record_kind(source.kind)
     if not kind.is_text:
         for record in kind.read(kind.files([path])):
             for text in texts_in(dict(record.data)):
                 yield record.place, text[:MOST_CHARACTERS]
         return
     for document in read_documents(
-        [path], text_key=one.text_key, template=one.template, split=one.split
+        [path], text_key=source.text_key, template=source.template, split=source.split
     ):
         yield document.place, document.text[:MOST_CHARACTERS]

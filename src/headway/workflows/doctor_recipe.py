@@ -1,7 +1,9 @@
-"""`headway doctor recipe`: a recipe comes in; whether training would accept it, whether it fits, and what in it makes no sense goes out.
+"""`headway doctor recipe`: a recipe comes in; whether training would accept it, whether it fits,
+and what in it makes no sense goes out.
 
-Everything `headway train` refuses is found here too, without a run folder: files, shapes, layout, data, targets. Then come settings that
-are legal and yet a mistake: a warm-up longer than the run, a validation that never runs, a checkpoint that is never written.
+Everything `headway train` refuses is found here too, without a run folder: files, shapes, layout,
+data, targets. Then come settings that are legal and yet a mistake: a warm-up longer than the run, a
+validation that never runs, a checkpoint that is never written.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from headway.train.resolve import Resolved
 from headway.workflows.doctor_data import open_resolved, resolve_all
 
 MANY_EPOCHS = 20
+"""More passes over the data than this get a warning."""
 LARGE_PARAMETERS = 100_000_000
+"""From this size on, a model trained from scratch has the usual rates of a large one."""
+SHORT_STEPS = 100
+"""A run of so few steps needs no checkpoint before its end."""
 RATES = {
     # what trains: (lowest, highest) usual peak rate of AdamW
     "adapter": (2e-5, 2e-3),
@@ -63,6 +69,7 @@ class RecipeTrial:
     batch: ResolvedBatch
     steps: int
     rows_per_epoch: int | None
+    """None for generated data, which has no end."""
 
     @property
     def recipe(self) -> Recipe:
@@ -71,7 +78,9 @@ class RecipeTrial:
 
 
 def check_recipe(recipe: Recipe, target: RecipeTarget = RecipeTarget()) -> list[Check]:
-    """Every check of a recipe. What training refuses is a check that failed; nothing later is tried then."""
+    """Every check of a recipe. What training refuses is a check that failed; nothing later is tried
+    then.
+    """
     try:
         all_resolved = resolve_all(recipe)
     except HeadwayError as error:
@@ -85,24 +94,27 @@ def check_recipe(recipe: Recipe, target: RecipeTarget = RecipeTarget()) -> list[
         ]
     checks = [Check("recipe", "ok", "every setting is known, and the files it names were found")]
     for stage, resolved in all_resolved:
-        found = list(_check_one(resolved, target))
-        checks += [check if stage is None else check.on(stage) for check in found]
+        for check in _check_resolved(resolved, target):
+            # Names of checks repeat from stage to stage.
+            if stage is not None:
+                check = check.on(stage)
+            checks.append(check)
     return checks
 
 
-def _check_one(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
+def _check_resolved(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
+    """The checks of one stage, or of a recipe without stages."""
     recipe = resolved.recipe
+    end_ids = frozenset[int]()
+    if resolved.weights:
+        end_ids = resolved.weights.end_ids
     try:
         data = open_resolved(resolved)
-        targets = check_targets(
-            data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset()
-        )
-        yield Check(
-            "data",
-            "ok",
-            "; ".join(targets.lines)
-            or f"{len(data.train)} sources, {len(data.valid)} validation sets",
-        )
+        targets = check_targets(data, resolved.tokenizer, end_ids)
+        detail = "; ".join(targets.lines)
+        if not detail:
+            detail = f"{len(data.train)} sources, {len(data.valid)} validation sets"
+        yield Check("data", "ok", detail)
         trial = _trial(resolved, data, target.world or 1)
     except HeadwayError as error:
         yield Check(
@@ -112,6 +124,8 @@ def _check_one(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
             "Correct the data; `headway doctor data` shows it as training reads it.",
         )
         return
+
+    # Most of what follows is compared with the number of steps, which depends on the data.
     yield from memory_checks(resolved, target)
     yield from length_checks(trial)
     yield from rate_checks(trial)
@@ -128,47 +142,28 @@ def _check_one(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
 
 
 def _trial(resolved: Resolved, data: OpenData, world: int) -> RecipeTrial:
+    """The numbers of a run on `world` ranks, or on the fewest that the layout needs."""
     recipe = resolved.recipe
-    mesh = recipe.parallel.mesh(
-        0, max(world, recipe.parallel.ranks_per_row * recipe.parallel.expert)
-    )
+    fewest = recipe.parallel.ranks_per_row * recipe.parallel.expert
+    mesh = recipe.parallel.mesh(0, max(world, fewest))
     batch = recipe.batch.resolve(recipe.data.seq_len, mesh.data)
-    ranks = RankGroups(
-        data=RankGroup(0, mesh.data)
-    )  # the first of ranks that do not run: a loader only counts by them
+
+    # No other rank runs. A loader of rank 0 counts steps and rows without them.
+    ranks = RankGroups(data=RankGroup(0, mesh.data))
     with make_loader(recipe, data, batch, None, ranks) as loader:
-        rows = None if recipe.data.train is None else loader.rows_per_epoch()
+        rows = None
+        if recipe.data.train is not None:
+            rows = loader.rows_per_epoch()
         return RecipeTrial(resolved, data, batch, count_steps(recipe, loader, batch), rows)
 
 
 def memory_checks(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
     """Whether a step fits: on the given GPU as `headway plan` says, else on this machine."""
-    recipe = resolved.recipe
     try:
         if target.gpu is not None:
-            job = plan_job(recipe, PlanTarget(target.gpu, target.world))
-            made = make_plan(job)
-            detail = f"{amount(max(one.total for one in made.by_rank))} of {amount(job.usable_bytes)} on {job.layout.world} x {job.gpu.name}"
-            if made.fits:
-                yield Check("memory", "ok", detail)
-                return
-            near = [
-                ", ".join(str(cell) for cell in summary_row(one)[:2])
-                for one in nearest_fitting(job)[:2]
-            ]
-            remedy = (
-                f"These fit: {'; '.join(near)} (headway plan shows more)."
-                if near
-                else "Use more GPUs, shorter rows or a smaller model."
-            )
-            yield Check("memory", "fail", f"it does not fit: {detail}", remedy)
-            return
-        compute = choose_compute(recipe.device, recipe.precision)
-        batch = recipe.batch.resolve(recipe.data.seq_len, 1)
-        wanted, limit = (
-            estimate(describe_job(recipe, resolved.model, compute, batch, 1)).total,
-            memory_limit(recipe, compute.device),
-        )
+            yield _memory_on(target.gpu, resolved.recipe, target.world)
+        else:
+            yield _memory_here(resolved)
     except HeadwayError as error:
         yield Check(
             "memory",
@@ -176,30 +171,63 @@ def memory_checks(resolved: Resolved, target: RecipeTarget) -> Iterator[Check]:
             str(error),
             "Correct the layout; `headway plan --search` lists those that fit.",
         )
-        return
-    detail = f"a step needs about {amount(wanted)} on {compute.name}" + (
-        "" if limit is None else f", which has {amount(limit)}"
+
+
+def _memory_on(gpu: GpuModel, recipe: Recipe, world: int | None) -> Check:
+    """Whether a step fits on this many GPUs of a model."""
+    job = plan_job(recipe, PlanTarget(gpu, world))
+    plan = make_plan(job)
+    needed = max(memory.total for memory in plan.by_rank)
+    detail = (
+        f"{amount(needed)} of {amount(job.usable_bytes)} on {job.layout.world} x {job.gpu.name}"
     )
-    if limit is not None and wanted > limit:
-        yield Check(
-            "memory",
-            "warn",
-            f"{detail}: it does not fit here",
-            "Give --gpu and --world of the machine it will run on.",
-        )
-    else:
-        yield Check("memory", "ok", detail)
+    if plan.fits:
+        return Check("memory", "ok", detail)
+
+    alternatives: list[str] = []
+    for candidate in nearest_fitting(job)[:2]:
+        # The first two cells of a row: the layout, and rows x microbatches.
+        alternatives.append(", ".join(str(cell) for cell in summary_row(candidate)[:2]))
+    remedy = "Use more GPUs, shorter rows or a smaller model."
+    if alternatives:
+        remedy = f"These fit: {'; '.join(alternatives)} (headway plan shows more)."
+    return Check("memory", "fail", f"it does not fit: {detail}", remedy)
+
+
+def _memory_here(resolved: Resolved) -> Check:
+    """Whether a step fits on this machine. If not, it is a warning: the run may be for another."""
+    recipe = resolved.recipe
+    compute = choose_compute(recipe.device, recipe.precision)
+    batch = recipe.batch.resolve(recipe.data.seq_len, 1)
+    needed = estimate(describe_job(recipe, resolved.model, compute, batch, 1)).total
+    limit = memory_limit(recipe, compute.device)
+    detail = f"a step needs about {amount(needed)} on {compute.name}"
+    if limit is None:
+        return Check("memory", "ok", detail)
+
+    detail += f", which has {amount(limit)}"
+    if needed <= limit:
+        return Check("memory", "ok", detail)
+    return Check(
+        "memory",
+        "warn",
+        f"{detail}: it does not fit here",
+        "Give --gpu and --world of the machine it will run on.",
+    )
 
 
 def length_checks(trial: RecipeTrial) -> Iterator[Check]:
     """Steps, epochs and the batch against the amount of data."""
-    recipe, rows, batch = trial.recipe, trial.rows_per_epoch, trial.batch
-    read = f"{trial.steps:,} steps of {batch.rows} rows ({quantity(batch.tokens)} tokens)"
+    recipe = trial.recipe
+    rows = trial.rows_per_epoch
+    batch = trial.batch
+    length = f"{trial.steps:,} steps of {batch.rows} rows ({quantity(batch.tokens)} tokens)"
     if rows is None:
-        yield Check("length", "ok", f"{read} of generated data")
+        yield Check("length", "ok", f"{length} of generated data")
         return
+
     epochs = trial.steps * batch.rows / max(1, rows)
-    detail = f"{read}, about {epochs:.2g} passes over {rows:,} rows"
+    detail = f"{length}, about {epochs:.2g} passes over {rows:,} rows"
     if batch.rows > rows:
         yield Check(
             "length",
@@ -216,26 +244,32 @@ def length_checks(trial: RecipeTrial) -> Iterator[Check]:
         )
     else:
         yield Check("length", "ok", detail)
-    last = max((first for first, _ in recipe.data.skipped), default=0)
-    if last >= trial.steps + sum(last - first + 1 for first, last in recipe.data.skipped):
+
+    # A skipped batch is no step, so a run reads as many batches more as it skips.
+    num_skipped = sum(last - first + 1 for first, last in recipe.data.skipped)
+    latest = max((first for first, _ in recipe.data.skipped), default=0)
+    if latest >= trial.steps + num_skipped:
         yield Check(
             "skip_batches",
             "warn",
-            f"data.skip_batches names batch {last}, after the end of the run",
+            f"data.skip_batches names batch {latest}, after the end of the run",
             "Correct the numbers.",
         )
 
 
 def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
-    """The peak learning rate against what is usual, and the schedule against the length of the run."""
+    """The peak learning rate against what is usual, and the warm-up against the run's length."""
     recipe = trial.recipe
-    schedule, rate = recipe.optim.schedule, recipe.optim.lr
+    schedule = recipe.optim.schedule
+    rate = recipe.optim.lr
     size = sum(prod(spec.shape) for spec in param_specs(trial.resolved.model))
-    of_task = recipe.objective.usual_rates
+    task_rates = recipe.objective.usual_rates
+
+    # An adapter comes first: whatever the task, its few new parameters take higher rates.
     if recipe.adapter is not None:
         kind = "adapter"
-    elif of_task is not None:
-        kind = of_task.name
+    elif task_rates is not None:
+        kind = task_rates.name
     elif recipe.init.source is not None:
         kind = "fine-tuning"
     elif size >= LARGE_PARAMETERS:
@@ -244,26 +278,25 @@ def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
         kind = "small model"
     bounds = RATES.get(kind)
     if bounds is None:
-        assert of_task is not None
-        bounds = (of_task.low, of_task.high)
+        assert task_rates is not None
+        bounds = (task_rates.low, task_rates.high)
     low, high = (bound * SCALES.get(recipe.optim.kind, 1.0) for bound in bounds)
+
     detail = f"peak {rate:g} with {recipe.optim.kind} ({kind}); usual are {low:g} to {high:g}"
     if rate == 0:
         yield Check("learning rate", "fail", "optim.lr is 0: nothing is learned", "Set optim.lr.")
     elif not low <= rate <= high:
-        yield Check(
-            "learning rate",
-            "warn",
-            detail,
-            f"{'Lower' if rate > high else 'Raise'} optim.lr, unless you tried it.",
-        )
+        direction = "Lower" if rate > high else "Raise"
+        yield Check("learning rate", "warn", detail, f"{direction} optim.lr, unless you tried it.")
     else:
         yield Check("learning rate", "ok", detail)
-    before = schedule.zero_steps + schedule.warmup_steps(trial.steps)
-    if before >= trial.steps:
+
+    warmup = schedule.zero_steps + schedule.warmup_steps(trial.steps)
+    if warmup >= trial.steps:
+        # A rate that only rises, or is constant, is highest at one of the two ends.
         peak = max(schedule.factor(step, trial.steps) for step in (0, trial.steps - 1)) * rate
         detail = (
-            f"takes {before} steps and the run has {trial.steps}: the rate only reaches {peak:.2g}"
+            f"takes {warmup} steps and the run has {trial.steps}: the rate only reaches {peak:.2g}"
         )
         yield Check(
             "warm-up",
@@ -272,7 +305,7 @@ def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
             "Shorten optim.schedule.warmup (a fraction such as 0.05 follows the run's length).",
         )
     else:
-        yield Check("warm-up", "ok", f"{before} of {trial.steps} steps")
+        yield Check("warm-up", "ok", f"{warmup} of {trial.steps} steps")
 
 
 def validation_checks(trial: RecipeTrial) -> Iterator[Check]:
@@ -288,9 +321,14 @@ def validation_checks(trial: RecipeTrial) -> Iterator[Check]:
                 remedy,
             )
         return
+    # A run with validation data is validated at its end in any case.
     every = recipe.eval.every
     if every is None or every >= trial.steps:
-        detail = f"runs only once, at the end: eval.every is {'null' if every is None else every} and the run has {trial.steps} steps"
+        setting = "null" if every is None else every
+        detail = (
+            f"runs only once, at the end: eval.every is {setting} and the run has {trial.steps} "
+            "steps"
+        )
         yield Check("validation", "warn", detail, "Lower eval.every.")
         if recipe.eval.stop is not None:
             yield Check(
@@ -300,17 +338,22 @@ def validation_checks(trial: RecipeTrial) -> Iterator[Check]:
                 "Lower eval.every.",
             )
         return
+
     count = trial.steps // every
     yield Check("validation", "ok", f"{count} times, every {every} steps")
     stop = recipe.eval.stop
     if stop is not None and count <= stop.patience:
-        detail = f"eval.stop.patience is {stop.patience} and there are {count} validations: it can never stop the run"
+        detail = (
+            f"eval.stop.patience is {stop.patience} and there are {count} validations: it can "
+            "never stop the run"
+        )
         yield Check("early stopping", "warn", detail, "Lower eval.stop.patience or eval.every.")
 
 
 def saving_checks(trial: RecipeTrial) -> Iterator[Check]:
     """Whether a crash would lose the run."""
-    config, steps = trial.recipe.checkpoint, trial.steps
+    config = trial.recipe.checkpoint
+    steps = trial.steps
     intervals = [
         every
         for every in (config.every, config.snapshot_every)
@@ -324,13 +367,14 @@ def saving_checks(trial: RecipeTrial) -> Iterator[Check]:
             "Set checkpoint.every or at_end.",
         )
     elif not intervals:
-        detail = f"are written only at the end (checkpoint.every is {config.every}, the run has {steps} steps); a crash loses everything"
-        yield Check(
-            "checkpoints",
-            "warn" if steps > 100 else "ok",
-            detail,
-            "Lower checkpoint.every." if steps > 100 else None,
+        detail = (
+            f"are written only at the end (checkpoint.every is {config.every}, the run has {steps} "
+            "steps); a crash loses everything"
         )
+        if steps > SHORT_STEPS:
+            yield Check("checkpoints", "warn", detail, "Lower checkpoint.every.")
+        else:
+            yield Check("checkpoints", "ok", detail)
     else:
         yield Check("checkpoints", "ok", f"every {min(intervals)} of {steps} steps")
     if config.on_best and not trial.data.valid:
@@ -344,10 +388,12 @@ def saving_checks(trial: RecipeTrial) -> Iterator[Check]:
 
 def check_step(recipe: Recipe) -> Check:
     """Build everything and train one step in memory, as a dry run does."""
+    # Never resumed: a finished run in the folder would leave no step to train.
     try:
         outcome = dry_run(recipe, resume="never")
     except HeadwayError as error:
         return Check("one step", "fail", str(error), "Correct it; training would end here.")
+    # With stages, a dry run reports each of them.
     first: dict[str, Any] = outcome.get("first_step") or outcome["stages"][0]["first_step"]
     return Check(
         "one step",

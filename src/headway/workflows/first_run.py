@@ -1,13 +1,16 @@
-"""`headway train data.train=FILE` without a recipe: the data comes in, a shipped recipe and the settings it still lacks go out.
+"""`headway train data.train=FILE` without a recipe: the data comes in, a shipped recipe and the
+settings it still lacks go out.
 
-    data          starts from            recipe
-    text          nothing                laptop/pretrain, with a tokenizer trained on the data (kept in the cache)
-    chat          init.from, small       laptop/sft
-    chat          init.from, large       laptop/lora
-    preference    init.from              laptop/dpo, with a LoRA adapter if the model is large
+    data         starts from        recipe
+    text         nothing            laptop/pretrain, with a tokenizer trained on the data, which is
+                                    kept in the cache
+    chat         init.from, small   laptop/sft
+    chat         init.from, large   laptop/lora
+    preference   init.from          laptop/dpo, with a LoRA adapter if the model is large
 
-Everything else keeps the plain defaults: token stores, text with a tokenizer or with init.from (continued pretraining), generated data.
-Invariant: the user's overrides are applied last, and each choice is one line on the screen.
+Everything else keeps the plain defaults: token stores, text with a tokenizer or with init.from
+(continued pretraining), generated data. Invariant: the user's overrides are applied last, and each
+choice is one line on the screen.
 """
 
 from __future__ import annotations
@@ -29,10 +32,15 @@ from headway.records.base import RecordKind, record_kind
 LARGE_PARAMETERS = 100_000_000
 """From here on a model is fine-tuned with an adapter."""
 VOCABULARIES = ((1 << 20, 4096), (200 << 10, 2048), (50 << 10, 1024), (0, 512))
-"""Bytes of text from which a tokenizer gets this many ids."""
+"""(Bytes of text, ids of its tokenizer): the first pair counts whose bytes the text reaches."""
 BYTES_PER_TOKEN = 3
-MAX_EPOCHS, MIN_STEPS, MAX_STEPS, STEP_TOKENS = 10, 20, 500, 16384
-"""Pretraining reads the data at most MAX_EPOCHS times; STEP_TOKENS is the batch of laptop/pretrain."""
+"""A guess for text under a tokenizer of these sizes, before there is one."""
+MAX_EPOCHS = 10
+"""Pretraining reads the data about this often, within MIN_STEPS and MAX_STEPS."""
+MIN_STEPS = 20
+MAX_STEPS = 500
+STEP_TOKENS = 16384
+"""The batch of laptop/pretrain: must follow that recipe."""
 ADAPTER = "adapter={kind: lora, rank: 16, alpha: 32.0, targets: [q_proj, k_proj, v_proj, o_proj]}"
 
 
@@ -55,21 +63,22 @@ class FirstTokenizer:
 
         if is_made():
             return
+        # Several processes of a run may come here. One trains it, the others wait for it.
         with file_lock(self.folder.with_name(f"{self.folder.name}.lock"), until=is_made) as builds:
-            size = self.vocab_size
+            vocab_size = self.vocab_size
+            # `builds` is False where another process has trained it. The loop ends by its return.
             while builds:
+                texts = (document.text for document in read_documents(self.files))
                 try:
-                    train_bpe(
-                        (one.text for one in read_documents(self.files)),
-                        vocab_size=size,
-                        out=self.folder,
-                    )
+                    train_bpe(texts, vocab_size=vocab_size, out=self.folder)
                     return
                 except DataError:
-                    least = 256 + len(SPECIAL_TOKENS) + 1  # hardly more than the bytes
-                    if size == least:
+                    # The text has too few repeated pairs for so many ids. The least tokenizer has
+                    # the bytes, the special tokens and one merge.
+                    least_size = 256 + len(SPECIAL_TOKENS) + 1
+                    if vocab_size == least_size:
                         raise
-                    size = max(least, size // 2)
+                    vocab_size = max(least_size, vocab_size // 2)
 
 
 @dataclass(frozen=True)
@@ -77,83 +86,106 @@ class FirstRun:
     """What was chosen for a command without a recipe."""
 
     recipe: Path | None = None
+    """The file of a shipped recipe; None: the plain defaults."""
     overrides: list[str] = field(default_factory=list)
-    """The chosen settings, then the user's."""
+    """The chosen settings, then the user's: the last one counts."""
     lines: list[str] = field(default_factory=list)
+    """What was chosen and why, for the screen."""
     tokenizer: FirstTokenizer | None = None
+    """One that the overrides name and that may not exist yet: the caller has it trained."""
 
 
 def choose_recipe(overrides: Sequence[str]) -> FirstRun:
-    """A recipe for overrides that name raw data and nothing else of weight; otherwise the overrides alone."""
-    plain, given = FirstRun(None, list(overrides)), read_plain(None, overrides)
-    data = given.get("data")
+    """A recipe for overrides that name raw data and nothing else of weight; otherwise the overrides
+    alone.
+    """
+    plain = FirstRun(None, list(overrides))
+    settings = read_plain(None, overrides)
+    data = settings.get("data")
     if not isinstance(data, dict) or data.get("train") is None:
         return plain
     try:
         config = validate(DataConfig, data)
     except ConfigError:
         return plain  # the mistake is reported with the whole recipe
-    found = _kinds(config)
-    if len({one.kind for one in found}) != 1:
+
+    # No shipped recipe is for a mixture of kinds; none at all means that the defaults serve.
+    kinds = {detected.kind for detected in _kinds(config)}
+    if len(kinds) != 1:
         return plain
-    init: Any = given.get("init")
-    source = init.get("from") if isinstance(init, dict) else None
-    kind = record_kind(found[0].kind)
-    names = ", ".join(one.path for one in config.train or ())
+    kind = record_kind(kinds.pop())
+
+    init: Any = settings.get("init")
+    start = None
+    if isinstance(init, dict):
+        start = init.get("from")
+    # With a tokenizer or a model, the user describes a run from scratch: the defaults serve it.
+    describes_model = settings.get("tokenizer") or settings.get("model")
+    names = ", ".join(source.path for source in config.train or ())
     if kind.is_text:
-        if source is not None:
+        if start is not None:
             return FirstRun(
                 None,
                 list(overrides),
-                [f"no recipe is given: continued pretraining of {source} on {names}"],
+                [f"no recipe is given: continued pretraining of {start} on {names}"],
             )
-        return (
-            plain
-            if given.get("tokenizer") or given.get("model")
-            else _pretrain(config, overrides, given, names)
-        )
-    if source is None and (given.get("tokenizer") or given.get("model")):
-        return plain  # conversations from scratch, as the user describes them
-    if source is None:
+        if describes_model:
+            return plain
+        return _pretrain(config, overrides, settings, names)
+    if start is None and describes_model:
+        return plain
+    if start is None:
         raise ConfigError(
-            f"data.train is {names}, which holds {kind.content}, and init.from is not given; such data fine-tunes a model. "
-            "Add init.from: a run folder, a Hugging Face folder or a hub id such as Qwen/Qwen2.5-0.5B."
+            f"data.train is {names}, which holds {kind.content}, and init.from is not given; such "
+            "data fine-tunes a model. "
+            "Add init.from: a run folder, a Hugging Face folder or a hub id such as "
+            "Qwen/Qwen2.5-0.5B."
         )
-    return _fine_tune(kind, str(source), overrides, given, names, config.cache_dir)
+    return _fine_tune(kind, str(start), overrides, settings, names, config.cache_dir)
 
 
 def _kinds(config: DataConfig) -> list[DetectedKind]:
-    """The kinds of the sources; empty if one is a store, has a given kind or cannot be read, which the run explains."""
-    found: list[DetectedKind] = []
-    for one in config.train or ():
+    """The kind of each source. Empty if one of them is a store, names its kind or format itself, or
+    has no readable path: the run reports that.
+    """
+    kinds: list[DetectedKind] = []
+    for source in config.train or ():
         try:
-            path = local_path(one.path, config.cache_dir)
-            if one.kind != "auto" or one.format is not None or format_of(path) != "raw":
+            path = local_path(source.path, config.cache_dir)
+            if source.kind != "auto" or source.format is not None or format_of(path) != "raw":
                 return []
         except HeadwayError:
             return []
-        found.append(detect(path, one))
-    return found
+        kinds.append(detect(path, source))
+    return kinds
 
 
 def _pretrain(
-    config: DataConfig, overrides: Sequence[str], given: dict[str, Any], names: str
+    config: DataConfig, overrides: Sequence[str], settings: dict[str, Any], names: str
 ) -> FirstRun:
+    """laptop/pretrain, with a tokenizer and a length that suit the amount of text."""
     from headway.store.checksums import Checksums
     from headway.text.expand import expand
 
     cache = config.cache_dir or default_cache_dir()
-    files = expand([local_path(one.path, config.cache_dir) for one in config.train or ()])
-    size = sum(path.stat().st_size for path in files)
-    vocab = next(ids for least, ids in VOCABULARIES if size >= least)
-    key = hashlib.sha256(repr((vocab, Checksums(cache).of_all(files))).encode()).hexdigest()[:32]
-    tokenizer = FirstTokenizer(tuple(files), vocab, cache / "tokenizers" / key)
-    steps = min(MAX_STEPS, max(MIN_STEPS, ceil(MAX_EPOCHS * size / BYTES_PER_TOKEN / STEP_TOKENS)))
-    length = [] if "epochs" in given or "steps" in given else [f"steps={steps}"]
-    chosen = [f"tokenizer={tokenizer.folder}", *length]
+    files = expand([local_path(source.path, config.cache_dir) for source in config.train or ()])
+    text_bytes = sum(path.stat().st_size for path in files)
+    vocab_size = next(ids for least_bytes, ids in VOCABULARIES if text_bytes >= least_bytes)
+    # The folder is named by content, so that a second run of the same files finds it.
+    content = repr((vocab_size, Checksums(cache).of_all(files)))
+    key = hashlib.sha256(content.encode()).hexdigest()[:32]
+    tokenizer = FirstTokenizer(tuple(files), vocab_size, cache / "tokenizers" / key)
+
+    chosen = [f"tokenizer={tokenizer.folder}"]
+    length = ""
+    if "epochs" not in settings and "steps" not in settings:
+        steps_of_epochs = ceil(MAX_EPOCHS * text_bytes / BYTES_PER_TOKEN / STEP_TOKENS)
+        steps = min(MAX_STEPS, max(MIN_STEPS, steps_of_epochs))
+        chosen.append(f"steps={steps}")
+        length = f"{steps} steps, "
     lines = [
-        f"no recipe is given and {names} is text: the recipe laptop/pretrain, {f'{steps} steps, ' if length else ''}with a tokenizer "
-        f"of up to {vocab} ids trained on this text"
+        f"no recipe is given and {names} is text: the recipe laptop/pretrain, {length}with a "
+        f"tokenizer of up to {vocab_size} ids trained on this text"
     ]
     return FirstRun(find_shipped("laptop/pretrain"), [*chosen, *overrides], lines, tokenizer)
 
@@ -162,24 +194,36 @@ def _fine_tune(
     kind: RecordKind,
     source: str,
     overrides: Sequence[str],
-    given: dict[str, Any],
+    settings: dict[str, Any],
     names: str,
     cache_dir: Path | None,
 ) -> FirstRun:
+    """The recipe of a kind of records, for a model of the size that init.from names."""
     from headway.checkpoint.stored_model import find_model
     from headway.model.layout import param_specs
 
     try:
-        size = sum(prod(spec.shape) for spec in param_specs(find_model(source, cache_dir).config))
+        model = find_model(source, cache_dir).config
+        num_parameters = sum(prod(spec.shape) for spec in param_specs(model))
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"init.from: {problem}") from None
-    is_large = size >= LARGE_PARAMETERS
-    name = kind.large_recipe if is_large else kind.recipe
-    # A recipe for models of all sizes trains large ones with an adapter, too.
+
+    is_large = num_parameters >= LARGE_PARAMETERS
+    name = kind.recipe
+    if is_large:
+        name = kind.large_recipe
+    # A recipe for all sizes has no adapter of its own, as laptop/lora has: a large model gets one
+    # here, unless the user describes it.
     is_for_all = kind.large_recipe == kind.recipe
-    chosen = [ADAPTER] if is_for_all and is_large and "adapter" not in given else []
-    how = "a LoRA adapter" if name == "lora" or chosen else "all weights"
+    chosen = []
+    if is_for_all and is_large and "adapter" not in settings:
+        chosen = [ADAPTER]
+
+    trained = "all weights"
+    if name == "lora" or chosen:
+        trained = "a LoRA adapter"
     lines = [
-        f"no recipe is given and {names} is {kind.name} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"
+        f"no recipe is given and {names} is {kind.name} data: the recipe laptop/{name}, training "
+        f"{trained} ({num_parameters / 1e6:,.0f}M parameters)"
     ]
     return FirstRun(find_shipped(f"laptop/{name}"), [*chosen, *overrides], lines)

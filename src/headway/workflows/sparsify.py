@@ -1,8 +1,11 @@
-"""Head sparsity from training to a report in one folder: a recipe with head gates comes in, `<run>/sparsify/` goes out.
+"""Head sparsity from training to a report in one folder: a recipe with head gates comes in,
+`<run>/sparsify/` goes out.
 
-    train -> masks_sp0.7.tsv ... heads.png -> questions and perplexity under each mask -> report.md, results.json, pictures
+    train -> masks_sp0.7.tsv ..., heads.png -> questions and perplexity under each mask
+          -> report.md, results.json, pictures
 
-Every part is resumable: a finished run is not trained again, and finished measurements are not repeated.
+Every part is resumable: a finished run is not trained again, and finished measurements are not
+repeated.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpe
 from headway.runtime.child import run_command
 from headway.runtime.device import choose_compute
 from headway.runtime.process import headway_command
+from headway.workflows.sparsify_options import SparsifyPlan
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
@@ -30,34 +34,6 @@ log = logging.getLogger("headway")
 
 FOLDER = "sparsify"
 PICTURE = "heads.png"
-DEFAULT_TASKS = ("key_value",)
-
-
-@dataclass(frozen=True)
-class SparsifyPlan:
-    """The masks to export and the measurements to make."""
-
-    sparsities: tuple[float, ...] = ()
-    """Shares of streaming heads to export and measure; empty: the objective's target."""
-    tasks: tuple[str, ...] = DEFAULT_TASKS
-    lengths: tuple[int, ...] = ()
-    """Tokens of the prompts; empty: the recipe's data.seq_len."""
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    samples: int = 2
-    random: bool = True
-    """Also measure a random mask with as many heads for each mask."""
-    equal_per_layer: bool = False
-    data: tuple[str, ...] = ()
-    """Texts or stores to score by tokens of context."""
-    rows: int = 4
-    seed: int = 0
-    chunk_tokens: int | None = None
-    masks: str | None = None
-    """Further masks to measure: own (where the gates ended) or a file."""
-    template: str | None = None
-    """Chat template of the questions; None: plain text to continue."""
-    bos: bool | None = None
-    """Whether questions and texts start with the begin token; None: if the model expects it."""
 
 
 @dataclass(frozen=True)
@@ -102,45 +78,52 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     from headway.tokenizer.load import load_tokenizer
     from headway.train.resolve import resolve
 
-    objective: Any = recipe.objective
-    if objective.needs.gates is None:
+    gates = recipe.objective.needs.gates
+    if gates is None:
         raise ConfigError(
-            f"objective.kind is {objective.kind!r}; sparsify trains head gates. Use objective: {{kind: head_sparsity}}."
+            f"objective.kind is {recipe.objective.kind!r}; sparsify trains head gates. Use "
+            f"objective: {{kind: head_sparsity}}."
         )
     if not recipe.checkpoint.at_end:
         raise ConfigError(
             "checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true."
         )
-    sparsities = plan.sparsities or (objective.target,)
+
+    sparsities = plan.sparsities
+    if not sparsities:
+        if gates.target is None:
+            raise ConfigError(
+                f"objective {recipe.objective.kind} has no target sparsity. Give --sparsities, "
+                "e.g. 0.5,0.7."
+            )
+        sparsities = (gates.target,)
+    spec = MaskSpec(
+        MaskChoice(equal_per_layer=plan.equal_per_layer),
+        sparsities,
+        plan.random,
+        plan.questions.seed,
+    )
     extra = MaskSpec(
         MaskChoice(plan.masks or NONE),
         random=plan.random and plan.masks not in (None, NONE),
-        seed=plan.seed,
+        seed=plan.questions.seed,
     )
-    spec = MaskSpec(
-        MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed
-    )
+
+    # Tokenizer, questions, texts and mask files are tried now, so that a mistake in them is
+    # reported before training.
     lengths = plan.lengths or (recipe.data.seq_len,)
-    long = LongPlan(
-        plan.tasks,
-        lengths,
-        plan.depths,
-        plan.samples,
-        plan.seed,
-        plan.chunk_tokens,
-        plan.rows,
-        plan.template,
-        plan.bos,
-    )
+    long = LongPlan(plan.tasks, lengths, plan.questions)
     resolved = resolve(recipe)
     longest = resolved.model.max_seq_len
     if max(lengths) > longest:
         raise ConfigError(
-            f"--lengths holds {max(lengths)}; the model's max_seq_len is {longest}. Give lengths up to that."
+            f"--lengths holds {max(lengths)}; the model's max_seq_len is {longest}. Give lengths "
+            "up to that."
         )
     if resolved.tokenizer_path is None:
         raise ConfigError(
-            "the recipe has no tokenizer, and the tasks need text. Give tokenizer=DIR, or init.from a model that has one."
+            "the recipe has no tokenizer, and the tasks need text. Give tokenizer=DIR, or "
+            "init.from a model that has one."
         )
     make_cases(load_tokenizer(resolved.tokenizer_path), long)
     _check_data(plan.data)
@@ -155,7 +138,9 @@ def _check_data(data: Sequence[str]) -> None:
     from headway.store.reader import is_store
     from headway.text.read import read_documents
 
-    for dataset in parse_datasets(data) if data else []:
+    if not data:
+        return
+    for dataset in parse_datasets(data):
         for path in dataset.paths:
             if not is_store(Path(path)):
                 next(iter(read_documents([path])), None)
@@ -164,22 +149,26 @@ def _check_data(data: Sequence[str]) -> None:
 def sparsify(
     recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None
 ) -> Sparsified | int:
-    """Do every part that is not done yet; returns an exit code if training was stopped. `train` may train in other processes."""
-    from headway.train.session import (
-        run_recipe as train_here,
-    )  # a stop is an exit code here, not a signal
+    """Do every part that is not done yet; returns an exit code if training was stopped. `train` may
+    train in other processes.
+    """
+    from headway.train.session import run_recipe
     from headway.workflows.stopping import stop_code
 
     checked = check(recipe, plan)
     run = recipe.run.folder
     log.info("[1/3] train %s", run)
-    summary = (train or train_here)(recipe)
-    if (code := stop_code(summary)) is not None:
+    # `run_recipe` reports a stop in its summary, where `train` raises Interrupted or Terminated.
+    summary = (train or run_recipe)(recipe)
+    code = stop_code(summary)
+    if code is not None:
         return code
+
     out = run / FOLDER
     out.mkdir(exist_ok=True)
     log.info("[2/3] masks at sparsity %s", ", ".join(map(str, checked.spec.sparsities)))
     files = write_mask_files(run, checked.spec, out)
+
     log.info("[3/3] measure the model with and without the masks")
     result = _measure(recipe, run, checked, plan)
     write_long_report(out, result, preface=list(_preface(summary, files)))
@@ -189,35 +178,40 @@ def sparsify(
 def train_in_processes(
     arguments: Sequence[str], nproc: int | None, gpus: str | None
 ) -> Callable[[Recipe], dict[str, Any]]:
-    """A `train` that runs `headway train` with these arguments in a separate process, which may start several ranks."""
-    flags = [
-        text
-        for flag, value in (("--nproc", nproc), ("--gpus", gpus))
-        if value is not None
-        for text in (flag, str(value))
-    ]
+    """A `train` that runs `headway train` with these arguments in a separate process, which may
+    start several ranks.
+    """
+    flags: list[str] = []
+    if nproc is not None:
+        flags += ["--nproc", str(nproc)]
+    if gpus is not None:
+        flags += ["--gpus", gpus]
 
     def train(recipe: Recipe) -> dict[str, Any]:
         child = run_command(headway_command(["train", *arguments, *flags, "--json"]))
-        return (
-            json.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
-        )
+        if child.returncode == 0:
+            return json.loads(child.stdout)
+        return {"exit_code": child.returncode}
 
     return train
 
 
 def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
-    """One mask file per sparsity, and a picture of the gates with the last one; returns the files' names."""
+    """One mask file per sparsity, and a picture of the gates with the last one; returns the files'
+    names.
+    """
     from headway.checkpoint.stored_model import find_model
     from headway.model.head_masks.file import write_masks
     from headway.model.head_masks.plot import draw_masks
 
     source = find_model(run).mask_source()
+    # The variants also hold the full model, which has no masks, and random masks.
     learned = [
-        one.masks
-        for one in spec.variants(source)
-        if one.masks is not None and one.masks_from != "random"
+        variant.masks
+        for variant in spec.variants(source)
+        if variant.masks is not None and variant.masks_from != "random"
     ]
+    # Variants come in ascending order of sparsity, and so do the names.
     files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(spec.sparsities)]
     for masks, name in zip(learned, files, strict=True):
         write_masks(masks, out / name)
@@ -227,6 +221,9 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
 
 
 def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
+    """Questions and perplexity of the full model and under each mask. Finished measurements in
+    `parts` are not repeated.
+    """
     from headway.checkpoint.stored_model import find_model
     from headway.eval.dataset import read_texts
     from headway.infer.load import load_model
@@ -234,29 +231,29 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
     compute = choose_compute(recipe.device, "auto")
     loaded = load_model(run, device=compute.device, dtype=compute.dtype)
     source = find_model(run).mask_source()
-    variants = [
-        *checked.spec.variants(source),
-        *(_named(one, plan.masks) for one in checked.extra.variants(source)[1:]),
-    ]
+    variants = list(checked.spec.variants(source))
     assert variants[0].name == FULL
-    results_dir = run / FOLDER / "parts"
+    # The first of the further variants is the full model once more.
+    for variant in checked.extra.variants(source)[1:]:
+        variants.append(_named(variant, plan.masks))
     return evaluate_long(
         loaded,
         variants,
         checked.long,
         name=str(run),
-        texts=read_texts(plan.data, loaded, plan.bos),
-        results_dir=results_dir,
+        texts=read_texts(plan.data, loaded, plan.questions.bos),
+        results_dir=run / FOLDER / "parts",
     )
 
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:
     """A variant under the name of its masks; other variants are named by sparsity."""
-    return replace(
-        variant,
-        name=("random " if variant.masks_from == "random" else "")
-        + (Path(masks).name if masks else variant.name),
-    )
+    name = variant.name
+    if masks:
+        name = Path(masks).name
+    if variant.masks_from == "random":
+        name = f"random {name}"
+    return replace(variant, name=name)
 
 
 def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:
@@ -265,6 +262,7 @@ def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _preface(summary: dict[str, Any], files: Sequence[str]) -> Iterable[str]:
+    """The Markdown lines of the report before its tables."""
     numbers = ", ".join(
         f"{name.replace('_', ' ')} {value:g}"
         for name, value in _training_numbers(summary).items()
@@ -272,9 +270,13 @@ def _preface(summary: dict[str, Any], files: Sequence[str]) -> Iterable[str]:
     )
     yield f"Training: {numbers}."
     yield ""
-    yield "`full` is the model without masks; `s=...` are the run's own gates at a sparsity, `own` where they ended."
+    yield (
+        "`full` is the model without masks; `s=...` are the run's own gates at a sparsity, `own` "
+        "where they ended."
+    )
     yield ""
-    yield f"Masks: {', '.join(f'`{name}`' for name in files)}; use one with `--masks` of `headway generate` and `headway eval`."
+    names = ", ".join(f"`{name}`" for name in files)
+    yield f"Masks: {names}; use one with `--masks` of `headway generate` and `headway eval`."
     yield ""
     yield f"![gates of all heads]({PICTURE})"
     yield ""

@@ -1,4 +1,6 @@
-"""A stop of a part is a stop of the whole: a signal or `headway stop` during training ends the verb that trains, before its next part."""
+"""A stop of a part is a stop of the whole: a signal or `headway stop` during training ends the verb
+that trains, before its next part.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,30 @@ if TYPE_CHECKING:
 
 
 def stop_code(summary: Mapping[str, Any]) -> int | None:
-    """The exit code of a run that was stopped, or during whose end a signal came; None if work may continue."""
-    late = summary.get("signal_after_end")
-    return summary.get("exit_code") or (exit_code(late) if late is not None else None)
+    """The exit code of a run that was stopped, or during whose end a signal came; None if work may
+    continue.
+    """
+    if summary.get("exit_code"):
+        return summary["exit_code"]
+    # A signal that came too late to stop the run still asks to stop what follows it.
+    late_signal = summary.get("signal_after_end")
+    if late_signal is None:
+        return None
+    return exit_code(late_signal)
 
 
 def train_or_stop(recipe: Recipe) -> dict[str, Any]:
-    """Train to the end. A signal raises Interrupted or Terminated, as `train` does, and so does `headway stop`."""
+    """Train to the end. A signal raises Interrupted or Terminated, as `train` does, and so does
+    `headway stop`.
+    """
     from headway.train import train
 
     summary = train(recipe)
-    if (by := summary.get("stopped_by")) is not None:
-        raise Terminated(
-            f"{by} ended {summary['run']}, which is saved; the same command continues it",
-            exit_code(by),
-            summary,
-        )
-    return summary
+    stopper = summary.get("stopped_by")
+    if stopper is None:
+        return summary
+    raise Terminated(
+        f"{stopper} ended {summary['run']}, which is saved; the same command continues it",
+        exit_code(stopper),
+        summary,
+    )

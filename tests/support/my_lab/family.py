@@ -15,7 +15,7 @@ def read(config: dict[str, Any]) -> ModelConfig:
     ).with_(family="support.my_lab.family")
 
 
-def published(config: ModelConfig) -> ModelConfig:
+def to_hf_model(config: ModelConfig) -> ModelConfig:
     return config
 
 
@@ -27,9 +27,9 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def to_theirs(name: str) -> str:
+def to_hf_name(name: str) -> str:
     return "lab." + name
 
 
-def to_ours(name: str) -> str:
+def from_hf_name(name: str) -> str:
     return name.removeprefix("lab.")

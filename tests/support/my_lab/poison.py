@@ -23,17 +23,18 @@ class Poisoned:
     module = None
 
     def __init__(self, config: Config) -> None:
-        self.config, self.plain = config, NextToken().build()
+        self.config = config
+        self.plain = NextToken().build()
 
     def loss(self, out: Any, batch: Any, at: Any, exchange: Any) -> Loss:
-        found = self.plain.loss(out, batch, at, exchange)
+        loss = self.plain.loss(out, batch, at, exchange)
         if not at.training or not (batch.tokens == self.config.token).any():
-            return found
+            return loss
         factor = self.config.factor or float("nan")
         return Loss(
             {
                 name: Term(term.sum * factor, term.per, term.coefficient)
-                for name, term in found.terms.items()
+                for name, term in loss.terms.items()
             },
-            found.metrics,
+            loss.metrics,
         )

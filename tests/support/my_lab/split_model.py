@@ -15,7 +15,7 @@ from headway.model.families.llama import *  # noqa: F403
 from headway.model.layout import ParamSpec, Split
 
 
-def unchanged(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     """x."""
     return x
 
@@ -28,11 +28,11 @@ class Layer(nn.Module):
         self.ln_1 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
-        self.enter: Callable[[Tensor], Tensor] = unchanged
-        self.leave: Callable[[Tensor], Tensor] = unchanged
+        self.gather_input: Callable[[Tensor], Tensor] = identity
+        self.reduce_output: Callable[[Tensor], Tensor] = identity
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.leave(self.down(F.gelu(self.up(self.enter(self.ln_1(x))))))
+        return x + self.reduce_output(self.down(F.gelu(self.up(self.gather_input(self.ln_1(x))))))
 
 
 class SplitModel(Model):
@@ -82,8 +82,8 @@ class SplitModel(Model):
         self.vocab = split.vocab
         for layer in self.h:
             assert isinstance(layer, Layer)
-            layer.enter = split.enter
-            layer.leave = split.leave
+            layer.gather_input = split.gather_input
+            layer.reduce_output = split.reduce_output
 
     @property
     def head_weight(self) -> Tensor:

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from support.observe import Row
+from support.setting_runs import Row
 
 
 def all_rows() -> dict[str, Row]:

@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from support.observe import Row, root
+from support.setting_runs import Row, data_folder
 from support.small_aligner import ENCODERS
 
 FROZEN = {
@@ -26,14 +26,18 @@ def _resolved(overrides: tuple[str, ...]) -> Any:
     from headway.train.config import Recipe
     from headway.train.resolve import resolve
 
-    own = [
+    settings = [
         f"model.aligner.encoders.{name}.{key}={value}"
-        for name, one in ENCODERS.items()
-        for key, value in one.items()
+        for name, encoder in ENCODERS.items()
+        for key, value in encoder.items()
     ]
     base = ["model.aligner.dim=8", "objective.kind=contrastive", "data.train=[captions.jsonl]"]
     return resolve(
-        load(Recipe, None, [*own, *base, *(text.replace("$", str(root())) for text in overrides)])
+        load(
+            Recipe,
+            None,
+            [*settings, *base, *(text.replace("$", str(data_folder())) for text in overrides)],
+        )
     )
 
 
@@ -57,7 +61,9 @@ def aligner_shapes(overrides: tuple[str, ...]) -> Any:
     with torch.device("meta"):
         shapes = {name: tuple(value.shape) for name, value in build_model(model).named_parameters()}
     return shapes, [
-        one.input_of(name).shape for name, one in model.aligner.encoders.items() if one.TRAINS
+        encoder.input_of(name).shape
+        for name, encoder in model.aligner.encoders.items()
+        if encoder.TRAINS
     ]
 
 
@@ -93,8 +99,8 @@ def heads_file() -> Path:
     from headway.model.loading.aligner_file import AlignerHeads, write_aligner
 
     tensors: dict[str, torch.Tensor] = {}
-    for name, one in ENCODERS.items():
-        width = int(one["width"])  # type: ignore[call-overload]
+    for name, encoder in ENCODERS.items():
+        width = int(encoder["width"])  # type: ignore[call-overload]
         tensors |= {
             f"heads.{name}.norm.weight": torch.ones(width),
             f"heads.{name}.norm.bias": torch.zeros(width),
@@ -103,9 +109,9 @@ def heads_file() -> Path:
             8, width, generator=torch.Generator().manual_seed(0)
         )
     write_aligner(
-        AlignerHeads(tensors, dict.fromkeys(ENCODERS, 1.5)), root() / "aligner.safetensors"
+        AlignerHeads(tensors, dict.fromkeys(ENCODERS, 1.5)), data_folder() / "aligner.safetensors"
     )
-    return root() / "aligner.safetensors"
+    return data_folder() / "aligner.safetensors"
 
 
 def from_weights(overrides: tuple[str, ...]) -> Any:
@@ -119,10 +125,10 @@ def frozen_shape(overrides: tuple[str, ...]) -> Any:
 
     return frozen_from(
         dict(
-            text.replace("$", str(root())).removeprefix("model.aligner.encoders.").split("=")
+            text.replace("$", str(data_folder())).removeprefix("model.aligner.encoders.").split("=")
             for text in overrides
         ),
-        root(),
+        data_folder(),
     )
 
 

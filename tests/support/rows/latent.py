@@ -7,7 +7,7 @@ from headway.model.latent_attention import score_scale
 from headway.model.layout import param_specs
 from headway.model.rope import attention_factor
 from headway.train.config import Recipe
-from support.observe import Row
+from support.setting_runs import Row
 
 LATENT = (
     "model.vocab_size=64",

@@ -6,7 +6,7 @@ from headway.cli._launch import JobOptions
 from headway.config.load import load
 from headway.launch.targets.ssh import plan_ssh
 from headway.train.config import Recipe
-from support.observe import Row
+from support.setting_runs import Row
 
 HERE = ("launch.ssh.hosts=[a]", "launch.ssh.master=a")
 

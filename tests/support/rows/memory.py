@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.observe import BASE, Row, engine, numbers, refused
+from support.setting_runs import BASE, Row, built_run, loss_numbers, numbers_or_refusal
 
 
 def eight_bit(overrides: tuple[str, ...]) -> Any:
@@ -26,9 +26,9 @@ def eight_bit(overrides: tuple[str, ...]) -> Any:
 
 
 ROWS: dict[str, Row] = {
-    "optim[adamw].state_dtype": ((), "fp32", "8bit", numbers),
+    "optim[adamw].state_dtype": ((), "fp32", "8bit", loss_numbers),
     "fp8.scaling": ((), "tensorwise", "rowwise", eight_bit),
-    "memory.offload": ((), [], ["optimizer"], engine(lambda run: run.engine.host_state is None)),
-    "memory.recompute": ((), "none", 0.5, engine(lambda run: [block.forward.__qualname__ for block in run.engine.model.model.layers.values()])),
-    "memory.limit_gib": ((), None, 1e-4, refused),
+    "memory.offload": ((), [], ["optimizer"], built_run(lambda run: run.engine.host_state is None)),
+    "memory.recompute": ((), "none", 0.5, built_run(lambda run: [block.forward.__qualname__ for block in run.engine.model.model.layers.values()])),
+    "memory.limit_gib": ((), None, 1e-4, numbers_or_refusal),
 }  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from support.observe import Row, numbers, refused, root
+from support.setting_runs import Row, data_folder, loss_numbers, numbers_or_refusal
 
 NAMES = ("image", "audio")
 
@@ -20,7 +20,7 @@ def prepare() -> None:
     from headway.model.loading.aligner_file import AlignerHeads, write_aligner
     from headway.store.media_table import MediaTableWriter
 
-    folder = root() / "media"
+    folder = data_folder() / "media"
     write_media(folder, SyntheticMedia(samples=6, heldout=0, image_size=16, seconds=0.1))
     for number, name in enumerate(NAMES):
         kind, suffix = ("images", "png") if name == "image" else ("sounds", "wav")
@@ -33,7 +33,7 @@ def prepare() -> None:
                 .astype(np.float32)
             )
             with MediaTableWriter(
-                root() / f"{name}{extra}", (1, 6), "float32", f"made {name} {extra}"
+                data_folder() / f"{name}{extra}", (1, 6), "float32", f"made {name} {extra}"
             ) as writer:
                 writer.add(hashes, rows)
                 writer.finish()
@@ -44,17 +44,19 @@ def prepare() -> None:
         for name in NAMES
         for leaf, shape in shapes.items()
     }
-    write_aligner(AlignerHeads(heads, dict.fromkeys(NAMES, 2.66)), root() / "aligner.safetensors")
+    write_aligner(
+        AlignerHeads(heads, dict.fromkeys(NAMES, 2.66)), data_folder() / "aligner.safetensors"
+    )
 
 
 def seen(overrides: tuple[str, ...]) -> Any:
     prepare()
-    return numbers(overrides)
+    return loss_numbers(overrides)
 
 
 def said(overrides: tuple[str, ...]) -> Any:
     prepare()
-    return refused(overrides)
+    return numbers_or_refusal(overrides)
 
 
 CHAT = (

@@ -13,7 +13,7 @@ from headway.parallel.engine import EngineSpec
 from headway.parallel.update_rules import UpdateRule
 from headway.tasks.next_token import Config as NextToken
 from headway.train.config import Recipe
-from support.observe import BASE, Row, load, refused
+from support.setting_runs import BASE, Row, load, numbers_or_refusal
 
 
 def group_numbers(overrides: tuple[str, ...]) -> Any:
@@ -51,7 +51,8 @@ def updated(overrides: tuple[str, ...]) -> Any:
 def _update(config: Any, shape: tuple[int, ...]) -> list[float]:
     rule = UpdateRule(config.build(), storage_of(config.build()))
     generator = torch.Generator().manual_seed(0)
-    param, step = torch.randn(shape, generator=generator), torch.zeros(())
+    param = torch.randn(shape, generator=generator)
+    step = torch.zeros(())
     if rule.matrices is not None:
         state = rule.allocate_whole(shape, param.device)
     else:
@@ -88,41 +89,56 @@ def shared_rows(kind: str) -> dict[str, Row]:
     def groups(*settings: str) -> list[str]:
         return [f"{{match: [norms], {', '.join(settings)}}}"] if settings else ["{match: [norms]}"]
 
-    at = f"optim[{kind}]"
+    section = f"optim[{kind}]"
     return {
-        f"{at}.kind": ((), kind, "nothing", refused),
-        f"{at}.lr": (chosen, 1e-2, 1e-3, group_numbers),
-        f"{at}.weight_decay": (chosen, 0.1, 10.0, group_numbers),
-        f"{at}.decay": (chosen, ["matrices"], ["weights"], group_numbers),
-        f"{at}.clip": (chosen, 1.0, 0.01, group_numbers),
-        f"{at}.schedule.kind": (
+        f"{section}.kind": ((), kind, "nothing", numbers_or_refusal),
+        f"{section}.lr": (chosen, 1e-2, 1e-3, group_numbers),
+        f"{section}.weight_decay": (chosen, 0.1, 10.0, group_numbers),
+        f"{section}.decay": (chosen, ["matrices"], ["weights"], group_numbers),
+        f"{section}.clip": (chosen, 1.0, 0.01, group_numbers),
+        f"{section}.schedule.kind": (
             chosen,
             "constant",
             "linear",
-            refused if kind == "schedule_free" else group_numbers,
+            numbers_or_refusal if kind == "schedule_free" else group_numbers,
         ),
-        f"{at}.schedule.warmup": (constant, 1, 3, group_numbers),
-        f"{at}.schedule.decay": (wsd, 2, 4, refused_or_numbers),
-        f"{at}.schedule.decay_shape": (
+        f"{section}.schedule.warmup": (constant, 1, 3, group_numbers),
+        f"{section}.schedule.decay": (wsd, 2, 4, refused_or_numbers),
+        f"{section}.schedule.decay_shape": (
             (*wsd, "optim.schedule.decay=4"),
             "linear",
             "sqrt",
             refused_or_numbers,
         ),
-        f"{at}.schedule.floor": (chosen, 0.1, 0.9, refused_or_numbers),
-        f"{at}.schedule.zero_steps": (constant, 0, 2, group_numbers),
-        f"{at}.groups.match": (
+        f"{section}.schedule.floor": (chosen, 0.1, 0.9, refused_or_numbers),
+        f"{section}.schedule.zero_steps": (constant, 0, 2, group_numbers),
+        f"{section}.groups.match": (
             chosen,
             groups("lr: 0.5"),
             ["{match: [embeddings], lr: 0.5}"],
             group_numbers,
         ),
-        f"{at}.groups.lr": (rule, groups(), groups("lr: 0.5"), group_numbers),
-        f"{at}.groups.lr_factor": (rule, groups(), groups("lr_factor: 3"), group_numbers),
-        f"{at}.groups.betas": (rule, groups(), groups("betas: [0.1, 0.1]"), refused_or_numbers),
-        f"{at}.groups.eps": (rule, groups(), groups("eps: 1.0"), refused_or_numbers),
-        f"{at}.groups.weight_decay": (rule, groups(), groups("weight_decay: 10"), group_numbers),
-        f"{at}.groups.maximize": (rule, groups(), groups("maximize: true"), refused_or_numbers),
+        f"{section}.groups.lr": (rule, groups(), groups("lr: 0.5"), group_numbers),
+        f"{section}.groups.lr_factor": (rule, groups(), groups("lr_factor: 3"), group_numbers),
+        f"{section}.groups.betas": (
+            rule,
+            groups(),
+            groups("betas: [0.1, 0.1]"),
+            refused_or_numbers,
+        ),
+        f"{section}.groups.eps": (rule, groups(), groups("eps: 1.0"), refused_or_numbers),
+        f"{section}.groups.weight_decay": (
+            rule,
+            groups(),
+            groups("weight_decay: 10"),
+            group_numbers,
+        ),
+        f"{section}.groups.maximize": (
+            rule,
+            groups(),
+            groups("maximize: true"),
+            refused_or_numbers,
+        ),
     }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from headway.train.config import Recipe
-from support.observe import BASE, Row, engine, load, numbers, observed
+from support.setting_runs import BASE, Row, built_run, load, loss_numbers, trained_run
 
 FP16 = ("precision=fp16",)
 OVERFLOWS = (
@@ -18,7 +18,7 @@ OVERFLOWS = (
 
 
 def scales(overrides: tuple[str, ...]) -> Any:
-    return [r["loss_scale"] for r in observed(overrides).records]
+    return [r["loss_scale"] for r in trained_run(overrides).records]
 
 
 def bucket_count(run: Any) -> Any:
@@ -66,11 +66,11 @@ def norm_box(overrides: tuple[str, ...]) -> Any:
     """Whether a tensor rank's gradient of a norm covers some tokens or all."""
     from headway.model.layout import param_specs
     from headway.parallel.collectives import RankGroup
-    from headway.parallel.tensor import Cut
+    from headway.parallel.tensor import TensorPlan
 
     recipe = load(Recipe, None, [*BASE, "model.vocab_size=64", "parallel.tensor=2", *overrides])
     specs = {spec.name: spec for spec in param_specs(recipe.model)}
-    return Cut(RankGroup(0, 2), recipe.parallel.sequence, 1).box(specs["model.norm.weight"])
+    return TensorPlan(RankGroup(0, 2), recipe.parallel.sequence, 1).box(specs["model.norm.weight"])
 
 
 def program_of_two(overrides: tuple[str, ...]) -> Any:
@@ -102,27 +102,27 @@ ROWS: dict[str, Row] = {
     "parallel.fsdp.size": (("parallel.strategy=fsdp",), "auto", 1, on_two_ranks),
     "parallel.fsdp.reshard_after_forward": ((), True, False, sharding),
     "parallel.zero1.size": ((), "auto", 1, on_two_ranks),
-    "parallel.bucket_bytes": ((), 1 << 20, 4096, engine(bucket_count)),
-    "parallel.accumulate_dtype": (("precision=bf16",), "fp32", "compute", numbers),
+    "parallel.bucket_bytes": ((), 1 << 20, 4096, built_run(bucket_count)),
+    "parallel.accumulate_dtype": (("precision=bf16",), "fp32", "compute", loss_numbers),
     "parallel.reduce_dtype": ((), "fp32", "bf16", on_two_ranks),
-    "parallel.overlap.reduce": ((), True, False, engine(lambda run: run.engine.reducer.overlap)),
-    "parallel.overlap.gather": ((), True, False, engine(lambda run: run.engine.overlap.gather)),
-    "parallel.overlap.step": ((), True, False, engine(lambda run: run.engine.overlap.step)),
+    "parallel.overlap.reduce": ((), True, False, built_run(lambda run: run.engine.reducer.overlap)),
+    "parallel.overlap.gather": ((), True, False, built_run(lambda run: run.engine.overlap.gather)),
+    "parallel.overlap.step": ((), True, False, built_run(lambda run: run.engine.overlap.step)),
     "parallel.hook[all_reduce].kind": ((), "all_reduce", "reduce_scatter", on_two_ranks),
     "parallel.hook[reduce_scatter].kind": (("parallel.zero1.size=1",), "reduce_scatter", "all_reduce", on_two_ranks),
     "parallel.hook[compress].kind": ((), "compress", "all_reduce", on_two_ranks),
-    "parallel.hook[compress].dtype": (("parallel.hook.kind=compress",), "bf16", "fp16", numbers),
+    "parallel.hook[compress].dtype": (("parallel.hook.kind=compress",), "bf16", "fp16", loss_numbers),
     "parallel.hook[powersgd].kind": ((), "powersgd", "all_reduce", on_two_ranks),
-    "parallel.hook[powersgd].rank": (POWERSGD, 2, 1, numbers),
-    "parallel.hook[powersgd].start_step": (POWERSGD, 0, 2, numbers),
-    "parallel.hook[powersgd].error_feedback": (POWERSGD, True, False, numbers),
-    "parallel.hook[powersgd].q": (POWERSGD, "warm", "fixed", numbers),
-    "parallel.hook[powersgd].min_compression_rate": (POWERSGD, 0.0, 100.0, numbers),
-    "parallel.hook[powersgd].max_dim": (POWERSGD, 1000, 8, numbers),
+    "parallel.hook[powersgd].rank": (POWERSGD, 2, 1, loss_numbers),
+    "parallel.hook[powersgd].start_step": (POWERSGD, 0, 2, loss_numbers),
+    "parallel.hook[powersgd].error_feedback": (POWERSGD, True, False, loss_numbers),
+    "parallel.hook[powersgd].q": (POWERSGD, "warm", "fixed", loss_numbers),
+    "parallel.hook[powersgd].min_compression_rate": (POWERSGD, 0.0, 100.0, loss_numbers),
+    "parallel.hook[powersgd].max_dim": (POWERSGD, 1000, 8, loss_numbers),
     "parallel.hook[torch_style].kind": ((), "torch_style", "all_reduce", on_two_ranks),
     "parallel.hook[torch_style].function": (("parallel.hook.kind=torch_style",), "operator:add", "operator:nothing", on_two_ranks),
     "parallel.hook[torch_style].state": (("parallel.hook.kind=torch_style",), None, "operator:nothing", on_two_ranks),
-    "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", engine(lambda run: run.engine.reducer.hook.state)),
+    "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", built_run(lambda run: run.engine.reducer.hook.state)),
     "parallel.context": ((), 1, 2, on_two_ranks),
     "parallel.tensor": ((), 1, 2, on_two_ranks),
     "parallel.expert": ((), 1, 2, on_two_ranks),

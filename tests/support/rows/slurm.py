@@ -6,7 +6,7 @@ from typing import Any
 from headway.config.load import load
 from headway.launch.slurm_script import ScriptParts, write_script
 from headway.train.config import Recipe
-from support.observe import Row
+from support.setting_runs import Row
 
 
 def script(overrides: tuple[str, ...]) -> Any:

@@ -1,7 +1,7 @@
 """Settings of stages."""
 
-from support.observe import Row, files
+from support.setting_runs import Row, files_left
 
 ROWS: dict[str, Row] = {
-    "stages.name": ((), ["{name: one}"], ["{name: two}"], files("stages/*")),
+    "stages.name": ((), ["{name: one}"], ["{name: two}"], files_left("stages/*")),
 }

@@ -1,6 +1,6 @@
 """Settings of early stopping."""
 
-from support.observe import STORES, Row, observed
+from support.setting_runs import STORES, Row, trained_run
 
 WORSE = (
     *STORES, "data.valid.fraction=0.4", "eval.every=1", "eval.rows=8", "steps=8", "optim.lr=1", "optim.schedule.kind=constant",
@@ -8,7 +8,7 @@ WORSE = (
 
 
 def steps(overrides: tuple[str, ...]) -> int:
-    return len(observed(overrides).records)
+    return len(trained_run(overrides).records)
 
 
 ROWS: dict[str, Row] = {
@@ -18,6 +18,6 @@ ROWS: dict[str, Row] = {
         (*WORSE, "eval.stop.patience=2"),
         True,
         False,
-        lambda o: "restored the weights of step" in observed(o).log,
+        lambda o: "restored the weights of step" in trained_run(o).log,
     ),
 }

@@ -4,25 +4,25 @@ from typing import Any
 
 from headway.track.service import ServiceConfig
 from headway.train.config import Recipe
-from support.observe import BASE, Row, load
+from support.setting_runs import BASE, Row, load
 
 
 def told(overrides: tuple[str, ...]) -> Any:
     """What decides the run in the service: its target, the variables of the package's process, and the settings `open` gets."""
-    (one,) = load(Recipe, None, [*BASE, *overrides]).track
-    if not isinstance(one, ServiceConfig):
-        return one.kind
+    (tracker,) = load(Recipe, None, [*BASE, *overrides]).track
+    if not isinstance(tracker, ServiceConfig):
+        return tracker.kind
     return (
-        one.kind,
-        one.target(),
-        one.variables(load(Recipe, None, [*BASE, *overrides]).run.folder),
-        one.model_dump(exclude={"kind"}),
+        tracker.kind,
+        tracker.target(),
+        tracker.variables(load(Recipe, None, [*BASE, *overrides]).run.folder),
+        tracker.model_dump(exclude={"kind"}),
     )
 
 
 def rows(kind: str, **values: tuple[str, str]) -> dict[str, Row]:
     """Two values of each setting."""
-    one = {
+    trackers = {
         f"track[{kind}].{name}": (
             (),
             [f"{{kind: {kind}, {name}: {a}}}"],
@@ -33,7 +33,7 @@ def rows(kind: str, **values: tuple[str, str]) -> dict[str, Row]:
     }
     return {
         f"track[{kind}].kind": ((), ["{kind: tensorboard}"], [f"{{kind: {kind}}}"], told),
-        **one,
+        **trackers,
     }
 
 

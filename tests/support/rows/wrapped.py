@@ -3,7 +3,7 @@
 from headway.errors import ConfigError
 from headway.train.config import Recipe
 from headway.train.wrapped import wrapped_shape
-from support.observe import Row, load
+from support.setting_runs import Row, load
 
 SMALL = "model_type: olmo, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2, vocab_size: 64, pad_token_id: null"
 

@@ -71,11 +71,13 @@ def test_import_loads_neither_torch_nor_pydantic() -> None:
 
 
 def test_exactly_the_public_names_exist_and_have_documentation() -> None:
-    assert sorted(hw.__all__) == hw.__all__ and set(hw.__all__) <= set(dir(hw))
+    assert sorted(hw.__all__) == hw.__all__
+    assert set(hw.__all__) <= set(dir(hw))
     for name in hw.__all__:
-        found = getattr(hw, name)
-        assert isinstance(found, str) or (
-            (inspect.getdoc(found) or "").count("\n") >= 0 and len(inspect.getdoc(found) or "") > 20
+        member = getattr(hw, name)
+        assert isinstance(member, str) or (
+            (inspect.getdoc(member) or "").count("\n") >= 0
+            and len(inspect.getdoc(member) or "") > 20
         ), name
     functions = [name for name in hw.__all__ if inspect.isfunction(getattr(hw, name))]
     assert functions == ["evaluate", "export", "load_model", "score", "tokenize", "train"]
@@ -89,18 +91,23 @@ def test_the_page_names_every_public_name() -> None:
     assert [name for name in hw.__all__ if f"`hw.{name}" not in page] == []
 
 
-def test_tables_in_a_terminal_and_in_a_notebook() -> None:
+def test_a_table_is_printed_in_columns_and_read_by_row_or_column() -> None:
     table = hw.ResultTable(("data", "loss", "tokens"), (("wiki", 2.5, 1200), ("code", None, 7)))
     assert str(table) == "data   loss  tokens\nwiki  2.500   1,200\ncode              7"
-    assert [row["tokens"] for row in table] == table.column("tokens") == [1200, 7] and len(
-        table
-    ) == 2
+    assert len(table) == 2
+    assert table.column("tokens") == [1200, 7]
+    assert [row["tokens"] for row in table] == [1200, 7]
+
+
+def test_a_result_prints_only_what_is_known() -> None:
     assert as_text("run a", {"steps": 3, "model": None}) == "run a\n  steps  3"
-    shown = as_html("<script>", {"a&b": "<i>"}, hw.ResultTable(("<x>",), (("<y>",),)))
-    assert (
-        not {"<script>", "<i>", "<x>", "<y>"} & {part + ">" for part in shown.split(">")}
-        and "&lt;script&gt;" in shown
-    )
+
+
+def test_html_of_a_result_escapes_every_text() -> None:
+    html = as_html("<script>", {"a&b": "<i>"}, hw.ResultTable(("<x>",), (("<y>",),)))
+    tags = {part + ">" for part in html.split(">")}
+    assert not {"<script>", "<i>", "<x>", "<y>"} & tags
+    assert "&lt;script&gt;" in html
 
 
 def test_the_table_of_losses_is_small(tmp_path: Path) -> None:
@@ -109,9 +116,12 @@ def test_the_table_of_losses_is_small(tmp_path: Path) -> None:
     lines[999] = '{"step": 1000, "loss": 1000.0, "valid": {"valid": {"loss": 3.5}}}'
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     table = loss_table(tmp_path)
-    assert table.columns == ("step", "loss", "valid") and len(table) == 20
-    assert (
-        table.rows[0] == (1, 1.0, None) and table.rows[-1][0] == 1000 and table.rows[-1][2] == 3.5
-    )
-    before, last = table.rows[-2][0], table.rows[-1]
-    assert isinstance(before, int) and last[1] == sum(range(before + 1, 1001)) / (1000 - before)
+    assert table.columns == ("step", "loss", "valid")
+    assert len(table) == 20
+    assert table.rows[0] == (1, 1.0, None)
+    assert table.rows[-1][0] == 1000
+    assert table.rows[-1][2] == 3.5
+    before = table.rows[-2][0]
+    last = table.rows[-1]
+    assert isinstance(before, int)
+    assert last[1] == sum(range(before + 1, 1001)) / (1000 - before)

@@ -21,24 +21,24 @@ from headway.track.metrics_file import MetricsFile, read_metrics
 
 def expected(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Every number of a metrics.jsonl by name, read with the project's own reader."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for one in read_metrics(path):
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in read_metrics(path):
         for name, value in flatten(
-            {key: value for key, value in one.items() if key != "non_finite"}
+            {key: value for key, value in row.items() if key != "non_finite"}
         ).items():
             if isinstance(value, (int, float)):
-                found.setdefault(name, []).append((one["step"], float(value)))
-    return found
+                curves.setdefault(name, []).append((row["step"], float(value)))
+    return curves
 
 
 def shown(curves: RunCurves) -> dict[str, list[tuple[int, float]]]:
     """Every number the board can show, at full zoom."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for name in curves.names():
         if name != "step":
             x, y = curves.points(name, "step")
-            found[name] = [(int(a), b) for a, b in zip(x, y, strict=True)]
-    return found
+            points[name] = [(int(a), b) for a, b in zip(x, y, strict=True)]
+    return points
 
 
 def test_every_number_of_the_file_is_shown_exactly(tmp_path: Path) -> None:
@@ -54,7 +54,8 @@ def test_zoomed_windows_together_show_every_point(tmp_path: Path) -> None:
     curves = RunCurves(path)
     curves.update()
     whole = curves.view("loss", Window(points=1000))
-    assert whole.total == 5000 and 900 <= len(whole.x) <= 1010
+    assert whole.total == 5000
+    assert 900 <= len(whole.x) <= 1010
     seen: dict[float, float] = {}
     for start in range(0, 5000, 500):
         part = curves.view("loss", Window(points=1000, start=start, end=start + 500))
@@ -83,18 +84,15 @@ def test_values_that_json_cannot_hold_come_back(tmp_path: Path) -> None:
     block = RecordBlock()
     block.add((tmp_path / "metrics.jsonl").read_bytes())
     values = {name: list(column.values) for name, column in block.columns.items()}
-    assert (
-        str(values["loss"]) == "[nan, 1.0]"
-        and values["valid/loss"] == [float("inf")]
-        and values["mfu"] == [float("-inf")]
-    )
-    assert (
-        values["valid/a/loss"] == [1.0]
-        and str(values["valid/b/loss"]) == "[nan]"
-        and "note" not in values
-    )
+    assert str(values["loss"]) == "[nan, 1.0]"
+    assert values["valid/loss"] == [float("inf")]
+    assert values["mfu"] == [float("-inf")]
+    assert values["valid/a/loss"] == [1.0]
+    assert str(values["valid/b/loss"]) == "[nan]"
+    assert "note" not in values
     curve = downsample(np.array([1.0, 2.0]), np.array([np.nan, 1.0]))
-    assert list(curve.not_finite_x) == [1.0] and list(curve.y) == [1.0]
+    assert list(curve.not_finite_x) == [1.0]
+    assert list(curve.y) == [1.0]
 
 
 def test_a_file_that_grows_is_read_from_where_it_ended(
@@ -106,12 +104,15 @@ def test_a_file_that_grows_is_read_from_where_it_ended(
     index.update()
     with open(path, "ab") as file:  # half a line
         file.write(b'{"step": 101, "lo')
-    assert not index.update() and index.rows == 100
+    assert not index.update()
+    assert index.rows == 100
     with open(path, "ab") as file:
         file.write(b'ss": 7.5}\n')
     before = index.place.offset
-    assert index.update() and index.rows == 101
-    assert index.column("loss")[1][-1] == 7.5 and before < index.place.offset == path.stat().st_size
+    assert index.update()
+    assert index.rows == 101
+    assert index.column("loss")[1][-1] == 7.5
+    assert before < index.place.offset == path.stat().st_size
 
 
 @pytest.mark.parametrize("how", ["truncated", "rewritten in place", "replaced"])
@@ -160,7 +161,8 @@ def test_numbers_of_every_kind_become_floats() -> None:
         "c": [2.0],
         "e/f": [1.0],
     }
-    assert block.newest()["s"] == "x" and block.newest()["d"] == "t"
+    assert block.newest()["s"] == "x"
+    assert block.newest()["d"] == "t"
 
 
 def test_a_second_start_takes_the_sealed_index_and_reads_only_the_rest(
@@ -174,10 +176,12 @@ def test_a_second_start_takes_the_sealed_index_and_reads_only_the_rest(
     size = path.stat().st_size
     append_record(folder, 401)
     index = MetricIndex(path)
-    assert index.place.offset == size and index.rows == 400
+    assert index.place.offset == size
+    assert index.rows == 400
     curves = RunCurves(path)
     curves.update()
-    assert shown(curves) == expected(path) and curves.newest()["step"] == 401.0
+    assert shown(curves) == expected(path)
+    assert curves.newest()["step"] == 401.0
 
 
 @pytest.mark.parametrize("harm", ["index", "column", "gone"])
@@ -221,18 +225,19 @@ def test_a_first_look_has_true_numbers_before_the_index_is_built(
     path = make_run(tmp_path / "run", 3000) / "metrics.jsonl"
     monkeypatch.setattr(curves_module, "INLINE_BYTES", 1000)
     curves = RunCurves(path)
-    assert curves.is_partial and not curves.update()
-    some, every = shown(curves)["loss"], expected(path)["loss"]
-    assert (
-        some[0] == every[0]
-        and some[-1] == every[-1]
-        and 250 < len(some) < 400
-        and set(some) < set(every)
-    )
+    assert curves.is_partial
+    assert not curves.update()
+    some = shown(curves)["loss"]
+    every = expected(path)["loss"]
+    assert some[0] == every[0]
+    assert some[-1] == every[-1]
+    assert 250 < len(some) < 400
+    assert set(some) < set(every)
     assert curves.newest()["step"] == 3000.0
     build_index(path, cache_folder(path))
     curves.built()
-    assert not curves.is_partial and shown(curves) == expected(path)
+    assert not curves.is_partial
+    assert shown(curves) == expected(path)
 
 
 def test_short_files_have_a_first_look_too(tmp_path: Path) -> None:
@@ -251,9 +256,8 @@ def test_short_files_have_a_first_look_too(tmp_path: Path) -> None:
 
 def test_time_and_tokens_are_axes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(json.dumps(record(step)) + "\n" for step in (10, 20, 30))
-    )  # every tenth step is logged
+    # every tenth step is logged
+    path.write_text("".join(json.dumps(record(step)) + "\n" for step in (10, 20, 30)))
     curves = RunCurves(path)
     curves.update()
     assert list(curves.points("loss", "time")[0]) == [0.25, 2.75, 5.25]
@@ -264,17 +268,16 @@ def test_a_spike_of_one_step_is_visible_at_any_width() -> None:
     generator = np.random.default_rng(3)
     for length in (2001, 9_999, 100_000):
         y = generator.normal(size=length)
-        for at in (0, 1, length // 3, length - 2, length - 1):
+        for spike in (0, 1, length // 3, length - 2, length - 1):
             spiked = y.copy()
-            spiked[at] = 99.0
+            spiked[spike] = 99.0
             for points in (4, 100, 1000, 2000):
                 curve = downsample(np.arange(length, dtype=float), spiked, points)
-                assert (float(at), 99.0) in zip(curve.x, curve.y, strict=True) and len(
-                    curve.x
-                ) <= points + 6
-                assert (
-                    curve.x[0] == 0 and curve.x[-1] == length - 1 and np.all(np.diff(curve.x) > 0)
-                )
+                assert (float(spike), 99.0) in zip(curve.x, curve.y, strict=True)
+                assert len(curve.x) <= points + 6
+                assert curve.x[0] == 0
+                assert curve.x[-1] == length - 1
+                assert np.all(np.diff(curve.x) > 0)
         assert np.isclose(
             np.mean(downsample(np.arange(length, dtype=float), y, 1000).mean_y), y.mean(), atol=0.05
         )

@@ -37,13 +37,14 @@ def test_ctrl_c_ends_a_board_in_one_line(tmp_path: Path) -> None:
         preexec_fn=default_signal,
     )
     assert process.stdout is not None
-    found = re.fullmatch(r"board: (http://127\.0\.0\.1:\d+/)\n", process.stdout.readline())
-    assert found is not None
-    with urllib.request.urlopen(f"{found[1]}api/state", timeout=20) as answer:
+    match = re.fullmatch(r"board: (http://127\.0\.0\.1:\d+/)\n", process.stdout.readline())
+    assert match is not None
+    with urllib.request.urlopen(f"{match[1]}api/state", timeout=20) as answer:
         assert [run["name"] for run in json.load(answer)["runs"]] == ["one"]
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=20)
-    assert (process.returncode, out) == (130, "") and errors in (
+    assert (process.returncode, out) == (130, "")
+    assert errors in (
         "1 runs; Ctrl-C ends it\n",
         "1 runs; Ctrl-C ends it\nstopped\n",
     )

@@ -18,43 +18,58 @@ from headway.board.terminal import braille_plot, screen, show_once
 from headway.board.watch import Board, LocalSource
 from headway.cli import main
 
+EVIL_NAME = "</script><script>alert(1)<"
 
-def test_a_report_holds_its_data_and_loads_nothing(tmp_path: Path) -> None:
-    one = make_run(tmp_path / "runs" / "</script><script>alert(1)<", 50)
+
+@pytest.fixture
+def report(tmp_path: Path) -> str:
+    """The HTML file of two runs, one with a hostile name and a picture, the other with a rate of 0.5."""
+    evil = make_run(tmp_path / "runs" / EVIL_NAME, 50)
+    (evil / "eval").mkdir()
+    (evil / "eval" / "report.md").write_text("![plot](plot.png)\n")
+    (evil / "eval" / "plot.png").write_bytes(b"\x89PNG")
     two = make_run(tmp_path / "runs" / "two", 30, lr=0.5)
-    (one / "eval").mkdir()
-    (one / "eval" / "report.md").write_text("![plot](plot.png)\n")
-    (one / "eval" / "plot.png").write_bytes(b"\x89PNG")
     out = tmp_path / "deep" / "report.html"
-    written = write_html_report(open_sources([str(one), str(two)]), out)
+    written = write_html_report(open_sources([str(evil), str(two)]), out)
     page = out.read_text(encoding="utf-8")
-    assert written["bytes"] == len(page.encode()) and "<script>alert" not in page
-    own = page
+    assert written["bytes"] == len(page.encode())
+    return page
+
+
+def test_a_report_loads_nothing_from_elsewhere(report: str) -> None:
+    page_alone = report
     for name in VENDORED:
         library = (Path(headway.__file__).parent / "vendor" / name).read_text(encoding="utf-8")
-        assert library in page, name
-        own = own.replace(library, "")
-    assert not re.search(r'(src|href)="(?!data:)', page)
-    assert "http://" not in own.replace("http://www.w3.org", "")
-    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+        assert library in report, name
+        page_alone = page_alone.replace(library, "")
+    assert not re.search(r'(src|href)="(?!data:)', report)
+    assert "http://" not in page_alone.replace("http://www.w3.org", "")
+
+
+def test_a_report_runs_its_own_script_and_no_other(report: str) -> None:
+    assert "<script>alert" not in report
+    scripts = re.findall(r"<script>(.*?)</script>", report, re.DOTALL)
     assert len(scripts) == 1
     checksum = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
-    assert f"script-src 'sha256-{checksum}'" in page and "default-src 'none'" in page
-    data = json.loads(re.findall(r'id="embedded">(.*?)</script>', page, re.DOTALL)[0])
-    assert [run["name"] for run in data["runs"]] == ["</script><script>alert(1)<", "two"] or len(
-        data["runs"]
-    ) == 2
+    assert f"script-src 'sha256-{checksum}'" in report
+    assert "default-src 'none'" in report
+
+
+def test_a_report_holds_curves_settings_and_pictures_of_its_runs(
+    report: str, tmp_path: Path
+) -> None:
+    data = json.loads(re.findall(r'id="embedded">(.*?)</script>', report, re.DOTALL)[0])
+    assert {run["name"] for run in data["runs"]} == {EVIL_NAME.rpartition("/")[2], "two"}
+    assert len(data["runs"]) == 2
     (identity,) = (run["id"] for run in data["runs"] if run["name"] == "two")
-    curves = {
-        one["metric"]: one for one in unpack(base64.b64decode(data["curves"][identity]["step"]))
-    }
-    records = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
-    assert curves["loss"]["y"] == tuple(one["loss"] for one in records)
+    stored = unpack(base64.b64decode(data["curves"][identity]["step"]))
+    curves = {curve["metric"]: curve for curve in stored}
+    metrics = (tmp_path / "runs" / "two" / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in metrics.splitlines()]
+    assert curves["loss"]["y"] == tuple(record["loss"] for record in records)
     assert data["details"][identity]["config"]["optim.lr"] == 0.5
-    assert any(
-        value == {"eval/plot.png": "data:image/png;base64,iVBORw=="}
-        for value in data["pictures"].values()
-    )
+    pictures = list(data["pictures"].values())
+    assert {"eval/plot.png": "data:image/png;base64,iVBORw=="} in pictures
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
@@ -65,10 +80,12 @@ def test_the_terminal_shows_runs_at_any_width(tmp_path: Path, width: int) -> Non
         show_once(board, console, 5.0)
         text = console.export_text()
         console.file.close()
-    assert "50/50" in text and "done" in text and "loss" in text and "\x1b" not in text
-    assert ("memory" in text) == (width == 160) and max(
-        len(line) for line in text.splitlines()
-    ) <= width
+    assert "50/50" in text
+    assert "done" in text
+    assert "loss" in text
+    assert "\x1b" not in text
+    assert ("memory" in text) == (width == 160)
+    assert max(len(line) for line in text.splitlines()) <= width
 
 
 def test_the_terminal_shows_a_validation_loss_that_the_last_record_does_not_have(
@@ -89,44 +106,74 @@ def test_the_terminal_shows_a_validation_loss_that_the_last_record_does_not_have
     assert "4.321" in text
 
 
-def test_plots_of_nothing_and_of_constants() -> None:
+def test_a_plot_of_nothing_is_blank() -> None:
+    assert braille_plot([], 4, 2) == [[(" ", -1)] * 4] * 2
+
+
+def test_a_plot_of_one_point_shows_it() -> None:
     import numpy as np
 
-    assert braille_plot([], 4, 2) == [[(" ", -1)] * 4] * 2
-    one = braille_plot([(np.array([1.0]), np.array([2.0]))], 4, 2)
-    assert sum(cell != " " for row in one for cell, _ in row) >= 1
+    rows = braille_plot([(np.array([1.0]), np.array([2.0]))], 4, 2)
+    assert sum(cell != " " for row in rows for cell, _ in row) >= 1
+
+
+def test_a_screen_without_runs_says_so() -> None:
     board = Board([LocalSource(Path("/nonexistent"))])
     assert "no runs" in str(screen(board, 80, 24))
     board.close()
 
 
-def test_the_verbs_print_json_and_refuse_mistakes_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs" / "one", 5)
+
+
+@pytest.mark.parametrize("words", [["board", "--list", "--json"], ["top", "--json"]], ids=" ".join)
+def test_board_and_top_list_runs_as_json(
+    words: list[str], run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_run(tmp_path / "runs" / "one", 5)
-    for words in (
-        ["board", str(tmp_path / "runs"), "--list", "--json"],
-        ["top", str(tmp_path / "runs"), "--json"],
-    ):
-        assert main(words) == 0
-        (row,) = json.loads(capsys.readouterr().out)
-        assert (row["name"], row["state"], row["step"]) == ("one", "done", 5)
-    assert (
-        main(
-            ["report", str(tmp_path / "runs" / "one"), "--out", str(tmp_path / "r.html"), "--json"]
-        )
-        == 0
-    )
+    verb, *options = words
+    assert main([verb, str(run_folder.parent), *options]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["state"], row["step"]) == ("one", "done", 5)
+
+
+def test_report_prints_its_runs_as_json(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(run_folder), "--out", str(tmp_path / "r.html"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] == ["one"]
-    assert main(["top", str(tmp_path / "runs")]) == 0 and "5/5" in capsys.readouterr().out
+
+
+def test_top_prints_the_steps_of_runs(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(run_folder.parent)]) == 0
+    assert "5/5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["board", "nothing"], "does not exist"),
+        (["top", "r.html"], "is not a folder"),
+        (["report", "empty"], "no runs there"),
+        (["report", "runs", "--out", "."], "is a folder"),
+        (["board", "runs", "--port", "70000"], "65535"),
+        (["board", ".", "--ssh-config", "nothing"], "no such file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_folder_or_option_that_cannot_be_shown_is_refused_in_one_line(
+    words: list[str],
+    message: str,
+    run_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    mistakes = [
-        (["board", str(tmp_path / "nothing")], "does not exist"), (["top", str(tmp_path / "r.html")], "is not a folder"),
-        (["report", str(tmp_path / "empty")], "no runs there"), (["report", str(tmp_path / "runs"), "--out", str(tmp_path)], "is a folder"),
-        (["board", str(tmp_path / "runs"), "--port", "70000"], "65535"),
-        (["board", str(tmp_path), "--ssh-config", "nothing"], "no such file"),
-    ]  # fmt: skip
-    for words, expected in mistakes:
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert expected in said and said.count("\n") == 1, said
+    (tmp_path / "r.html").write_text("<html>")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from headway.board.runs import StatusReader, find_runs, flat_values, planned_ste
 from headway.board.watch import Board, LocalSource, newest_valid_loss
 
 
-def beat(folder: Path, *, pid: int, progress: float = 0.0, host: str = "", at: float = 0.0) -> None:
-    place = folder / "logs" / "heartbeat"
-    place.mkdir(parents=True, exist_ok=True)
+def beat(
+    folder: Path, *, pid: int, progress: float = 0.0, host: str = "", moment: float = 0.0
+) -> None:
+    folder_of_beats = folder / "logs" / "heartbeat"
+    folder_of_beats.mkdir(parents=True, exist_ok=True)
     now = time.time()
     values = {
         "rank": 0,
@@ -25,9 +28,9 @@ def beat(folder: Path, *, pid: int, progress: float = 0.0, host: str = "", at: f
         "step": 3,
         "phase": "step",
         "progress_at": now - progress,
-        "at": now - at,
+        "at": now - moment,
     }
-    (place / "rank-00000.json").write_text(json.dumps(values))
+    (folder_of_beats / "rank-00000.json").write_text(json.dumps(values))
 
 
 def test_runs_are_found_below_a_folder_but_not_in_checkpoints_or_behind_links(
@@ -63,11 +66,11 @@ def test_the_state_of_a_run(tmp_path: Path, harm: str, state: str) -> None:
     elif harm == "killed":
         beat(folder, pid=2**22 - 3)
     elif harm.endswith("elsewhere"):
-        beat(folder, pid=1, host="another-host", at=100.0 if harm.startswith("silent") else 1.0)
-    found = StatusReader(folder, is_here=not harm.endswith("elsewhere")).read(
+        beat(folder, pid=1, host="another-host", moment=100.0 if harm.startswith("silent") else 1.0)
+    status = StatusReader(folder, is_here=not harm.endswith("elsewhere")).read(
         {"step": 5.0, "step_seconds": 0.2}
     )
-    assert (found.state, found.step, found.total_steps) == (state, 5, 5)
+    assert (status.state, status.step, status.total_steps) == (state, 5, 5)
 
 
 def test_a_stage_takes_its_state_from_the_run(tmp_path: Path) -> None:
@@ -80,19 +83,16 @@ def test_a_stage_takes_its_state_from_the_run(tmp_path: Path) -> None:
     assert StatusReader(stage).read({}).state == "done"
 
 
-def test_planned_steps_and_flat_values() -> None:
-    assert (
-        planned_steps({"steps": 5}) == 5
-        and planned_steps({}) is None
-        and planned_steps({"steps": None}) is None
-    )
+def test_planned_steps_are_those_of_all_stages() -> None:
+    assert planned_steps({"steps": 5}) == 5
+    assert planned_steps({}) is None
+    assert planned_steps({"steps": None}) is None
     assert planned_steps({"steps": 3, "stages": [{"name": "a"}, {"name": "b", "steps": 6}]}) == 9
-    assert dict(flat_values({"a": {"b": 1}, "c": [1, 2], "d": [{"e": 1}], "f": {}})) == {
-        "a.b": 1,
-        "c": [1, 2],
-        "d.0.e": 1,
-        "f": {},
-    }
+
+
+def test_settings_are_flattened_into_dotted_names() -> None:
+    settings = {"a": {"b": 1}, "c": [1, 2], "d": [{"e": 1}], "f": {}}
+    assert dict(flat_values(settings)) == {"a.b": 1, "c": [1, 2], "d.0.e": 1, "f": {}}
 
 
 @pytest.mark.slow
@@ -107,13 +107,30 @@ def test_a_long_run_is_indexed_by_another_process_or_here_where_none_can(
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         with Board([LocalSource(tmp_path / "runs")]) as board:
             (run,) = board.want(list(board.runs))
-            assert run.is_indexing and run.curves.is_partial
+            assert run.is_indexing
+            assert run.curves.is_partial
             assert board.wait_until(lambda run=run: not run.is_indexing, 60.0)
-            assert (
-                run.curves.index.rows == 500
-                and not run.curves.is_partial
-                and run.curves.reads_here == (cache == "file")
-            )
+            assert run.curves.index.rows == 500
+            assert not run.curves.is_partial
+            assert run.curves.reads_here == (cache == "file")
+
+
+def test_a_run_counts_as_indexing_until_its_curves_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "one", 5)
+    source = LocalSource(tmp_path)
+    board = Board([source])
+    board.look(source)
+    (run,) = board.runs.values()
+    finished: Future[None] = Future()
+    finished.set_result(None)
+    run.building = finished
+    seen: list[bool] = []
+    monkeypatch.setattr(run.curves, "built", lambda: seen.append(run.is_indexing))
+    board.look(source)
+    assert seen == [True]
+    assert not run.is_indexing
 
 
 def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> None:
@@ -130,7 +147,8 @@ def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> 
     append_record(folder, 6)
     board.look(source)
     (row,) = board.rows(before)["runs"]
-    assert row["step"] == 6 and row["version"] > before
+    assert row["step"] == 6
+    assert row["version"] > before
     board._found_at.clear()
     make_run(tmp_path / "two", 1)
     board.look(source)
@@ -157,7 +175,9 @@ def test_a_failed_run_says_why(tmp_path: Path, events: list[tuple[str, str]], ca
     ]
     (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
     status = StatusReader(folder).read({})
-    assert status.state == "failed" and status.cause.startswith(cause) and "\n" not in status.cause
+    assert status.state == "failed"
+    assert status.cause.startswith(cause)
+    assert "\n" not in status.cause
     make_run(tmp_path / "done", 5)
     assert StatusReader(tmp_path / "done").read({}).cause == ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.crash import Killed, killed_at
+from support.crash_at_write import Killed, killed_at
 
 from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.checkpoint.save import save_checkpoint
@@ -37,11 +37,12 @@ def save(folder: Path, step: int, tokenizer: Path | None = None) -> Path:
 
 
 def holds(folder: Path) -> tuple[int, float]:
-    found = newest_good(folder)
-    assert found.reader is not None and found.rejected == []
-    assert found.reader.scalars == {"cursor": [found.reader.step, 0]}
-    assert found.reader.tokenizer_folder is not None
-    return found.reader.step, float(found.reader.weight("w").unique())
+    newest = newest_good(folder)
+    assert newest.reader is not None
+    assert newest.rejected == []
+    assert newest.reader.scalars == {"cursor": [newest.reader.step, 0]}
+    assert newest.reader.tokenizer_folder is not None
+    return newest.reader.step, float(newest.reader.weight("w").unique())
 
 
 @pytest.mark.parametrize("second", [2, 1], ids=["next step", "same step again"])
@@ -60,22 +61,21 @@ def test_a_save_killed_at_any_call_leaves_the_old_or_the_complete_new_one(
         with pytest.raises(Killed), killed_at(call, folder):
             save(folder, second, tokenizer)
         step, value = holds(folder)
-        assert step in (1, second) and value == step
+        assert step in (1, second)
+        assert value == step
         seen.add(step)
         save(folder, 3, tokenizer)
         assert holds(folder) == (3, 3.0)
         kept = {p.name for p in folder.iterdir()}
-        assert (
-            kept <= {"latest", "step-00000001", "step-00000002", "step-00000003"}
-            and "step-00000001" in kept
-        )
+        assert kept <= {"latest", "step-00000001", "step-00000002", "step-00000003"}
+        assert "step-00000001" in kept
         shutil.rmtree(folder)
     assert seen == {1, second}
 
 
-def flip(path: Path, at: float) -> None:
+def flip(path: Path, share: float) -> None:
     data = bytearray(path.read_bytes())
-    data[int((len(data) - 1) * at)] ^= 0x04
+    data[int((len(data) - 1) * share)] ^= 0x04
     path.write_bytes(bytes(data))
 
 
@@ -102,19 +102,23 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_used(
     save(folder, 1, tokenizer)
     newest = save(folder, 2, tokenizer)
     DAMAGE[damage](newest / file)
-    found = newest_good(folder)
-    assert found.path == folder / "step-00000001"
-    [(path, reason)] = found.rejected
-    assert path == newest and str(newest / file) in reason and "\n" not in reason
+    result = newest_good(folder)
+    assert result.path == folder / "step-00000001"
+    [(path, reason)] = result.rejected
+    assert path == newest
+    assert str(newest / file) in reason
+    assert "\n" not in reason
 
 
 def test_every_single_bit_flip_of_the_tensor_file_is_found(tmp_path: Path) -> None:
     newest = save(tmp_path, 1)
     path = newest / "rank-00000.safetensors"
     good = path.read_bytes()
-    for at in range(len(good)):
-        path.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
-        assert newest_good(tmp_path).path is None, f"byte {at}"
+    for offset in range(len(good)):
+        path.write_bytes(
+            good[:offset] + bytes([good[offset] ^ (1 << offset % 8)]) + good[offset + 1 :]
+        )
+        assert newest_good(tmp_path).path is None, f"byte {offset}"
     path.write_bytes(good)
     assert newest_good(tmp_path).path == newest
 

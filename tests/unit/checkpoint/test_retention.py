@@ -41,12 +41,11 @@ def run(folder: Path, losses: list[float | None], config: CheckpointConfig) -> s
 def test_the_newest_two_and_the_best_two_stay_and_the_best_are_linked(tmp_path: Path) -> None:
     left = run(tmp_path, [0.9, 0.2, 0.5, 0.3, 0.6, 0.7], CheckpointConfig())
     assert left == {"step-00000020", "step-00000040", "step-00000050", "step-00000060"}
-    assert (
-        str((tmp_path / "best-1").readlink()) == "step-00000020"
-        and str((tmp_path / "best-2").readlink()) == "step-00000040"
-    )
+    assert str((tmp_path / "best-1").readlink()) == "step-00000020"
+    assert str((tmp_path / "best-2").readlink()) == "step-00000040"
     best = best_checkpoint(tmp_path)
-    assert best is not None and (best.path.name, best.step, best.value) == (
+    assert best is not None
+    assert (best.path.name, best.step, best.value) == (
         "step-00000020",
         20,
         0.2,
@@ -56,11 +55,14 @@ def test_the_newest_two_and_the_best_two_stay_and_the_best_are_linked(tmp_path: 
 def test_more_of_an_accuracy_is_better_and_a_goal_may_say_so_of_anything(tmp_path: Path) -> None:
     run(tmp_path, [0.9, 0.2, 0.5], CheckpointConfig(keep_last=9))
     assert [
-        one.step for one in best_checkpoints(tmp_path, CheckpointConfig(metric="accuracy"))
+        checkpoint.step
+        for checkpoint in best_checkpoints(tmp_path, CheckpointConfig(metric="accuracy"))
     ] == [20, 30, 10]
     assert [
-        one.step
-        for one in best_checkpoints(tmp_path, CheckpointConfig(metric="web/loss", goal="max"))
+        checkpoint.step
+        for checkpoint in best_checkpoints(
+            tmp_path, CheckpointConfig(metric="web/loss", goal="max")
+        )
     ] == [10, 30, 20]
 
 
@@ -98,15 +100,17 @@ def test_two_snapshots_stay_beside_the_checkpoints_and_are_resumed_from(tmp_path
         "a snapshot does not stay, so it is never the best"
     )
     (tmp_path / "snapshot-00000130" / "manifest.json").unlink()
-    found = newest_good(tmp_path)
-    assert found.path == tmp_path / "snapshot-00000120" and len(found.rejected) == 1
+    newest = newest_good(tmp_path)
+    assert newest.path == tmp_path / "snapshot-00000120"
+    assert len(newest.rejected) == 1
 
 
 def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
     run(tmp_path, [0.5, 0.1], CheckpointConfig())
     (tmp_path / "step-00000020" / "rank-00000.safetensors").write_bytes(b"")
     best = best_checkpoint(tmp_path)
-    assert best is not None and best.step == 10
+    assert best is not None
+    assert best.step == 10
 
 
 def test_going_back_drops_the_links_to_what_was_set_aside(tmp_path: Path) -> None:
@@ -119,10 +123,8 @@ def test_going_back_drops_the_links_to_what_was_set_aside(tmp_path: Path) -> Non
         "step-00000010",
     ]
     retain(tmp_path, CheckpointConfig())
-    assert (
-        str((tmp_path / "best-1").readlink()) == "step-00000010"
-        and not (tmp_path / "best-2").is_symlink()
-    )
+    assert str((tmp_path / "best-1").readlink()) == "step-00000010"
+    assert not (tmp_path / "best-2").is_symlink()
 
 
 @pytest.mark.parametrize(
@@ -148,20 +150,16 @@ def test_a_metric_is_a_mean_over_sets_or_one_sets_number(metric: str, value: flo
 def test_a_number_whose_name_holds_a_slash_is_found_in_all_sets_or_in_one() -> None:
     valid = {"zh": {"rewards/accuracies": 0.5}, "a/b": {"rewards/accuracies": 0.7}}
     assert metric_value(valid, "rewards/accuracies") == pytest.approx(0.6)
-    assert (
-        metric_value(valid, "zh/rewards/accuracies") == 0.5
-        and metric_value(valid, "a/b/rewards/accuracies") == 0.7
-    )
+    assert metric_value(valid, "zh/rewards/accuracies") == 0.5
+    assert metric_value(valid, "a/b/rewards/accuracies") == 0.7
     require_metric(valid, "a/b/rewards/accuracies")
     with pytest.raises(
         ConfigError,
         match=r"metric is 'rewards/margins'; the validation reports rewards/accuracies for the sets zh, a/b",
     ):
         require_metric(valid, "rewards/margins")
-    assert (
-        CheckpointConfig(metric="rewards/accuracies").higher_is_better
-        and CheckpointConfig(metric="zh/rewards/margins").higher_is_better
-    )
+    assert CheckpointConfig(metric="rewards/accuracies").higher_is_better
+    assert CheckpointConfig(metric="zh/rewards/margins").higher_is_better
 
 
 def test_what_would_be_among_the_best_is_known_before_it_is_saved(tmp_path: Path) -> None:
@@ -169,22 +167,30 @@ def test_what_would_be_among_the_best_is_known_before_it_is_saved(tmp_path: Path
     run(tmp_path, [0.5], config)
     assert is_among_best(0.9, tmp_path, config)
     run(tmp_path, [0.5, 0.3], config)
-    assert (
-        is_among_best(0.4, tmp_path, config)
-        and not is_among_best(0.5, tmp_path, config)
-        and not is_among_best(None, tmp_path, config)
-    )
+    assert is_among_best(0.4, tmp_path, config)
+    assert not is_among_best(0.5, tmp_path, config)
+    assert not is_among_best(None, tmp_path, config)
 
 
 def test_of_equal_values_the_earlier_is_the_better(tmp_path: Path) -> None:
     config = CheckpointConfig(keep_last=1, keep_best=1)
     assert run(tmp_path, [0.5, 0.3, 0.3, 0.3, 0.4], config) == {"step-00000020", "step-00000050"}
-    assert [one.step for one in best_checkpoints(tmp_path, config)] == [20, 50]
+    assert [checkpoint.step for checkpoint in best_checkpoints(tmp_path, config)] == [20, 50]
     for step in (60, 70):
         save(tmp_path, step, 0.3)
-    assert [one.step for one in best_checkpoints(tmp_path, config)] == [20, 60, 70, 50]
+    assert [checkpoint.step for checkpoint in best_checkpoints(tmp_path, config)] == [
+        20,
+        60,
+        70,
+        50,
+    ]
     higher = CheckpointConfig(metric="accuracy")
-    assert [one.step for one in best_checkpoints(tmp_path, higher)] == [20, 60, 70, 50]
+    assert [checkpoint.step for checkpoint in best_checkpoints(tmp_path, higher)] == [
+        20,
+        60,
+        70,
+        50,
+    ]
 
 
 def test_a_manifest_is_read_once_however_often_checkpoints_are_retained(
@@ -200,18 +206,16 @@ def test_a_manifest_is_read_once_however_often_checkpoints_are_retained(
     plain = best.read_summary
     monkeypatch.setattr(best, "read_summary", lambda path: (read.append(path.name), plain(path))[1])
     known = best.ManifestCache()
-    assert retain(tmp_path, config, manifests=known) == [] and len(read) == 8
+    assert retain(tmp_path, config, manifests=known) == []
+    assert len(read) == 8
     assert (tmp_path / "best-1").readlink().name == "step-00000001"
     save_checkpoint(tmp_path, 9, [], {"valid": {"a": {"loss": 0.5}}})
     retain(tmp_path, config, manifests=known)
-    assert (
-        read[8:] == ["step-00000009"] and (tmp_path / "best-1").readlink().name == "step-00000009"
-    )
-    assert (
-        not is_among_best(0.7, tmp_path, config, known)
-        and is_among_best(0.3, tmp_path, config, known)
-        and len(read) == 9
-    )
+    assert read[8:] == ["step-00000009"]
+    assert (tmp_path / "best-1").readlink().name == "step-00000009"
+    assert not is_among_best(0.7, tmp_path, config, known)
+    assert is_among_best(0.3, tmp_path, config, known)
+    assert len(read) == 9
     (tmp_path / "step-00000009" / "manifest.json").write_bytes(b"damaged")
     retain(tmp_path, config, manifests=known)
     assert (tmp_path / "best-1").readlink().name == "step-00000001", (
@@ -228,7 +232,8 @@ def test_the_head_of_a_manifest_says_what_the_whole_says(tmp_path: Path) -> None
         "deep": {"shapes": {"x": 1}},
     }
     path = save_checkpoint(tmp_path, 3, [], scalars)
-    head, whole = read_summary(path), read_manifest(path)
+    head = read_summary(path)
+    whole = read_manifest(path)
     assert (head.step, head.run, head.scalars, head.files) == (
         whole.step,
         whole.run,
@@ -253,7 +258,8 @@ def test_links_that_a_copy_made_folders_of_are_links_again_and_saves_go_on(tmp_p
     with pytest.raises(CheckpointError):
         save(folder, 40, 0.1)  # what happened at every save
     shutil.rmtree(folder / "step-00000040")
-    assert restore_links(folder) == ["best-1", "best-2", "latest"] and restore_links(folder) == []
+    assert restore_links(folder) == ["best-1", "best-2", "latest"]
+    assert restore_links(folder) == []
     assert {name: (folder / name).readlink() for name in names} == names
     save(folder, 40, 0.1)
     retain(folder, CheckpointConfig())
@@ -271,22 +277,20 @@ def test_a_copied_link_is_never_deleted_unless_its_checkpoint_is_there(tmp_path:
     shutil.rmtree(alone / "step-00000020")
     assert restore_links(alone) == ["latest"]
     good = newest_good(alone)
-    assert (
-        good.reader is not None
-        and good.reader.step == 20
-        and str((alone / "latest").readlink()) == "step-00000020"
-    )
+    assert good.reader is not None
+    assert good.reader.step == 20
+    assert str((alone / "latest").readlink()) == "step-00000020"
 
     shutil.rmtree(tmp_path / "made-copy")
     other = copied(tmp_path / "made")
     manifest = other / "step-00000020" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes() + b" ")
     assert restore_links(other) == ["latest"]
-    assert (other / "set-aside-latest" / "manifest.json").exists() and not (
-        other / "latest"
-    ).exists()
+    assert (other / "set-aside-latest" / "manifest.json").exists()
+    assert not (other / "latest").exists()
 
     empty = tmp_path / "empty"
     (empty / "latest").mkdir(parents=True)
-    assert restore_links(empty) == ["latest"] and (empty / "set-aside-latest").is_dir()
+    assert restore_links(empty) == ["latest"]
+    assert (empty / "set-aside-latest").is_dir()
     assert restore_links(tmp_path / "nowhere") == []

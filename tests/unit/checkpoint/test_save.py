@@ -69,39 +69,51 @@ def test_views_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) ->
     assert torch.equal(reader.read("a", "master"), tensor)
 
 
-def test_scalars_roles_names_and_tokenizer_come_back(tmp_path: Path) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_text("{}")
-    (tokenizer / "model.safetensors").write_bytes(b"weights that are not a tokenizer's")
+def test_scalars_come_back(tmp_path: Path) -> None:
     scalars = {"data": {"epoch": 1, "window": 2, "row": [3, 0.1, None, True, "x"]}, "loss": 1e-300}
+    reader = open_checkpoint(save_checkpoint(tmp_path, 500, [whole("w", torch.ones(2))], scalars))
+    assert (reader.step, reader.world, reader.scalars) == (500, 1, scalars)
+
+
+def test_names_and_roles_come_back(tmp_path: Path) -> None:
     records = [
         whole("w", torch.ones(2)),
         whole("w", torch.zeros(2), "exp_avg"),
         whole("b", torch.full((2,), 2.0), "param"),
     ]
-    reader = open_checkpoint(save_checkpoint(tmp_path / "c", 500, records, scalars, tokenizer))
-    assert (reader.step, reader.world, reader.scalars) == (500, 1, scalars)
-    assert (
-        reader.names() == ["w", "b"]
-        and reader.names("exp_avg") == ["w"]
-        and reader.roles("w") == ["master", "exp_avg"]
-    )
-    assert torch.equal(reader.weight("w"), torch.ones(2)) and torch.equal(
-        reader.weight("b"), torch.full((2,), 2.0)
-    )
+    reader = open_checkpoint(save_checkpoint(tmp_path, 500, records, {}))
+    assert reader.names() == ["w", "b"]
+    assert reader.names("exp_avg") == ["w"]
+    assert reader.roles("w") == ["master", "exp_avg"]
+    assert torch.equal(reader.weight("w"), torch.ones(2))
+    assert torch.equal(reader.weight("b"), torch.full((2,), 2.0))
+
+
+def test_the_files_of_the_tokenizer_come_back_and_no_others(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "model.safetensors").write_bytes(b"weights that are not a tokenizer's")
+    records = [whole("w", torch.ones(2))]
+    reader = open_checkpoint(save_checkpoint(tmp_path / "c", 500, records, {}, tokenizer))
     assert reader.tokenizer_folder is not None
-    assert [p.name for p in reader.tokenizer_folder.iterdir()] == ["tokenizer.json"]
-    assert open_checkpoint(tmp_path / "c" / "latest").path == tmp_path / "c" / "step-00000500"
-    assert (tmp_path / "c" / "latest").readlink() == Path("step-00000500")
+    assert [path.name for path in reader.tokenizer_folder.iterdir()] == ["tokenizer.json"]
+
+
+def test_latest_is_a_relative_link_to_the_newest_checkpoint(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 500, [whole("w", torch.ones(2))], {})
+    assert open_checkpoint(tmp_path / "latest").path == tmp_path / "step-00000500"
+    assert (tmp_path / "latest").readlink() == Path("step-00000500")
 
 
 def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
-    a, b = torch.randn(2, 3), torch.tensor([True])
+    a = torch.randn(2, 3)
+    b = torch.tensor([True])
     path = save_checkpoint(tmp_path, 1, [whole("b", b), whole("a", a)], {})
     loaded = safetensors.torch.load_file(path / "rank-00000.safetensors")
     assert set(loaded) == {"master:a|0,0", "master:b|0"}
-    assert torch.equal(loaded["master:a|0,0"], a) and torch.equal(loaded["master:b|0"], b)
+    assert torch.equal(loaded["master:a|0,0"], a)
+    assert torch.equal(loaded["master:b|0"], b)
 
 
 def test_scalars_that_json_would_change_are_refused(tmp_path: Path) -> None:
@@ -120,10 +132,12 @@ def cut(
     if depth == 0 or not dims or draw(st.booleans()):
         return [(offset, shape)]
     dim = draw(st.sampled_from(dims))
-    at = draw(st.integers(1, shape[dim] - 1))
-    rest = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
-    low = cut(draw, offset, (*shape[:dim], at, *shape[dim + 1 :]), depth - 1)
-    return low + cut(draw, rest, (*shape[:dim], shape[dim] - at, *shape[dim + 1 :]), depth - 1)
+    cut_index = draw(st.integers(1, shape[dim] - 1))
+    rest = (*offset[:dim], offset[dim] + cut_index, *offset[dim + 1 :])
+    low = cut(draw, offset, (*shape[:dim], cut_index, *shape[dim + 1 :]), depth - 1)
+    return low + cut(
+        draw, rest, (*shape[:dim], shape[dim] - cut_index, *shape[dim + 1 :]), depth - 1
+    )
 
 
 @st.composite
@@ -148,11 +162,11 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(
 ) -> None:
     boxes, shape, (start, region) = layout
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).reshape(shape)
-    slices = lambda at, size: tuple(slice(a, a + s) for a, s in zip(at, size, strict=True))  # noqa: E731
-    held = [(at, tensor[slices(at, size)]) for at, size in boxes]
+    slices = lambda start, size: tuple(slice(a, a + s) for a, s in zip(start, size, strict=True))  # noqa: E731
+    held = [(start, tensor[slices(start, size)]) for start, size in boxes]
     folder = tmp_path_factory.mktemp("c")
     overlap = whole("t", tensor, "overlap")
-    overlap.boxes.extend((at, piece) for at, piece in [held[extra % len(held)]] if any(at))
+    overlap.boxes.extend((start, piece) for start, piece in [held[extra % len(held)]] if any(start))
     reader = open_checkpoint(
         save_checkpoint(folder, 1, [StateTensor("t", "cut", shape, held), overlap], {})
     )
@@ -180,10 +194,13 @@ def test_boxes_of_different_types_are_refused(tmp_path: Path) -> None:
         reader.read("t", "master")
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_state_that_a_checkpoint_lacks_is_named_with_those_it_holds(tmp_path: Path) -> None:
     reader = open_checkpoint(save_checkpoint(tmp_path, 1, [whole("w", torch.ones(1))], {}))
     with pytest.raises(CheckpointError, match=r"no exp_avg of w \(it holds master\)"):
         reader.read("w", "exp_avg")
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no checkpoint"):
         locate(tmp_path / "nowhere")
 
@@ -195,7 +212,8 @@ def test_boxes_of_many_ranks_make_one_checkpoint(tmp_path: Path) -> None:
     turn = {"call": 0}
 
     def gather_on_0(value: object) -> list[object]:
-        call, turn["call"] = turn["call"], turn["call"] + 1
+        call = turn["call"]
+        turn["call"] = turn["call"] + 1
         if call == 1:  # both ranks write between the first and the second meeting
             save_checkpoint(
                 tmp_path,
@@ -210,10 +228,11 @@ def test_boxes_of_many_ranks_make_one_checkpoint(tmp_path: Path) -> None:
         answers[1].append(value)
         return [{"result": None, "error": None}, value]
 
-    one = StateTensor("t", "master", (10,), [((0,), tensor[:4])])
-    path = save_checkpoint(tmp_path, 3, [one], {"a": 1}, writers=Writers(0, 2, gather_on_0))
+    state = StateTensor("t", "master", (10,), [((0,), tensor[:4])])
+    path = save_checkpoint(tmp_path, 3, [state], {"a": 1}, writers=Writers(0, 2, gather_on_0))
     reader = open_checkpoint(path)
-    assert reader.world == 2 and reader.scalars == {"a": 1}
+    assert reader.world == 2
+    assert reader.scalars == {"a": 1}
     assert torch.equal(reader.read("t", "master"), tensor)
     assert torch.equal(reader.read("t", "master", (3,), (3,)), tensor[3:6])
 
@@ -270,7 +289,8 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: P
         "set-aside-step-00000003-2",
     ]
     assert set_aside_later(tmp_path, 0) == [tmp_path / "set-aside-step-00000001"]
-    assert not (tmp_path / "latest").is_symlink() and newest_good(tmp_path).path is None
+    assert not (tmp_path / "latest").is_symlink()
+    assert newest_good(tmp_path).path is None
 
 
 def test_a_rank_whose_file_is_not_on_the_shared_disk_fails_the_save(tmp_path: Path) -> None:
@@ -290,8 +310,9 @@ def test_tensors_on_a_gpu_are_saved_bit_for_bit(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 7, [whole("w", torch.ones(1))], {"try": 1})
     save_checkpoint(tmp_path, 7, [whole("w", torch.zeros(1))], {"try": 2})
-    found = newest_good(tmp_path)
-    assert found.reader is not None and found.reader.scalars == {"try": 2}
+    newest = newest_good(tmp_path)
+    assert newest.reader is not None
+    assert newest.reader.scalars == {"try": 2}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
     assert locate(tmp_path) == tmp_path / "step-00000007"
     assert json.loads((tmp_path / "latest" / "manifest.json").read_text())["step"] == 7

@@ -56,7 +56,8 @@ def test_beside_training_the_same_bytes_are_written(tmp_path: Path) -> None:
         saver = Saver(tmp_path / name, config(**{"async": beside}))
         saver.save(SaveJob(3, {"a": 1}), state(0.5))
         saver.require()
-    beside, alone = (tmp_path / name / "step-00000003" for name in ("beside", "alone"))
+    beside = tmp_path / "beside" / "step-00000003"
+    alone = tmp_path / "alone" / "step-00000003"
     for name in ("rank-00000.safetensors", "manifest.json"):
         assert (beside / name).read_bytes() == (alone / name).read_bytes()
 
@@ -64,7 +65,8 @@ def test_beside_training_the_same_bytes_are_written(tmp_path: Path) -> None:
 def test_what_training_changes_after_the_save_began_is_not_saved(
     tmp_path: Path, gate: threading.Event
 ) -> None:
-    saver, records = Saver(tmp_path, config()), state()
+    saver = Saver(tmp_path, config())
+    records = state()
     saver.save(SaveJob(1, {}), records)
     for record in records:
         for _, tensor in record.boxes:
@@ -79,11 +81,14 @@ def test_what_training_changes_after_the_save_began_is_not_saved(
 def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
     saver = Saver(tmp_path, config())
     stall = saver.save(SaveJob(1, {}), state())
-    assert stall < 5 and saver.saved_step == 0 and newest_good(tmp_path).path is None
+    assert stall < 5
+    assert saver.saved_step == 0
+    assert newest_good(tmp_path).path is None
     threading.Timer(0.3, gate.set).start()
     assert saver.save(SaveJob(2, {}), state()) > 0.2
     saver.require()
-    assert saver.saved_step == 2 and [p.name for p in sorted(tmp_path.glob("step-*"))] == [
+    assert saver.saved_step == 2
+    assert [p.name for p in sorted(tmp_path.glob("step-*"))] == [
         "step-00000001",
         "step-00000002",
     ]
@@ -92,7 +97,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event
 def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_after_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, told = Saver(tmp_path, config()), list[str]()
+    saver = Saver(tmp_path, config())
+    told = list[str]()
     saver.report = told.append
     saver.save(SaveJob(1, {}), state())
     saver.require()
@@ -110,18 +116,15 @@ def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_aft
             match=r"the last save failed: .*disk is full.* the newest checkpoint on disk is of step 1",
         ):
             saver.require()
-    assert (
-        len(told) == 2
-        and "step 2 was not saved: " in told[0]
-        and "step 3 was not saved (2 saves in a row)" in told[1]
-    )
-    assert (
-        sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
-        and saver.saved_step == 1
-    )
+    assert len(told) == 2
+    assert "step 2 was not saved: " in told[0]
+    assert "step 3 was not saved (2 saves in a row)" in told[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert saver.saved_step == 1
     saver.save(SaveJob(4, {}), state())
     saver.require()
-    assert saver.saved_step == 4 and len(told) == 2
+    assert saver.saved_step == 4
+    assert len(told) == 2
 
 
 def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(
@@ -156,7 +159,7 @@ def test_a_flipped_bit_in_any_tensor_or_the_header_is_found_when_it_is_read_back
         path = tmp_path / ".tmp-step-00000002" / "rank-00000.safetensors"
         content = bytearray(path.read_bytes())
         size = 8 + int.from_bytes(content[:8], "little")
-        boxes = [one["data_offsets"] for name, one in json.loads(content[8:size]).items()]
+        boxes = [entry["data_offsets"] for name, entry in json.loads(content[8:size]).items()]
         assert len(boxes) == 5
         content[10 if tensor is None else size + boxes[tensor][0]] ^= 1
         path.write_bytes(bytes(content))
@@ -189,7 +192,8 @@ def test_a_snapshot_is_no_checkpoint_of_its_step(tmp_path: Path) -> None:
 def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, told = Saver(tmp_path, config(keep_last=1)), list[str]()
+    saver = Saver(tmp_path, config(keep_last=1))
+    told = list[str]()
     saver.report = told.append
 
     def stuck(path: Path) -> None:
@@ -199,11 +203,14 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(
     for step in (1, 2):
         saver.save(SaveJob(step, {}), state())
         saver.require()
-    assert saver.saved_step == 2 and len(told) == 1 and "could not be removed" in told[0]
+    assert saver.saved_step == 2
+    assert len(told) == 1
+    assert "could not be removed" in told[0]
 
 
 def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
-    host, sizes = HostCopy(), list[int]()
+    host = HostCopy()
+    sizes = list[int]()
     for value in (1.0, 2.0, 3.0):
         copies = host.take(state(value))
         for copy, record in zip(copies, state(value), strict=True):
@@ -213,7 +220,8 @@ def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
             )
         sizes.append(host.nbytes)
     needed = sum(t.nbytes for r in state() for _, t in r.boxes)
-    assert len(set(sizes)) == 1 and needed <= sizes[0] <= needed + 64 * 8
+    assert len(set(sizes)) == 1
+    assert needed <= sizes[0] <= needed + 64 * 8
     bigger = [StateTensor("w", "master", (5000,), [((0,), torch.arange(5000.0))])]
     assert torch.equal(host.take(bigger)[0].boxes[0][1], torch.arange(5000.0))
 
@@ -224,7 +232,8 @@ def test_without_memory_for_a_copy_the_save_is_made_at_once(
     monkeypatch.setattr("headway.checkpoint.saver.ram_bytes", lambda: (1000, 100))
     saver = Saver(tmp_path, CheckpointConfig())
     saver.save(SaveJob(1, {}), state())
-    assert saver.saved_step == 1 and saver._host.nbytes == 0
+    assert saver.saved_step == 1
+    assert saver._host_copy.nbytes == 0
 
 
 def test_a_bug_in_the_thread_comes_out_in_the_main_thread(tmp_path: Path) -> None:
@@ -255,9 +264,10 @@ def test_two_ranks_save_beside_training_and_fail_together(tmp_path: Path) -> Non
         return saver.saved_step, str(saver.failed)
 
     first, second = run_ranks(work, 2)
-    assert (
-        first[0] == second[0] == 1 and "rank 1: " in str(first[1]) and "read-only" in str(second[1])
-    )
-    found = newest_good(tmp_path)
-    assert found.path == tmp_path / "step-00000001" and found.reader is not None
-    assert found.reader.weight("w").tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert first[0] == second[0] == 1
+    assert "rank 1: " in str(first[1])
+    assert "read-only" in str(second[1])
+    newest = newest_good(tmp_path)
+    assert newest.path == tmp_path / "step-00000001"
+    assert newest.reader is not None
+    assert newest.reader.weight("w").tolist() == [0.0, 0.0, 1.0, 1.0]

@@ -19,7 +19,8 @@ def test_help_is_the_answer_to_no_verb(
     out, err = capsys.readouterr()
     assert out.startswith(f"Usage: {' '.join(['headway', *words])}")
     heading = "Commands:" if words else "Start here:"
-    assert heading in out and err == ""
+    assert heading in out
+    assert err == ""
 
 
 def test_every_verb_stands_under_a_heading_with_its_whole_sentence(
@@ -28,7 +29,8 @@ def test_every_verb_stands_under_a_heading_with_its_whole_sentence(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "..." not in out.partition("Start here:")[2] and max(map(len, out.splitlines())) <= 80
+    assert "..." not in out.partition("Start here:")[2]
+    assert max(map(len, out.splitlines())) <= 80
     assert f"\n{OTHER_SECTION}:" not in out, "a verb has no heading: name it in SECTIONS"
     assert "from the newest complete checkpoint." in " ".join(out.split())
 
@@ -40,7 +42,9 @@ def test_help_of_a_group_is_whole_at_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     assert main([group, "--help"]) == 0
     commands = capsys.readouterr().out.partition("Commands:")[2]
-    assert commands and "..." not in commands and max(map(len, commands.splitlines())) <= 80
+    assert commands
+    assert "..." not in commands
+    assert max(map(len, commands.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,8 @@ def test_a_verb_that_is_not_there_names_the_one_that_is(
 ) -> None:
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"has no verb {words[-1]!r}. Did you mean {meant}?" in err
+    assert err.count("\n") == 1
+    assert f"has no verb {words[-1]!r}. Did you mean {meant}?" in err
 
 
 def test_a_word_like_no_verb_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,8 +132,7 @@ def complete(words: str) -> list[str]:
 def test_the_shell_completes_verbs_settings_and_kinds_without_torch() -> None:
     assert "tokenize" in complete("headway data to")
     assert {"data.seq_len=", "data.valid."} <= set(complete("headway train data."))
-    assert {"lora", "laptop/lora"} <= set(complete("headway train l")) and "node/sft" in complete(
-        "headway train node/s"
-    )
+    assert {"lora", "laptop/lora"} <= set(complete("headway train l"))
+    assert "node/sft" in complete("headway train node/s")
     assert complete("headway train objective.kind=next") == ["objective.kind=next_token"]
     assert complete("headway train data.packing=b") == ["data.packing=best_fit"]

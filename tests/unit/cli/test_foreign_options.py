@@ -39,7 +39,8 @@ def test_another_trainers_name_is_answered_with_ours(
 ) -> None:
     assert main(["train", "lora", *words]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and ours in err
+    assert err.count("\n") == 1
+    assert ours in err
 
 
 def test_a_name_inside_a_section_that_needs_no_setting_keeps_the_hint_of_the_section(
@@ -48,7 +49,8 @@ def test_a_name_inside_a_section_that_needs_no_setting_keeps_the_hint_of_the_sec
     assert main(["train", "lora", "eval.evry=3", "data.streaming=true"]) == 2
     err = capsys.readouterr().err
     assert "eval.evry is not a setting; did you mean 'every'?" in err
-    assert "data.streaming is not a setting; " in err and "headway data tokenize" not in err
+    assert "data.streaming is not a setting; " in err
+    assert "headway data tokenize" not in err
 
 
 @pytest.mark.parametrize(
@@ -85,8 +87,8 @@ def verbs_with_a_model(command: Any, words: tuple[str, ...] = ()) -> dict[str, s
     if inner is not None:
         return {
             verb: names
-            for name, one in inner.items()
-            for verb, names in verbs_with_a_model(one, (*words, name)).items()
+            for name, subcommand in inner.items()
+            for verb, names in verbs_with_a_model(subcommand, (*words, name)).items()
         }
     if not any("--model" in parameter.opts for parameter in command.params):
         return {}
@@ -131,7 +133,8 @@ def test_the_argument_means_the_same_as_the_option(
         by_option = capsys.readouterr().err
         assert main([*words, gone]) == 2
         by_argument = capsys.readouterr().err
-        assert gone in by_argument and by_argument == by_option
+        assert gone in by_argument
+        assert by_argument == by_option
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,6 @@ def test_two_models_are_refused_in_one_line(
 def test_no_model_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     err = capsys.readouterr().err
-    assert (
-        err.startswith("error: no model is given. ") and err.count("\n") == 1 and "--model" in err
-    )
+    assert err.startswith("error: no model is given. ")
+    assert err.count("\n") == 1
+    assert "--model" in err

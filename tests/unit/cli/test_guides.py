@@ -42,8 +42,8 @@ def commands() -> dict[str, Any]:
     """Every verb by the words one types."""
 
     def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for name, one in getattr(command, "commands", {}).items():
-            yield from below(one, (*words, name))
+        for name, subcommand in getattr(command, "commands", {}).items():
+            yield from below(subcommand, (*words, name))
         if not hasattr(command, "commands") or (words and command.invoke_without_command):
             yield " ".join(words), command
 
@@ -77,24 +77,25 @@ def is_setting(name: str) -> bool:
 
 def lines(page: Path) -> list[list[str]]:
     """The words of every headway command in the page's blocks."""
-    found: list[list[str]] = []
+    collected: list[list[str]] = []
     text = page.read_text(encoding="utf-8")
     for kind, block in FENCE.findall(text):
         if kind in ("", "sh", "bash", "console"):
             for line in re.sub(r"\\\n\s*", " ", block).splitlines():
                 if re.match(r"(\$ )?headway ", line):
-                    found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
+                    collected.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
     for code in re.findall(r"`(headway [a-z][^`\n]*)`", re.sub(r"(?s)```.*?```", "", text)):
         words = code.replace("|", " ").split()[1:]
         if any(
             verb == words[0] or verb.startswith(words[0] + " ") for verb in commands()
         ) and not re.search(r"[|…]|\.\.\.", code):
-            found.append(words)
-    return found
+            collected.append(words)
+    return collected
 
 
 def test_there_is_something_to_check() -> None:
-    assert len(commands()) > 30 and len([words for page in GUIDES for words in lines(page)]) > 150
+    assert len(commands()) > 30
+    assert len([words for page in GUIDES for words in lines(page)]) > 150
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
@@ -116,9 +117,9 @@ def test_commands_have_verbs_flags_and_settings_that_exist(page: Path) -> None:
                 assert word.split("=")[0] in flags(commands()[verb]), (
                     f"headway {verb} has no {word}"
                 )
-            elif verb in WITH_RECIPE and (given := re.match(r"([a-z_]+(?:\.[\w]+)*)=", word)):
-                assert is_setting(given[1]), (
-                    f"no such setting: {given[1]} in headway {' '.join(words)}"
+            elif verb in WITH_RECIPE and (setting := re.match(r"([a-z_]+(?:\.[\w]+)*)=", word)):
+                assert is_setting(setting[1]), (
+                    f"no such setting: {setting[1]} in headway {' '.join(words)}"
                 )
             elif word.startswith(("laptop/", "node/")):
                 assert word in recipe_names(), (
@@ -149,15 +150,15 @@ def test_settings_and_flags_in_running_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_settings_in_recipes_exist(page: Path) -> None:
-    def check(value: Any, at: str, *, is_stage: bool = False) -> None:
+    def check(value: Any, prefix: str, *, is_stage: bool = False) -> None:
         for key, below in value.items() if isinstance(value, dict) else ():
             if is_stage and key == "name":
                 continue
-            path = f"{at}.{key}" if at else str(key)
+            path = f"{prefix}.{key}" if prefix else str(key)
             assert is_setting(path), f"no such setting: {path}"
             if path not in FREE:
-                for one in below if isinstance(below, list) else [below]:
-                    check(one, "" if path == "stages" else path, is_stage=path == "stages")
+                for section in below if isinstance(below, list) else [below]:
+                    check(section, "" if path == "stages" else path, is_stage=path == "stages")
 
     for kind, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if kind == "yaml" and "\ntask: " not in block:
@@ -183,12 +184,12 @@ def test_files_and_pages_exist(page: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """The names that links to a heading of the page use, as GitHub and the site make them."""
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
-    found: list[str] = []
+    headings: list[str] = []
     for heading in re.findall(r"(?m)^#+ +(.+?) *$", text):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
         name = re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
-        found.append(f"{name}_{found.count(name)}" if name in found else name)
-    return set(found)
+        headings.append(f"{name}_{headings.count(name)}" if name in headings else name)
+    return set(headings)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_every_page_in_the_navigation_of_the_site_exists() -> None:
             r"(?m)^ *- .*?: ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
         )
     )
-    made = {
+    generated = {
         "index.md",
         "ARCHITECTURE.md",
         "CHANGELOG.md",
@@ -222,7 +223,7 @@ def test_every_page_in_the_navigation_of_the_site_exists() -> None:
         "commands.md",
         "api-reference.md",
     }
-    assert shown - made <= {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert shown - generated <= {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
@@ -265,18 +266,18 @@ def test_guides_for_these_systems_exist_in_chinese_and_both_link_to_each_other(p
 @pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
 def test_a_page_has_the_same_commands_headings_and_table_rows_in_both_languages(page: Path) -> None:
     both = [page, page.with_name(page.name.replace(".zh-CN", ""))]
-    chinese, english = ([without_prompt(words) for words in lines(one)] for one in both)
+    chinese, english = ([without_prompt(words) for words in lines(page)] for page in both)
     assert chinese == english
     codes = [
         set(
             re.findall(
-                r"`([^`\n]+)`", re.sub(r"(?s)```.*?```", "", one.read_text(encoding="utf-8"))
+                r"`([^`\n]+)`", re.sub(r"(?s)```.*?```", "", page.read_text(encoding="utf-8"))
             )
         )
-        for one in both
+        for page in both
     ]
     assert codes[1] <= codes[0], f"only in {both[1].name}: {sorted(codes[1] - codes[0])}"
     for kind in (r"(?m)^#+ ", r"(?m)^\|", r"(?m)^- "):
-        assert len({len(re.findall(kind, one.read_text(encoding="utf-8"))) for one in both}) == 1, (
-            kind
-        )
+        assert (
+            len({len(re.findall(kind, page.read_text(encoding="utf-8"))) for page in both}) == 1
+        ), kind

@@ -102,26 +102,13 @@ def test_every_option_takes_or_refuses_hostile_values_in_one_line(
         ),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(
+def test_sampling_options_that_are_not_finite_are_refused(
     world: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if flags[1].startswith("/dev/") and not os.path.exists(flags[1]):
         pytest.skip("no such device")
-    assert (
-        main(
-            [
-                "generate",
-                "--model",
-                str(world / "model"),
-                "--device",
-                "cpu",
-                "--prompt",
-                "a",
-                *flags,
-            ]
-        )
-        == 2
-    )
+    arguments = ["--model", str(world / "model"), "--device", "cpu", "--prompt", "a", *flags]
+    assert main(["generate", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 

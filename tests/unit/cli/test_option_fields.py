@@ -1,14 +1,14 @@
 """Options of a verb that are fields of the dataclass it fills."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from headway.cli._options import GROUP, flatten, option_of
-from headway.config.options import option, parse_shard
+from headway.cli._options import GROUP, Group, flatten
+from headway.config.options import inner_options, option, parse_shard
 from headway.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ class Baking:
     oven: str = "old"
 
 
-def bake(given: list[str]) -> Baking:
+def bake(arguments: list[str]) -> Baking:
     """What a verb gets for these words; a message of typer is an assertion error."""
     baked: list[Baking] = []
 
@@ -37,7 +37,7 @@ def bake(given: list[str]) -> Baking:
 
     app = typer.Typer()
     app.command()(flatten(verb))
-    result = CliRunner().invoke(app, given)
+    result = CliRunner().invoke(app, arguments)
     if isinstance(result.exception, ConfigError):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -69,6 +69,46 @@ def test_what_is_read_may_be_refused_in_our_words() -> None:
         bake(["--loaves", "2", "--part", "3/3"])
 
 
-def test_one_field_alone_is_an_option_too() -> None:
-    alone = option_of(Baking, "flour")
-    assert (alone.default, alone.help) == ("rye", "Which flour.")
+@dataclass(frozen=True)
+class Menu:
+    """A dataclass that holds another one with options."""
+
+    guests: int = option(1, "How many eat.")
+    wishes: tuple[str, ...] = option((), "What a guest wants; may be repeated.", "--wish")
+    bread: Baking = inner_options(Baking(1))
+    table: str = "small"
+
+
+def serve(given: list[str], chosen: Group) -> Menu:
+    """What a verb that takes some options of a menu gets."""
+    served: list[Menu] = []
+
+    def verb(menu: Menu = chosen) -> None:  # pyright: ignore[reportArgumentType]
+        served.append(menu)
+
+    app = typer.Typer()
+    app.command()(flatten(verb))
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    return served[0]
+
+
+def test_options_of_a_field_stand_among_those_of_its_dataclass() -> None:
+    words = ["--guests", "2", "--wish", "salt", "--wish", "milk", "--loaves", "3", "--hot"]
+    assert serve(words, Group()) == Menu(2, ("salt", "milk"), Baking(3, is_hot=True))
+    assert serve([], Group()) == Menu()
+
+
+def test_a_verb_may_have_other_defaults() -> None:
+    start = Menu(4, ("jam",), Baking(7, "wheat", oven="new"), table="large")
+    assert serve([], Group(start)) == start
+    assert serve(["--flour", "rye"], Group(start)) == replace(
+        start, bread=Baking(7, "rye", oven="new")
+    )
+
+
+def test_a_verb_may_take_some_options_alone() -> None:
+    start = Menu(4, table="large")
+    assert serve(["--guests", "5"], Group(start, ("guests",))) == replace(start, guests=5)
+    with pytest.raises(AssertionError, match="--flour"):
+        serve(["--flour", "rye"], Group(start, ("guests",)))

@@ -51,4 +51,5 @@ def test_brackets_in_cells_are_text(
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     print_table(("key", "value"), [("adapter.targets", "[q_proj, v_proj]")], title="[bold]")
-    assert "[q_proj, v_proj]" in (out := capsys.readouterr().out) and "[bold]" in out
+    assert "[q_proj, v_proj]" in (out := capsys.readouterr().out)
+    assert "[bold]" in out

@@ -41,8 +41,8 @@ def _plugins_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "odd": "their_lab:NOT",
         "train": "their_lab:hello",
     }
-    found = [EntryPoint(name, value, _plugins.GROUP) for name, value in values.items()]
-    monkeypatch.setattr(_plugins, "_entry_points", lambda: found)
+    entry_points = [EntryPoint(name, value, _plugins.GROUP) for name, value in values.items()]
+    monkeypatch.setattr(_plugins, "_entry_points", lambda: entry_points)
 
 
 def test_help_lists_plugins_and_imports_none(
@@ -50,13 +50,12 @@ def test_help_lists_plugins_and_imports_none(
 ) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "hello" in shown
-        and "their_lab:hello of an unknown package" in shown
-        and "broken" in shown
-        and "data" in shown
-    )
-    assert "their_lab" not in sys.modules and "their_wreck" not in sys.modules
+    assert "hello" in shown
+    assert "their_lab:hello of an unknown package" in shown
+    assert "broken" in shown
+    assert "data" in shown
+    assert "their_lab" not in sys.modules
+    assert "their_wreck" not in sys.modules
     assert "the verb train of an unknown package is left out" in caplog.text
 
 
@@ -64,20 +63,30 @@ def test_verbs_of_headway_do_not_look_for_plugins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_plugins, "_entry_points", lambda: pytest.fail("looked"))
-    assert main(["train", "--help"]) == 0 and main(["data", "tokenize", "--help"]) == 0
+    assert main(["train", "--help"]) == 0
+    assert main(["data", "tokenize", "--help"]) == 0
 
 
-def test_a_plugin_takes_options_and_its_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plugin_takes_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hello", "you", "--times", "2"]) == 0
     assert capsys.readouterr().out == "hello you\nhello you\n"
+
+
+def test_the_help_of_a_plugin_is_that_of_its_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hello", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "Greet somebody." in shown and "How often." in shown and "Usage: headway hello" in shown
+    assert "Greet somebody." in shown
+    assert "How often." in shown
+    assert "Usage: headway hello" in shown
+
+
+def test_an_error_of_a_plugin_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["hello", "you", "--times", "0"]) == 2
     assert capsys.readouterr().err == "error: --times is 0; it must be 1 or more.\n"
     assert main(["hello", "you", "--nothing"]) == 2
+
+
+def test_a_verb_that_no_plugin_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["helo"]) == 2
     assert "has no verb 'helo'" in capsys.readouterr().err
 
@@ -98,5 +107,6 @@ def test_a_broken_plugin_breaks_only_itself(
 ) -> None:
     assert main([verb]) == 2
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert message in err
+    assert err.count("\n") == 1
     assert main(["list", "--help"]) == 0

@@ -26,50 +26,24 @@ def test_a_tokenizer_is_trained_and_inspected(
 ) -> None:
     out = str(tmp_path / "tokenizer")
     arguments = [
-        "--input",
-        corpus,
-        "--vocab-size",
-        "330",
-        "--out",
-        out,
-        "--kind",
-        kind,
-        "--template",
-        "{title}\\n{body}",
-    ]
-    assert (
-        main(
-            [
-                "tokenizer",
-                "train",
-                *arguments,
-                "--special",
-                "<eos>",
-                "--special",
-                "<mark>",
-                "--max-memory",
-                "1GB",
-                "--json",
-            ]
-        )
-        == 0
-    )
+        "--input", corpus, "--template", "{title}\\n{body}", "--kind", kind, "--vocab-size", "330",
+        "--special", "<eos>", "--special", "<mark>", "--max-memory", "1GB", "--out", out,
+    ]  # fmt: skip
+    assert main(["tokenizer", "train", *arguments, "--json"]) == 0
     trained = json.loads(capsys.readouterr().out)
-    assert (
-        trained["vocab_size"] == 330 and trained["fingerprint"] == load_tokenizer(out).fingerprint
-    )
+    assert trained["vocab_size"] == 330
+    assert trained["fingerprint"] == load_tokenizer(out).fingerprint
     assert list(load_tokenizer(out).special_tokens)[-2:] == ["<eos>", "<mark>"]
-    assert (
-        main(["tokenizer", "inspect", out, "--data", corpus, "--text-key", "body", "--json"]) == 0
-    )
-    found = json.loads(capsys.readouterr().out)
-    assert found["round_trip"] and found["vocab_size"] == 330 and found["model_vocab_size"] == 384
-    assert found["compression"][corpus]["texts"] == 2 and set(found["compression"]) == {
-        "English",
-        "Chinese",
-        "code",
-        corpus,
-    }
+
+    arguments = [out, "--data", corpus, "--text-key", "body"]
+    assert main(["tokenizer", "inspect", *arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["round_trip"]
+    assert report["vocab_size"] == 330
+    assert report["model_vocab_size"] == 384
+    assert report["compression"][corpus]["texts"] == 2
+    assert set(report["compression"]) == {"English", "Chinese", "code", corpus}
+
     assert main(["tokenizer", "inspect", out]) == 0
     assert "round trip: exact" in capsys.readouterr().out
 
@@ -77,24 +51,18 @@ def test_a_tokenizer_is_trained_and_inspected(
 def test_a_tokenizer_that_loses_text_fails_the_inspection(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            [
-                "tokenizer",
-                "train",
-                corpus,
-                "--input",
-                corpus,
-                "--vocab-size",
-                "300",
-                "--out",
-                str(tmp_path),
-                "--text-key",
-                "body",
-            ]
-        )
-        == 0
-    )
+    options = [
+        corpus,
+        "--input",
+        corpus,
+        "--vocab-size",
+        "300",
+        "--out",
+        str(tmp_path),
+        "--text-key",
+        "body",
+    ]
+    assert main(["tokenizer", "train", *options]) == 0
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, "normalizer": {"type": "NFKC"}}), encoding="utf-8")
@@ -137,5 +105,6 @@ def test_a_tokenizer_that_cannot_be_trained_is_refused_in_one_line(
         == 2
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(said) == 1 and message in said[0]
+    assert len(said) == 1
+    assert message in said[0]
     assert not (tmp_path / "out").exists()

@@ -189,7 +189,8 @@ def test_an_override_replaces_the_recipes_other_way_to_say_it_and_says_so(
 ) -> None:
     notes: list[str] = []
     load(Recipe, recipe_file(tmp_path, text), [override], notes.append)
-    assert said in notes[0] and "recipe.yaml:1" in notes[0]
+    assert said in notes[0]
+    assert "recipe.yaml:1" in notes[0]
 
 
 def test_two_overrides_that_contradict_each_other_are_still_refused(tmp_path: Path) -> None:
@@ -202,18 +203,19 @@ def test_a_replaced_form_is_shown_on_the_screen(tmp_path: Path) -> None:
     done = headway(
         "config", "show", str(recipe_file(tmp_path, "batch: {tokens: 8192}")), "batch.rows=2"
     )
-    assert done.returncode == 0 and "batch.rows=2 replaces batch.tokens=8192" in done.stderr
+    assert done.returncode == 0
+    assert "batch.rows=2 replaces batch.tokens=8192" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("true", 1.0), ("false", "none"), ("0.5", 0.5), ("selective", "selective")]
+    ("value", "meant"), [("true", 1.0), ("false", "none"), ("0.5", 0.5), ("selective", "selective")]
 )
-def test_recompute_takes_the_switch_that_other_systems_have(given: str, meant: float | str) -> None:
-    assert load(Recipe, None, [f"memory.recompute={given}"]).memory.recompute == meant
+def test_recompute_takes_the_switch_that_other_systems_have(value: str, meant: float | str) -> None:
+    assert load(Recipe, None, [f"memory.recompute={value}"]).memory.recompute == meant
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("value", "meant"),
     [
         ("[all]", "all"),
         ("all", "all"),
@@ -221,8 +223,8 @@ def test_recompute_takes_the_switch_that_other_systems_have(given: str, meant: f
         ("[model, optimizer]", ("model", "optimizer")),
     ],
 )
-def test_content_is_a_list_a_name_or_all(given: str, meant: object) -> None:
-    assert load(Recipe, None, ["init.from=x", f"init.content={given}"]).init.content == meant
+def test_content_is_a_list_a_name_or_all(value: str, meant: object) -> None:
+    assert load(Recipe, None, ["init.from=x", f"init.content={value}"]).init.content == meant
 
 
 @pytest.mark.parametrize(
@@ -271,6 +273,6 @@ def test_every_module_with_a_config_class_is_a_listed_kind(package: str) -> None
         ]
         for name, path in modules.items()
     }
-    assert sorted(name for name, found in classes.items() if "Config" in found) == sorted(
+    assert sorted(name for name, source in classes.items() if "Config" in source) == sorted(
         kind_names(f"headway.{package}")
     )

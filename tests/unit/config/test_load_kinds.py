@@ -47,7 +47,8 @@ def test_settings_of_the_recipes_kind_are_left_out_in_one_line(
     name: str, override: str, left_out: list[str]
 ) -> None:
     _, notes = load_noting(name, override)
-    assert len(notes) == 1 and notes[0].startswith(f"{override} leaves out ")
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{override} leaves out ")
     for setting in left_out:
         assert setting in notes[0]
 
@@ -59,12 +60,15 @@ def test_what_both_kinds_know_stays_unless_it_has_another_meaning() -> None:
     simpo, _ = load_noting("dpo", "objective.kind=simpo")
     assert simpo.objective.model_dump()["beta"] == 2.0
     muon, notes = load_noting("pretrain", "optim.kind=muon")
-    assert muon.optim.lr == 1e-3 and muon.optim.schedule.floor == 0.1 and not notes
+    assert muon.optim.lr == 1e-3
+    assert muon.optim.schedule.floor == 0.1
+    assert not notes
 
 
 def test_a_setting_of_the_command_line_stays_or_is_refused() -> None:
     simpo, notes = load_noting("dpo", "objective.kind=simpo", "objective.beta=0.1")
-    assert simpo.objective.model_dump()["beta"] == 0.1 and "beta" not in notes[0]
+    assert simpo.objective.model_dump()["beta"] == 0.1
+    assert "beta" not in notes[0]
     with pytest.raises(ConfigError) as caught:
         load_noting("dpo", "objective.loss_type=ipo", "objective.kind=orpo")
     assert "override objective.loss_type=ipo" in str(caught.value)

@@ -20,7 +20,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "name",
     [
         "laptop/sft",
         "laptop/sft.yaml",
@@ -30,8 +30,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "sft.yaml",
     ],
 )
-def test_every_way_to_write_a_shipped_recipe_finds_it(given: str) -> None:
-    assert find_recipe(given) == FOLDER / "laptop/sft.yaml"
+def test_every_way_to_write_a_shipped_recipe_finds_it(name: str) -> None:
+    assert find_recipe(name) == FOLDER / "laptop/sft.yaml"
 
 
 def test_a_short_name_means_the_laptop_recipe_or_the_only_one() -> None:
@@ -60,7 +60,7 @@ def test_a_file_here_comes_before_the_shipped_recipe_of_its_name(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("name", "says"),
     [
         ("laptop/stf", "did you mean laptop/sft?"),
         ("recipes/laptop/lorra.yaml", "did you mean laptop/lora?"),
@@ -72,9 +72,9 @@ def test_a_file_here_comes_before_the_shipped_recipe_of_its_name(tmp_path: Path)
         ("a\0b", "cannot be read"),
     ],
 )
-def test_an_unknown_name_is_answered_with_what_there_is(given: str, says: str) -> None:
+def test_an_unknown_name_is_answered_with_what_there_is(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        read_plain(Path(given), [])
+        read_plain(Path(name), [])
     assert "\n" not in str(caught.value)
 
 

@@ -23,12 +23,13 @@ def test_a_file_is_imported_once_and_again_when_it_changes(tmp_path: Path) -> No
     )
     before = list(sys.path)
     first = import_user_module("./mine.py", "kind")
-    assert import_user_module(str(tmp_path / "mine.py"), "kind") is first and first.A().x == 1
+    assert import_user_module(str(tmp_path / "mine.py"), "kind") is first
+    assert first.A().x == 1
     (tmp_path / "mine.py").write_text("x = 2\n")
     assert import_user_module("./mine.py", "kind").x == 2
-    assert (
-        sys.path == before and "mine" not in sys.modules and not (tmp_path / "__pycache__").exists()
-    )
+    assert sys.path == before
+    assert "mine" not in sys.modules
+    assert not (tmp_path / "__pycache__").exists()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_another_process_can_unpickle_objects_of_a_file(tmp_path: Path) -> None:
 
 
 def test_files_and_callbacks_are_listed_as_external_code() -> None:
-    found = list(
+    external = list(
         find_external_code(
             {
                 "objective": "./l.py",
@@ -86,7 +87,7 @@ def test_files_and_callbacks_are_listed_as_external_code() -> None:
             }
         )
     )
-    assert [(one.key, one.module, one.is_imported) for one in found] == [
+    assert [(code.key, code.module, code.is_imported) for code in external] == [
         ("objective", "./l.py", True), ("optim.kind", "./o.py", True), ("callbacks.0", "./c.py", True), ("track.0", "./t.py", True),
     ]  # fmt: skip
-    assert str(found[0]) == "objective imports the file ./l.py"
+    assert str(external[0]) == "objective imports the file ./l.py"

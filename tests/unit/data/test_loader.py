@@ -63,10 +63,10 @@ def loader_of(
     )
 
 
-def equal(one: Batch, other: Batch) -> bool:
+def equal(batch: Batch, other: Batch) -> bool:
     return (
-        all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSOR_FIELDS)
-        and one.single_document == other.single_document
+        all(torch.equal(getattr(batch, name), getattr(other, name)) for name in TENSOR_FIELDS)
+        and batch.single_document == other.single_document
     )
 
 
@@ -80,18 +80,18 @@ def check_rows(batch: Batch, stores: list[Store], one_document: bool = False) ->
     for store in stores:
         for i, ids in enumerate(documents_of(store)):
             mask = store.document_mask(i)
-            for place, (token, after) in enumerate(pairwise(ids)):
-                next_of[token] = (after, True if mask is None else bool(mask[place + 1]))
+            for index, (token, after) in enumerate(pairwise(ids)):
+                next_of[token] = (after, True if mask is None else bool(mask[index + 1]))
     seen: list[int] = []
     seq_len = batch.tokens.shape[1]
     for row in range(len(batch.tokens)):
-        tokens, targets, weight = (
-            batch.tokens[row].tolist(),
-            batch.targets[row].tolist(),
-            batch.loss_weight[row].tolist(),
-        )
+        tokens = batch.tokens[row].tolist()
+        targets = batch.targets[row].tolist()
+        weight = batch.loss_weight[row].tolist()
         bounds = batch.bounds[row].tolist()
-        assert bounds[0] == 0 and bounds == sorted(bounds) and bounds[-1] == seq_len
+        assert bounds[0] == 0
+        assert bounds == sorted(bounds)
+        assert bounds[-1] == seq_len
         starts = sorted(set(bounds[:-1]) - {seq_len})
         for number, (start, stop) in enumerate(zip(starts, [*starts[1:], seq_len], strict=True)):
             assert batch.document[row, start:stop].tolist() == [number] * (stop - start)
@@ -100,14 +100,15 @@ def check_rows(batch: Batch, stores: list[Store], one_document: bool = False) ->
             if one_document and 0 in segment:
                 segment = segment[: segment.index(0)]
             elif segment[0] == 0:
-                assert not any(segment) and not any(weight[start:stop])
+                assert not any(segment)
+                assert not any(weight[start:stop])
                 continue
             assert one_document or segment == list(range(segment[0], segment[0] + len(segment)))
             seen += segment
-            for place, token in enumerate(segment, start):
+            for index, token in enumerate(segment, start):
                 after, is_target = next_of.get(token, (0, False))
-                assert weight[place] == float(is_target)
-                assert not is_target or targets[place] == after
+                assert weight[index] == float(is_target)
+                assert not is_target or targets[index] == after
     return seen
 
 
@@ -188,8 +189,10 @@ def test_totals_and_stats_speak_of_all_ranks(tmp_path: Path) -> None:
 
     (step, _) = next(loader_of(config_of(), store, rank=1, world=4, sum_over_ranks=sum_over_ranks))
     local = sum(float(batch.loss_weight.sum()) for batch in step.microbatches)
-    assert asked == [[local]] and step.totals == {"targets": 100.0, "rows": 8.0}
-    assert step.stats == alone.stats and step.source_rows == alone.source_rows == (8,)
+    assert asked == [[local]]
+    assert step.totals == {"targets": 100.0, "rows": 8.0}
+    assert step.stats == alone.stats
+    assert step.source_rows == alone.source_rows == (8,)
 
 
 @settings(max_examples=25, deadline=None)
@@ -249,7 +252,8 @@ def test_a_run_continues_exactly_on_another_number_of_ranks(tmp_path: Path, weig
             _, state = next(loader)
     assert loader.state == state
     again = LoaderState.from_json(json.loads(json.dumps(state.to_json())))
-    assert again == state and state.batch == 23
+    assert again == state
+    assert state.batch == 23
     ranks = [loader_of(config_of(), *sources, rank=rank, world=4, state=again) for rank in range(4)]
     steps = [[next(loader)[0].microbatches for loader in ranks] for _ in range(37)]
     assert all(
@@ -281,16 +285,17 @@ def test_the_last_step_is_filled_with_rows_without_weight(tmp_path: Path, weight
         for store, weight in zip(stores, weights, strict=True)
     ]
     with loader_of(config_of(), *sources, micro_rows=2, epochs=1) as loader:
-        rows, batches = loader.rows_per_epoch(), loader.batches_in(1)
+        rows = loader.rows_per_epoch()
+        batches = loader.batches_in(1)
         steps = [step for step, _ in loader]
-    assert len(steps) == batches == -(-rows // 8) and rows % 8
+    assert len(steps) == batches == -(-rows // 8)
+    assert rows % 8
     assert [step.totals["rows"] for step in steps] == [8.0] * (batches - 1) + [rows % 8]
     last = steps[-1].microbatches
-    assert {tuple(batch.tokens.shape) for batch in last} == {(2, 16)} and len(last) == 4
-    assert (
-        float(last[-1].loss_weight[-1].sum()) == 0
-        and last[-1].bounds[-1].tolist() == [0] + [16] * 8
-    )
+    assert {tuple(batch.tokens.shape) for batch in last} == {(2, 16)}
+    assert len(last) == 4
+    assert float(last[-1].loss_weight[-1].sum()) == 0
+    assert last[-1].bounds[-1].tolist() == [0] + [16] * 8
     assert steps[-1].stats.epoch == 1
 
 
@@ -336,11 +341,15 @@ def test_a_token_budget_ends_a_step_early_and_loses_nothing(tmp_path: Path, rank
         count += 1
         step, _ = steps[0]
         assert 40 - 16 < step.stats.tokens <= 40 or count == batches
-        assert len({one.totals["targets"] for one, _ in steps}) == 1
+        assert len({batch.totals["targets"] for batch, _ in steps}) == 1
         seen += [
-            t for one, _ in steps for batch in one.microbatches for t in check_rows(batch, [store])
+            t
+            for step, _ in steps
+            for batch in step.microbatches
+            for t in check_rows(batch, [store])
         ]
-    assert sorted(seen) == list(range(1, store.num_tokens + 1)) and count == batches
+    assert sorted(seen) == list(range(1, store.num_tokens + 1))
+    assert count == batches
     with pytest.raises(ConfigError, match=r"data\.max_tokens is 15"):
         loader_of(config_of(max_tokens=15), store)
 
@@ -351,9 +360,8 @@ def test_balancing_gives_ranks_equal_work_whatever_their_number(
 ) -> None:
     lengths = np.random.default_rng(0).integers(1, 64, 600).tolist()
     store = make_store(tmp_path / "a", lengths)
-    plain, even = (
-        config_of(seq_len=64, packing="pad", balance=balance) for balance in (False, True)
-    )
+    plain = config_of(seq_len=64, packing="pad", balance=False)
+    even = config_of(seq_len=64, packing="pad", balance=True)
 
     def unevenness(config: DataConfig, ranks: int) -> float:
         """How much longer the slowest rank works than the mean one, over some steps."""
@@ -411,7 +419,8 @@ def test_without_weights_an_epoch_is_one_pass_and_repeats_count(tmp_path: Path) 
     for step, _ in loader_of(config_of(), *sources, rows=4, epochs=2):
         seen += [t for batch in step.microbatches for t in check_rows(batch, stores)]
     times = np.bincount(seen)
-    assert set(times[1 : 40 * 16 + 1]) == {2} and set(times[10**5 :]) == {6}
+    assert set(times[1 : 40 * 16 + 1]) == {2}
+    assert set(times[10**5 :]) == {6}
 
 
 def test_an_error_in_a_thread_comes_out_and_threads_end(tmp_path: Path) -> None:
@@ -428,15 +437,22 @@ def test_an_error_in_a_thread_comes_out_and_threads_end(tmp_path: Path) -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_a_damaged_cursor_and_pinning_without_a_gpu_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_cursor_is_refused() -> None:
     with pytest.raises(CheckpointError, match="data cursor"):
         LoaderState.from_json({"batch": 3})
+
+
+def test_a_cursor_of_another_number_of_sources_is_refused(tmp_path: Path) -> None:
     stores = [make_store(tmp_path / name, [5]) for name in ("x", "y")]
+    state = loader_of(config_of(), stores[0]).state
     with pytest.raises(CheckpointError, match="for 1 sources, the recipe has 2"):
-        loader_of(config_of(), *stores, state=loader_of(config_of(), stores[0]).state)
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="pin_memory"):
-            loader_of(config_of(pin_memory=True), make_store(tmp_path / "a", [5]))
+        loader_of(config_of(), *stores, state=state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_pinned_memory_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pin_memory"):
+        loader_of(config_of(pin_memory=True), make_store(tmp_path / "a", [5]))
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -463,9 +479,9 @@ def test_the_row_index_is_kept_by_content(tmp_path: Path) -> None:
     rows = loader_of(config, store).rows_per_epoch()
     kept = list((tmp_path / "cache" / "rows").iterdir())
     content = read_sealed(kept[0])
-    assert (
-        len(kept) == 1 and content is not None and int(np.frombuffer(content, "<i8").sum()) == rows
-    )
+    assert len(kept) == 1
+    assert content is not None
+    assert int(np.frombuffer(content, "<i8").sum()) == rows
     kept[0].write_bytes(b"damaged")
     assert loader_of(config, store).rows_per_epoch() == rows
     loader_of(config_of(cache_dir=tmp_path / "cache", seq_len=20), store).rows_per_epoch()
@@ -502,7 +518,8 @@ def test_the_numbers_of_a_step_are_those_of_its_rows(tmp_path: Path) -> None:
         step, _ = next(loader)
     stats = step.stats
     assert (stats.tokens, stats.documents, stats.largest_length, stats.epoch) == (19, 4, 8, 1)
-    assert stats.largest_batch + stats.smallest_batch == 4 and stats.smallest_batch in (1, 2)
+    assert stats.largest_batch + stats.smallest_batch == 4
+    assert stats.smallest_batch in (1, 2)
     with loader_of(
         config_of(seq_len=8, packing="best_fit"), store, rows=3, micro_rows=1, epochs=1
     ) as loader:
@@ -542,10 +559,10 @@ def test_the_amount_that_is_announced_is_what_is_read(
 
 
 def test_sources_with_weights_have_no_common_epochs(tmp_path: Path) -> None:
-    one = make_store(tmp_path / "a", [16] * 20)
+    first = make_store(tmp_path / "a", [16] * 20)
     other = make_store(tmp_path / "b", [8] * 20, first_id=10_000)
     sources = [
-        MixtureSource(Selection(one), weight=0.75),
+        MixtureSource(Selection(first), weight=0.75),
         MixtureSource(Selection(other), weight=0.25),
     ]
     with loader_of(config_of(packing="pad"), *sources) as loader:

@@ -18,15 +18,15 @@ ROW = 8
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
-    found = []
+    opened = []
     for number in range(4):
         folder: Path = tmp_path_factory.mktemp("store")
         with StoreWriter(folder, dtype="uint16", tokenizer_fingerprint=None) as writer:
             for _ in range(5 + 20 * number):
                 writer.add(np.full(ROW, number))
             writer.finish()
-        found.append(open_store(folder))
-    return found
+        opened.append(open_store(folder))
+    return opened
 
 
 def mixture_of(sources: list[MixtureSource]) -> Mixture:
@@ -58,9 +58,12 @@ def test_every_prefix_has_the_wanted_shares(stores: list[Store], weights: list[f
 def test_without_weights_small_sources_are_spread_over_the_whole_epoch(stores: list[Store]) -> None:
     mixture = mixture_of([MixtureSource(Selection(store)) for store in stores])
     order = np.array([mixture.draw().source for _ in range(mixture.num_rows)])
-    assert np.bincount(order).tolist() == [5, 25, 45, 65] and mixture.state.epoch == 1
+    assert np.bincount(order).tolist() == [5, 25, 45, 65]
+    assert mixture.state.epoch == 1
     places = np.flatnonzero(order == 0)
-    assert places[0] < 20 and places[-1] > 120 and np.diff(places).max() < 40
+    assert places[0] < 20
+    assert places[-1] > 120
+    assert np.diff(places).max() < 40
 
 
 def test_a_repeated_source_is_spread_as_one_of_twice_its_size(stores: list[Store]) -> None:
@@ -81,7 +84,8 @@ def test_the_sequence_does_not_depend_on_where_reading_began(stores: list[Store]
         for number, store in enumerate(stores)
     ]
     whole = mixture_of(sources)
-    states, rows = [], []
+    states = []
+    rows = []
     for _ in range(500):
         states.append(whole.state)
         row = whole.draw()

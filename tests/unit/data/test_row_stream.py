@@ -32,14 +32,14 @@ def stream_of(
 
 def read(stream: RowStream, epoch: int) -> list[list[int]]:
     """The documents of every row of an epoch, in the order they are read."""
-    found: list[list[int]] = []
+    rows: list[list[int]] = []
     for number in range(stream.windows.num_blocks):
         block = stream.block(epoch, number)
         plan = block.plan
-        found += [
+        rows += [
             plan.document[plan.first[row] : plan.first[row + 1]].tolist() for row in block.order
         ]
-    return found
+    return rows
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
@@ -58,7 +58,8 @@ def test_the_cursor_points_at_a_row_also_at_the_ends_of_blocks(
         cursor = stream.skip_to_row(
             Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1)
         )
-    assert len(blocks) > 2 * 3 and cursor.epoch == 2
+    assert len(blocks) > 2 * 3
+    assert cursor.epoch == 2
 
 
 def test_documents_meet_other_neighbours_in_every_epoch(tmp_path: Path) -> None:
@@ -74,12 +75,16 @@ def test_rows_and_windows_come_in_another_order_in_every_epoch(tmp_path: Path) -
     one_block = stream_of(
         tmp_path / "rows", [5] * 60, packing="concat", window=320, block_windows=8
     )
-    assert one_block.windows.num_blocks == 1 and one_block.windows.num_windows == 1
-    first, second = read(one_block, 0), read(one_block, 1)
-    assert first != second and sorted(first) == sorted(second)
+    assert one_block.windows.num_blocks == 1
+    assert one_block.windows.num_windows == 1
+    first = read(one_block, 0)
+    second = read(one_block, 1)
+    assert first != second
+    assert sorted(first) == sorted(second)
     many = stream_of(tmp_path / "windows", [5] * 60, packing="concat", window=30, block_windows=1)
     first, second = ([documents[0] // 6 for documents in read(many, epoch)] for epoch in range(2))
-    assert first != second and sorted(first) == sorted(second)
+    assert first != second
+    assert sorted(first) == sorted(second)
     assert first != sorted(first)
 
 

@@ -40,21 +40,23 @@ def test_absent_media_are_zeros_and_empty_rows_are_no_samples() -> None:
         return RowPieces(np.array(rows), np.array(documents), 0 * ones, ones, ones < 0)
 
     layout: Any = SimpleNamespace(sources=sources, seq_len=2, max_documents=2)
-    found = group_columns(4, layout, {0: pieces([2, 3], [1, 2]), 1: pieces([0], [0])})
-    assert found["sample"].tolist() == [0, -1, 1, 2]
-    assert found["present.image"].tolist() == [False, False, True, True]
-    assert found["present.audio"].tolist() == [True, False, False, True]
+    columns = group_columns(4, layout, {0: pieces([2, 3], [1, 2]), 1: pieces([0], [0])})
+    assert columns["sample"].tolist() == [0, -1, 1, 2]
+    assert columns["present.image"].tolist() == [False, False, True, True]
+    assert columns["present.audio"].tolist() == [True, False, False, True]
     # row 3 of the first picture table is (16, 17), row 1 of the second sound table is (152, 153)
-    assert found["media.image"].tolist() == [[0, 0], [0, 0], [16, 17], [12, 13]]
-    assert found["media.audio"].tolist() == [[152, 153], [0, 0], [0, 0], [114, 115]]
-    assert found["media.image"].dtype == np.float32
-    assert found["content.image"].tolist()[:2] == [-1, -1] and found["content.audio"].tolist()[
-        1:3
-    ] == [-1, -1]
+    assert columns["media.image"].tolist() == [[0, 0], [0, 0], [16, 17], [12, 13]]
+    assert columns["media.audio"].tolist() == [[152, 153], [0, 0], [0, 0], [114, 115]]
+    assert columns["media.image"].dtype == np.float32
+    assert columns["content.image"].tolist()[:2] == [-1, -1]
+    assert columns["content.audio"].tolist()[1:3] == [-1, -1]
 
 
 def test_equal_content_has_equal_numbers_in_every_source() -> None:
-    first, second = source("a", [[0, 0], [3, 1]], 10.0), source("b", [[3, 0], [2, 1]], 10.0)
-    numbers, others = first.contents(np.array([0, 1])), second.contents(np.array([0, 1]))
-    assert numbers[1, 0] == others[0, 0] and (numbers[:, 1] == others[:, 1]).all()
+    first = source("a", [[0, 0], [3, 1]], 10.0)
+    second = source("b", [[3, 0], [2, 1]], 10.0)
+    numbers = first.contents(np.array([0, 1]))
+    others = second.contents(np.array([0, 1]))
+    assert numbers[1, 0] == others[0, 0]
+    assert (numbers[:, 1] == others[:, 1]).all()
     assert len({*numbers[:, 0].tolist(), *others[:, 0].tolist()}) == 3

@@ -30,6 +30,6 @@ def test_limits_include_what_is_exactly_as_long(
         for length in (3, 4, 0, 5, 1, 6):
             writer.add(np.ones(length, np.uint16))
         writer.finish()
-    found, lengths = Selection(open_store(tmp_path / "s"), **wanted).pick(0, 99)
-    assert found.tolist() == documents
+    picked, lengths = Selection(open_store(tmp_path / "s"), **wanted).pick(0, 99)
+    assert picked.tolist() == documents
     assert lengths.tolist() == [(3, 4, 0, 5, 1, 6)[number] for number in documents]

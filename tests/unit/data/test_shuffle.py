@@ -22,9 +22,9 @@ def test_the_permutation_is_a_bijection_that_needs_no_table(count: int, key: int
 
 
 def test_permutations_of_different_keys_differ_and_mix_well() -> None:
-    found = [permuted(np.arange(1000), 1000, key) for key in range(40)]
-    assert len({tuple(p.tolist()) for p in found}) == 40
-    displacement = np.mean([np.abs(p - np.arange(1000)).mean() for p in found])
+    orders = [permuted(np.arange(1000), 1000, key) for key in range(40)]
+    assert len({tuple(p.tolist()) for p in orders}) == 40
+    displacement = np.mean([np.abs(p - np.arange(1000)).mean() for p in orders])
     assert 300 < displacement < 367, "a random permutation of 1000 moves a place by a third of them"
 
 
@@ -68,15 +68,15 @@ def test_windows_hold_every_wanted_document_once(
     source = SyntheticSource(100, 0, num_documents=documents)
     selection = Selection(source, limit, min_length)
     windows = Windows(selection, window, block)
-    found = [
+    picked = [
         windows.pick(number)
         for b in range(windows.num_blocks)
         for number in windows.of_block(b, key=9)
     ]
     lengths = source.lengths(0, documents)
     wanted = [i for i in range(min(documents, limit or documents)) if lengths[i] >= min_length]
-    assert sorted(np.concatenate([docs for docs, _ in found]).tolist()) == wanted
-    for docs, sizes in found:
+    assert sorted(np.concatenate([docs for docs, _ in picked]).tolist()) == wanted
+    for docs, sizes in picked:
         assert sizes.tolist() == lengths[docs].tolist()
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.disk_bit_flip import flip_bit_on_disk
 from support.media_store import TOKENS, make_media_store
-from support.pairs import make_pair_store
-from support.rot import rot
+from support.preference_pairs import make_pair_store
 
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
@@ -68,9 +68,8 @@ def test_tokens_belong_to_the_documents_of_their_shard(tmp_path: Path) -> None:
     ]
     ranges = [documents_read_from(path, store, data) for path in shards]
     # By hand: a shard is closed when it holds 20 tokens or more.
-    assert len(shards) > 1 and ranges == [
-        range(first, first + len(part)) for first, part in _parts(store)
-    ]
+    assert len(shards) > 1
+    assert ranges == [range(first, first + len(part)) for first, part in _parts(store)]
     assert documents_read_from(tmp_path / "other" / "tokens-00000.bin", store, data) is None
     for name in ("docs-00000.idx",):
         with pytest.raises(UnknownReaders):
@@ -80,39 +79,50 @@ def test_tokens_belong_to_the_documents_of_their_shard(tmp_path: Path) -> None:
 
 def _parts(store: Store) -> list[tuple[int, list[int]]]:
     """The first document of each shard, and its documents, seen in their content: document n holds the number n."""
-    found: list[tuple[int, list[int]]] = []
+    parts: list[tuple[int, list[int]]] = []
     for number in range(len(store.manifest.shards)):
         ids = np.fromfile(store.folder / f"tokens-{number:05}.bin", "<u2")
         documents = sorted(set(ids.tolist()))
-        found.append((documents[0], documents))
-    return found
+        parts.append((documents[0], documents))
+    return parts
 
 
-def test_views_pairs_and_labelled_answers_number_documents_their_own_way(tmp_path: Path) -> None:
+def test_a_view_numbers_the_documents_of_a_shard_from_its_own_first(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", [10] * 8)
     shard = tmp_path / "store" / "tokens-00001.bin"
-    inside = documents_read_from(shard, store, data_of(store))
-    assert inside == range(2, 4)
     view = DocumentRange(store, 3, 8, "part")
+    assert documents_read_from(shard, store, data_of(store)) == range(2, 4)
     assert documents_read_from(shard, view, data_of(view)) == range(1)
     assert documents_read_from(shard, DocumentRange(store, 4, 8, "part"), data_of(view)) is None
     assert documents_read_from(shard, TokenRange(store, 2, 1, 5), data_of(view)) == range(1)
-    pairs = open_store(make_pair_store(tmp_path / "pairs", pairs=9))
-    tokens, mask = (tmp_path / "pairs" / f"{kind}-00000.bin" for kind in ("tokens", "mask"))
-    for path in (tokens, mask):
-        assert documents_read_from(path, PairSource(pairs), data_of(pairs)) == range(9)
-    labelled = UnpairedSource(pairs, 64)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "mask"])
+def test_a_source_of_pairs_numbers_pairs(tmp_path: Path, kind: str) -> None:
+    store = open_store(make_pair_store(tmp_path / "pairs", pairs=9))
+    shard = tmp_path / "pairs" / f"{kind}-00000.bin"
+    assert documents_read_from(shard, PairSource(store), data_of(store)) == range(9)
+
+
+def test_documents_of_labelled_answers_are_not_known_by_shard(tmp_path: Path) -> None:
+    make_store(tmp_path / "store", [10] * 8)
+    labelled = UnpairedSource(open_store(make_pair_store(tmp_path / "pairs", pairs=9)), 64)
     with pytest.raises(UnknownReaders):
-        documents_read_from(tokens, labelled, data_of(labelled))
-    assert documents_read_from(shard, labelled, data_of(labelled)) is None
-    assert stored_files(data_of(view, PairSource(pairs), labelled)) == [
-        files_below(tmp_path / "store"),
-        files_below(tmp_path / "pairs"),
-    ]
+        documents_read_from(tmp_path / "pairs" / "tokens-00000.bin", labelled, data_of(labelled))
+    other_shard = tmp_path / "store" / "tokens-00001.bin"
+    assert documents_read_from(other_shard, labelled, data_of(labelled)) is None
+
+
+def test_files_of_a_store_are_listed_once(tmp_path: Path) -> None:
+    view = DocumentRange(make_store(tmp_path / "store", [10] * 8), 3, 8, "part")
+    pairs = open_store(make_pair_store(tmp_path / "pairs", pairs=9))
+    data = data_of(view, PairSource(pairs), UnpairedSource(pairs, 64))
+    assert stored_files(data) == [files_below(tmp_path / "store"), files_below(tmp_path / "pairs")]
 
 
 def test_tables_of_media_and_teachers_logits_are_listed(tmp_path: Path) -> None:
-    media, plain = make_media_store(tmp_path / "media"), make_store(tmp_path / "plain", [10] * 8)
+    media = make_media_store(tmp_path / "media")
+    plain = make_store(tmp_path / "plain", [10] * 8)
     tables = {name: make_table(tmp_path / name) for name in TOKENS}
     origin = LogitsOrigin(
         store=plain.manifest.content, tokenizer="f", teacher="teacher", teacher_sha256="0" * 64, vocab=60, seq_len=16, top_k=2,
@@ -155,7 +165,7 @@ def test_stores_of_other_formats_are_compared_with_what_they_were_read_as(
     monkeypatch.setattr(checksums, "SETTLED_SECONDS", -1.0)
     data.checksums.of_all(files)
     assert stored_files(data) == [{path: sha256_file(path) for path in files}]
-    rot(files[0], 9, tmp_path / "cache")
+    flip_bit_on_disk(files[0], 9, tmp_path / "cache")
     with pytest.raises(DataError, match="damaged"):
         Checksums(tmp_path / "cache").verify_now(stored_files(data))
     with pytest.raises(UnknownReaders):
@@ -186,8 +196,10 @@ def test_batches_are_found_again_and_steps_are_counted_without_the_skipped_ones(
             if any(number in wanted[0] for number in ids):
                 reading.append(step)
         replayed = loader.batches_reading(wanted, lambda: False)
-        assert replayed.is_exact and replayed.num_batches == loader.state.batch == 11
+        assert replayed.is_exact
+        assert replayed.num_batches == loader.state.batch == 11
         assert [8 - loader.steps_after(batch) for batch in replayed.batches] == reading
         assert 0 < len(reading) < 8
         cut = loader.batches_reading(wanted, lambda: True)
-        assert not cut.is_exact and cut.num_batches == 1
+        assert not cut.is_exact
+        assert cut.num_batches == 1

@@ -51,9 +51,9 @@ def test_ids_and_mask_of_chatml_are_transformers_own(
 ) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    reference = AutoTokenizer.from_pretrained(tokenizer)
     messages = [{"role": role, "content": content} for role, content in turns]
-    wanted = theirs.apply_chat_template(
+    wanted = reference.apply_chat_template(
         messages, chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True
     )
     got = render(
@@ -89,11 +89,11 @@ def chat(folder: Path, tokenizer: Path, template: str = "chatml", **options: Any
 def test_good_conversations_are_said_to_be_good(tmp_path: Path, tokenizer: Path) -> None:
     loaded = load_tokenizer(tokenizer)
     data = opened(chat(tmp_path, tokenizer), tokenizer)
-    found = check_targets(data, loaded, frozenset({7}))
+    report = check_targets(data, loaded, frozenset({7}))
     end = loaded.token_to_id("<|im_end|>")
-    assert "each of 20 samples has a target" in found.lines[0]
-    assert f"the stop token '<|im_end|>' (id {end}) is a target in 20" in found.lines[0]
-    assert found.end_ids == {7, end}
+    assert "each of 20 samples has a target" in report.lines[0]
+    assert f"the stop token '<|im_end|>' (id {end}) is a target in 20" in report.lines[0]
+    assert report.end_ids == {7, end}
 
 
 def test_cut_conversations_are_counted_and_refused_where_none_ends(
@@ -126,8 +126,8 @@ def test_a_template_that_ends_in_the_end_token_is_checked_for_that(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     loaded = load_tokenizer(tokenizer)
-    found = check_targets(opened(chat(tmp_path, tokenizer, "alpaca"), tokenizer), loaded)
-    assert found.end_ids == {loaded.eos_id}
+    report = check_targets(opened(chat(tmp_path, tokenizer, "alpaca"), tokenizer), loaded)
+    assert report.end_ids == {loaded.eos_id}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,8 @@ def test_samples_without_a_target_are_refused_in_conversations_and_counted_elsew
         # a first token is never predicted, so a target there alone is none
         writer.add(np.arange(12, dtype=np.uint16), np.arange(12) < 1 if number in (4, 7) else mask)
     writer.finish()
-    data, loaded = opened(tmp_path / "store", None), load_tokenizer(tokenizer)
+    data = opened(tmp_path / "store", None)
+    loaded = load_tokenizer(tokenizer)
     if refuses:
         with pytest.raises(
             DataError,
@@ -186,17 +187,16 @@ def test_answers_of_zero2alls_pair_files_stop_at_the_token_that_ends_them(
     tmp_path: Path, converted: bool
 ) -> None:
     chat_tokenizer.byte_tokenizer().save(tmp_path / "tokenizer")
-    loaded, path = (
-        load_tokenizer(tmp_path / "tokenizer"),
-        sft_pairs(tmp_path, tmp_path / "tokenizer"),
-    )
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    path = sft_pairs(tmp_path, tmp_path / "tokenizer")
     if converted:
         convert(path, tmp_path / "store", "headway")
         path = tmp_path / "store"
-    found = check_targets(opened(path, tmp_path / "tokenizer"), loaded)
+    report = check_targets(opened(path, tmp_path / "tokenizer"), loaded)
     end = loaded.token_to_id("<|im_end|>")
-    assert end != loaded.eos_id and found.end_ids == {end}
-    assert f"the stop token '<|im_end|>' (id {end}) is a target in 9" in found.lines[0]
+    assert end != loaded.eos_id
+    assert report.end_ids == {end}
+    assert f"the stop token '<|im_end|>' (id {end}) is a target in 9" in report.lines[0]
 
 
 def test_samples_that_end_in_ordinary_text_have_no_stop_token_of_their_own(

@@ -13,10 +13,9 @@ from support.ranks import run_ranks
 
 from headway.cli import main
 from headway.diagnose import disk_speed, doctor, host, preflight, rank_checks
-from headway.diagnose.check import Check
+from headway.diagnose.check import Bandwidth, Check, RanksReport
 from headway.diagnose.disk_speed import DiskSpeed, speed_check
 from headway.diagnose.doctor import DoctorPlan, examine
-from headway.diagnose.rank_report import Bandwidth, RanksReport
 from headway.parallel.collectives import RankGroup
 from headway.runtime.process import Process
 
@@ -64,8 +63,10 @@ def test_a_driver_that_torch_cannot_use_is_a_warning(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(doctor, "driver_version", lambda: "570.86")
-    found = by_name(look(tmp_path))["gpu"]
-    assert found.state == "warn" and "570.86" in found.detail and found.remedy
+    check = by_name(look(tmp_path))["gpu"]
+    assert check.state == "warn"
+    assert "570.86" in check.detail
+    assert check.remedy
 
 
 def test_missing_and_outdated_packages_fail_with_the_command_that_mends_them(
@@ -75,12 +76,11 @@ def test_missing_and_outdated_packages_fail_with_the_command_that_mends_them(
         doctor, "requirements", lambda: {"numpy": ">=99", "no-such-package": ">=1", "rich": ""}
     )
     checks = by_name(look(tmp_path))
-    assert (
-        checks["package numpy"].state == "fail"
-        and checks["package numpy"].remedy == "Run pip install 'numpy>=99'."
-    )
+    assert checks["package numpy"].state == "fail"
+    assert checks["package numpy"].remedy == "Run pip install 'numpy>=99'."
     assert "not installed" in checks["package no-such-package"].detail
-    assert "package rich" not in checks and "packages" not in checks
+    assert "package rich" not in checks
+    assert "packages" not in checks
 
 
 @pytest.mark.parametrize(("free", "state"), [(1e6, "fail"), (5e9, "warn"), (50e9, "ok")])
@@ -93,8 +93,9 @@ def test_little_disk_warns_and_none_fails(
 
 def test_a_run_folder_that_cannot_be_made_fails(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    found = by_name(look(tmp_path / "runs" / "x"))["run folder"]
-    assert found.state == "fail" and "is a file" in found.detail
+    check = by_name(look(tmp_path / "runs" / "x"))["run folder"]
+    assert check.state == "fail"
+    assert "is a file" in check.detail
 
 
 def test_a_wrong_clock_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +112,9 @@ def test_no_working_attention_kernel_fails(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         "headway.kernels.attention.working_backends", lambda device: [("sdpa", False, "broken")]
     )
-    found = by_name(look(tmp_path))["attention kernels"]
-    assert found.state == "fail" and "sdpa: broken" in found.detail
+    check = by_name(look(tmp_path))["attention kernels"]
+    assert check.state == "fail"
+    assert "sdpa: broken" in check.detail
 
 
 def test_the_verb_prints_json_and_exits_1_on_a_failure(
@@ -120,9 +122,8 @@ def test_the_verb_prints_json_and_exits_1_on_a_failure(
 ) -> None:
     assert main(["doctor", "--json"]) == 0
     healthy = json.loads(capsys.readouterr().out)
-    assert healthy["ok"] is True and {"name", "state", "detail", "remedy"} == set(
-        healthy["checks"][0]
-    )
+    assert healthy["ok"] is True
+    assert {"name", "state", "detail", "remedy"} == set(healthy["checks"][0])
     monkeypatch.setattr(
         doctor,
         "examine",
@@ -136,10 +137,13 @@ def test_a_slow_or_broken_disk_is_named_with_its_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = disk_speed.measure(tmp_path / "not" / "yet")
-    assert real.write > 0 and os.listdir(tmp_path) == []
+    assert real.write > 0
+    assert os.listdir(tmp_path) == []
     monkeypatch.setattr(disk_speed, "measure", lambda folder: DiskSpeed(20e6, 900e6))
-    found = speed_check("run folder speed", tmp_path)
-    assert found.state == "warn" and "write 20.0 MB/s" in found.detail and found.remedy
+    check = speed_check("run folder speed", tmp_path)
+    assert check.state == "warn"
+    assert "write 20.0 MB/s" in check.detail
+    assert check.remedy
 
     def broken(folder: Path) -> DiskSpeed:
         raise OSError(5, "Input/output error")
@@ -153,9 +157,10 @@ def test_little_shared_memory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, state: str
 ) -> None:
     usage = type("Usage", (), {"free": free})
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda place: usage)
-    found = next(host.shared_memory_check(tmp_path))
-    assert found.state == state and (found.remedy is None) == (state == "ok")
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda path: usage)
+    check = next(host.shared_memory_check(tmp_path))
+    assert check.state == state
+    assert (check.remedy is None) == (state == "ok")
 
 
 def test_a_port_in_use_fails() -> None:
@@ -184,7 +189,8 @@ def test_wrong_options_of_doctor_are_one_line_and_code_2(
 ) -> None:
     assert main(["doctor", *line]) == 2
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error
+    assert said in error
+    assert "Traceback" not in error
 
 
 def test_ranks_measure_their_collectives_and_compare_their_hosts(
@@ -213,12 +219,15 @@ def test_ranks_measure_their_collectives_and_compare_their_hosts(
         "compute",
         "bandwidth",
     } <= names
-    assert [one.collective for one in report.bandwidths] == ["all_reduce", "all_gather"] * 2
-    for one in (
+    assert [bandwidth.collective for bandwidth in report.bandwidths] == [
+        "all_reduce",
+        "all_gather",
+    ] * 2
+    for measured in (
         report.bandwidths
     ):  # two ranks: an all-reduce sends each byte once, an all-gather half of them
-        assert one.bus == pytest.approx(
-            one.algorithm * (1 if one.collective == "all_reduce" else 0.5)
+        assert measured.bus == pytest.approx(
+            measured.algorithm * (1 if measured.collective == "all_reduce" else 0.5)
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -256,7 +265,8 @@ def test_ranks_on_the_same_gpu_are_a_failure() -> None:
     assert rank_checks.gpu_checks([None, None]) == []
     assert [check.state for check in rank_checks.gpu_checks(["a", "b"])] == ["ok"]
     (shared,) = rank_checks.gpu_checks(["a", "b", "a"])
-    assert shared.state == "fail" and "0, 2" in shared.detail
+    assert shared.state == "fail"
+    assert "0, 2" in shared.detail
 
 
 def test_a_slow_network_a_slow_gpu_and_a_wrong_one_are_named() -> None:
@@ -264,8 +274,14 @@ def test_a_slow_network_a_slow_gpu_and_a_wrong_one_are_named() -> None:
     gpu = torch.device("cuda")
     assert rank_checks.bandwidth_checks(slow, gpu, nodes=2)[0].state == "warn"
     assert rank_checks.bandwidth_checks(slow, torch.device("cpu"), nodes=2)[0].state == "ok"
-    found = [("a", "H100", 600e12, "x"), ("a", "H100", 610e12, "x"), ("b", "H100", 400e12, "y")]
-    speed = rank_checks._speed_check(found, is_gpu=True)
-    assert speed.state == "warn" and "rank 2 on b" in speed.detail
-    wrong = rank_checks._result_check(found)[0]
-    assert wrong.state == "fail" and "rank 2 on b" in wrong.detail
+    facts = [
+        rank_checks.ComputeResult("a", "H100", 600e12, "x"),
+        rank_checks.ComputeResult("a", "H100", 610e12, "x"),
+        rank_checks.ComputeResult("b", "H100", 400e12, "y"),
+    ]
+    speed = rank_checks._speed_check(facts, is_gpu=True)
+    assert speed.state == "warn"
+    assert "rank 2 on b" in speed.detail
+    wrong = rank_checks._result_check(facts)[0]
+    assert wrong.state == "fail"
+    assert "rank 2 on b" in wrong.detail

@@ -29,16 +29,19 @@ def check_of(row: str) -> Check:
 
 @pytest.mark.parametrize("row", [H100, A100, V100])
 def test_a_healthy_gpu_is_ok_and_described(row: str) -> None:
-    found = check_of(row)
-    assert found.state == "ok" and found.remedy is None
-    assert row.split(", ")[1] in found.detail and "°C" in found.detail and " W of " in found.detail
+    check = check_of(row)
+    assert check.state == "ok"
+    assert check.remedy is None
+    assert row.split(", ")[1] in check.detail
+    assert "°C" in check.detail
+    assert " W of " in check.detail
 
 
 def test_unknown_values_are_unknown_and_not_zero() -> None:
     gpu = parse_gpu_health(RTX_4090)[0]
-    assert (
-        gpu.uncorrected_errors is None and gpu.corrected_errors is None and gpu.utilisation == 0.99
-    )
+    assert gpu.uncorrected_errors is None
+    assert gpu.corrected_errors is None
+    assert gpu.utilisation == 0.99
     assert "no ECC" in check_of(RTX_4090).detail
     assert parse_gpu_health(T4)[0].watts is None
 
@@ -76,18 +79,17 @@ def test_each_fault_has_its_state_and_a_remedy(
 ) -> None:
     cells = row.split(", ")
     cells[QUERY.index(field)] = value
-    found = check_of(", ".join(cells))
-    assert found.state == state and said in found.detail and found.remedy
+    check = check_of(", ".join(cells))
+    assert check.state == state
+    assert said in check.detail
+    assert check.remedy
 
 
 def test_mixed_types_are_named_and_broken_lines_are_skipped() -> None:
     text = f"{H100}\nUnable to determine the device handle for GPU 0000:1B:00.0: Unknown Error\n{A100}\n"
     checks = list(health_checks(parse_gpu_health(text)))
-    assert [check.name for check in checks] == [
-        "gpu 0 health",
-        "gpu 3 health",
-        "gpu types",
-    ] and checks[-1].state == "warn"
+    assert [check.name for check in checks] == ["gpu 0 health", "gpu 3 health", "gpu types"]
+    assert checks[-1].state == "warn"
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *outputs: tuple[int, str]) -> list[list[str]]:
@@ -121,12 +123,10 @@ def test_a_driver_that_renamed_or_dropped_a_field_is_asked_again(
         (0, row),
     )
     gpus, problem = read_gpu_health()
-    assert (
-        problem is None
-        and gpus[0].slowed_by == ["hardware slowdown"]
-        and not gpus[0].pages_pending
-        and len(asked) == 3
-    )
+    assert problem is None
+    assert gpus[0].slowed_by == ["hardware slowdown"]
+    assert not gpus[0].pages_pending
+    assert len(asked) == 3
 
 
 def test_a_driver_that_does_not_answer_fails_and_no_driver_is_no_problem(
@@ -136,14 +136,17 @@ def test_a_driver_that_does_not_answer_fails_and_no_driver_is_no_problem(
         monkeypatch,
         (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."),
     )
-    assert read_gpu_health()[1] is not None and read_gpu_health()[1].state == "fail"  # pyright: ignore[reportOptionalMemberAccess]
+    assert read_gpu_health()[1] is not None
+    assert read_gpu_health()[1].state == "fail"
 
     def hang(*_: Any, **__: Any) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 30)
 
     monkeypatch.setattr(gpu_health.subprocess, "run", hang)
     problem = read_gpu_health()[1]
-    assert problem is not None and "may hang" in problem.detail and problem.remedy
+    assert problem is not None
+    assert "may hang" in problem.detail
+    assert problem.remedy
     monkeypatch.setattr(gpu_health.shutil, "which", lambda name: None)
     assert read_gpu_health() == ([], None)
 
@@ -162,20 +165,29 @@ Legend:
 """
 
 
-def test_the_topology_is_one_line() -> None:
-    found = topology_check(parse_topology(NVLINK))
-    assert (
-        found is not None and found.state == "ok" and "6 of 6 pairs: NVLink (NV18)" in found.detail
-    )
+def test_a_topology_of_nvlink_is_one_line() -> None:
+    check = topology_check(parse_topology(NVLINK))
+    assert check is not None
+    assert check.state == "ok"
+    assert "6 of 6 pairs: NVLink (NV18)" in check.detail
+
+
+def test_a_pair_across_cpu_sockets_warns() -> None:
     pcie = NVLINK.replace("NV18", "PHB").replace("GPU0\t X \tPHB\tPHB", "GPU0\t X \tPHB\tSYS")
-    found = topology_check(parse_topology(pcie))
-    assert (
-        found is not None
-        and found.state == "warn"
-        and "across CPU sockets" in found.detail
-        and found.remedy
-    )
-    pairs = NVLINK.replace("GPU0\t X \tNV18\tNV18", "GPU0\t X \tNV18\tSYS")
-    found = topology_check(parse_topology(pairs))
-    assert found is not None and found.state == "warn" and "tensor" in (found.remedy or "")
+    check = topology_check(parse_topology(pcie))
+    assert check is not None
+    assert check.state == "warn"
+    assert "across CPU sockets" in check.detail
+    assert check.remedy
+
+
+def test_a_pair_without_nvlink_among_others_warns_about_tensor_ranks() -> None:
+    uneven = NVLINK.replace("GPU0\t X \tNV18\tNV18", "GPU0\t X \tNV18\tSYS")
+    check = topology_check(parse_topology(uneven))
+    assert check is not None
+    assert check.state == "warn"
+    assert "tensor" in (check.remedy or "")
+
+
+def test_a_single_gpu_has_no_topology() -> None:
     assert topology_check(parse_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\n")) is None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from headway.diagnose import host
 from headway.diagnose import preflight as module
 from headway.diagnose.check import Check, failures
 from headway.diagnose.gpu_health import GpuHealth
-from headway.diagnose.host import HostNeeds, host_facts, variable_checks
+from headway.diagnose.host import HostFacts, HostNeeds, host_facts, variable_checks
 from headway.diagnose.preflight import StoreExchange, compare_hosts, preflight, require
 from headway.errors import LaunchError
 
@@ -64,14 +65,16 @@ def test_equal_hosts_that_share_a_folder_pass_and_leave_nothing(tmp_path: Path) 
     assert {"hosts", "versions", "clocks", "shared folder", "atomic rename"} <= {
         check.name for check in answers[0]
     }
-    assert failures(answers[0]) == [] and list(tmp_path.iterdir()) == []
+    assert failures(answers[0]) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_shared_is_named_on_every_host(tmp_path: Path) -> None:
     answers = on_hosts(2, lambda node: tmp_path / str(node))
     assert [check.state for check in answers[0]] == [check.state for check in answers[1]]
-    found = next(check for check in answers[0] if check.name == "shared folder")
-    assert found.state == "fail" and "does not see what" in found.detail
+    shared = next(check for check in answers[0] if check.name == "shared folder")
+    assert shared.state == "fail"
+    assert "does not see what" in shared.detail
     assert list(tmp_path.rglob("*")) == []
     with pytest.raises(LaunchError, match=r"not started.*shared folder.*run\.dir"):
         require(answers[0])
@@ -94,29 +97,52 @@ def test_a_file_that_is_not_replaced_at_once_is_seen(
 
     monkeypatch.setattr(module.os, "replace", slow_replace)
     monkeypatch.setattr(module, "RENAME_SECONDS", 0.4)
-    found = next(
+    shared = next(
         check for check in on_hosts(2, lambda node: tmp_path)[0] if check.name == "atomic rename"
     )
-    assert found.state == "fail" and "missing for a moment" in found.detail
+    assert shared.state == "fail"
+    assert "missing for a moment" in shared.detail
 
 
-def test_versions_code_gpus_and_the_recipe_are_compared() -> None:
-    one = replace(host_facts(), host="a", gpus=("H100",) * 8, same={"recipe": "1"})
-    assert failures(compare_hosts([one, replace(one, host="b")])) == []
-    other = replace(
-        one,
-        host="b",
-        packages={**one.packages, "torch": "2.0", "rich": "1"},
-        code="x",
-        gpus=("H100",) * 7,
-        same={"recipe": "2"},
-    )
-    checks = {check.name: check for check in compare_hosts([one, other], [0.0, -40.0])}
-    assert checks["package torch"].state == "fail" and "2.0 on b" in checks["package torch"].detail
-    assert checks["package rich"].state == "warn" and checks["headway's code"].state == "fail"
-    assert "7 x H100 on b" in checks["gpus"].detail and checks["recipe"].state == "fail"
-    assert checks["clocks"].state == "warn" and "b -40.0 s" in checks["clocks"].detail
-    assert all(check.remedy for check in checks.values() if check.state != "ok")
+def facts_of(host: str, **differences: Any) -> HostFacts:
+    facts = replace(host_facts(), host=host, gpus=("H100",) * 8, same={"recipe": "1"})
+    return replace(facts, **differences)
+
+
+def comparison_with(clocks: list[float] | None = None, **differences: Any) -> dict[str, Check]:
+    """What is said of two hosts of which the second differs."""
+    checks = compare_hosts([facts_of("a"), facts_of("b", **differences)], clocks)
+    assert all(check.remedy for check in checks if check.state != "ok")
+    return {check.name: check for check in checks}
+
+
+def test_hosts_that_are_alike_pass() -> None:
+    assert failures(compare_hosts([facts_of("a"), facts_of("b")])) == []
+
+
+def test_another_torch_fails_and_another_small_package_warns() -> None:
+    packages = {**host_facts().packages, "torch": "2.0", "rich": "1"}
+    checks = comparison_with(packages=packages)
+    assert checks["package torch"].state == "fail"
+    assert "2.0 on b" in checks["package torch"].detail
+    assert checks["package rich"].state == "warn"
+
+
+def test_other_code_or_another_recipe_fails() -> None:
+    checks = comparison_with(code="x", same={"recipe": "2"})
+    assert checks["headway's code"].state == "fail"
+    assert checks["recipe"].state == "fail"
+
+
+def test_a_host_with_fewer_gpus_is_named() -> None:
+    checks = comparison_with(gpus=("H100",) * 7)
+    assert "7 x H100 on b" in checks["gpus"].detail
+
+
+def test_clocks_that_differ_warn() -> None:
+    checks = comparison_with(clocks=[0.0, -40.0])
+    assert checks["clocks"].state == "warn"
+    assert "b -40.0 s" in checks["clocks"].detail
 
 
 def alone() -> StoreExchange:
@@ -149,9 +175,9 @@ def test_a_missing_node_is_one_clear_line() -> None:
 
 
 def test_network_variables_that_cannot_work_are_named() -> None:
-    given = {"NCCL_SOCKET_IFNAME": "eth77", "GLOO_SOCKET_IFNAME": "lo", "NCCL_TIMEOUT": "60"}
-    found = {check.name: check.state for check in variable_checks(given)}
-    assert found == {"NCCL_SOCKET_IFNAME": "fail", "NCCL_TIMEOUT": "warn"}
+    variables = {"NCCL_SOCKET_IFNAME": "eth77", "GLOO_SOCKET_IFNAME": "lo", "NCCL_TIMEOUT": "60"}
+    states = {check.name: check.state for check in variable_checks(variables)}
+    assert states == {"NCCL_SOCKET_IFNAME": "fail", "NCCL_TIMEOUT": "warn"}
     assert list(variable_checks({"NCCL_SOCKET_IFNAME": "^docker0,lo"})) == []
 
 

@@ -26,9 +26,9 @@ def test_above_four_ranks_the_extremes_are_left_out() -> None:
 @pytest.mark.parametrize(("slow", "flagged"), [(1.05, False), (1.2, True)])
 def test_a_rank_stands_out_above_the_ratio(slow: float, flagged: bool) -> None:
     times = {"compute": [1.0, 1.0, slow, 1.0, 1.0, 1.0]}
-    found = slow_ranks(times, RULE)
-    assert [one.rank for one in found] == ([2] if flagged else [])
-    report = write_report(times, found, RULE)
+    flagged_ranks = slow_ranks(times, RULE)
+    assert [rank.rank for rank in flagged_ranks] == ([2] if flagged else [])
+    report = write_report(times, flagged_ranks, RULE)
     assert ("rank 2: compute took 1.200 s, 1.20 times the ranks' mean" in report) is flagged
     assert ("no rank is slow" in report) is not flagged
 
@@ -39,31 +39,32 @@ def test_short_times_never_stand_out() -> None:
 
 
 def test_a_rank_is_compared_to_its_own_last_ten() -> None:
-    (found,) = slower_than_before("a step", 3, [9.0, *[1.0] * 10, 2.0], RULE)
-    assert (found.rank, found.usual) == (3, 1.0)
+    (slow,) = slower_than_before("a step", 3, [9.0, *[1.0] * 10, 2.0], RULE)
+    assert (slow.rank, slow.usual) == (3, 1.0)
     assert slower_than_before("a step", 3, [1.0] * 11, RULE) == []
     assert slower_than_before("a step", 3, [1.0], RULE) == []
 
 
 def ranks_of(compute: list[float], waits: list[float], num_steps: int = 10) -> list[RankTimes]:
     """RankGroups whose steps end together, as long as the slowest takes."""
-    total = max(one + wait for one, wait in zip(compute, waits, strict=True))
+    total = max(seconds + wait for seconds, wait in zip(compute, waits, strict=True))
     return [
-        RankTimes(one, wait, total, num_steps, "node-a")
-        for one, wait in zip(compute, waits, strict=True)
+        RankTimes(seconds, wait, total, num_steps, "node-a")
+        for seconds, wait in zip(compute, waits, strict=True)
     ]
 
 
 def test_in_training_the_rank_that_computes_longer_is_named_though_all_steps_end_together() -> None:
-    found = slow_in_training(ranks_of([1.0, 1.0, 1.4, 1.0, 1.0], [0.0] * 5), SlowRule(1.2))
-    assert found == {
+    slow = slow_in_training(ranks_of([1.0, 1.0, 1.4, 1.0, 1.0], [0.0] * 5), SlowRule(1.2))
+    assert slow == {
         2: "rank 2: compute took 1.400 s, 1.40 times the ranks' mean (1.000 s) over 10 steps, on node-a"
     }
 
 
 def test_in_training_the_rank_whose_data_comes_late_is_named() -> None:
-    found = slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.5, 0.0]), SlowRule(1.2))
-    assert list(found) == [3] and found[3].startswith("rank 3: waited 0.500 s for its data")
+    slow = slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.5, 0.0]), SlowRule(1.2))
+    assert list(slow) == [3]
+    assert slow[3].startswith("rank 3: waited 0.500 s for its data")
     assert slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.1, 0.0]), SlowRule(1.2)) == {}
 
 

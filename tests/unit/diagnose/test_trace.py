@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.diagnose.profile import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
 from headway.diagnose.trace import (
-    TRACE_DATA,
-    TRACE_FORWARD_BACKWARD,
-    TRACE_OPTIMIZER,
     difference,
     intersection,
     summarize_trace,
@@ -32,12 +30,14 @@ def moments(spans: list[tuple[float, float]]) -> set[int]:
 
 @given(INTERVALS, INTERVALS)
 def test_intervals_are_sets_of_moments(
-    one: list[tuple[float, float]], two: list[tuple[float, float]]
+    first: list[tuple[float, float]], second: list[tuple[float, float]]
 ) -> None:
-    a, b = union(one), union(two)
-    assert moments(a) == moments(one) and total_time(a) == len(moments(one))
-    assert moments(intersection(a, b)) == moments(one) & moments(two)
-    assert moments(difference(a, b)) == moments(one) - moments(two)
+    a = union(first)
+    b = union(second)
+    assert moments(a) == moments(first)
+    assert total_time(a) == len(moments(first))
+    assert moments(intersection(a, b)) == moments(first) & moments(second)
+    assert moments(difference(a, b)) == moments(first) - moments(second)
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
@@ -60,7 +60,8 @@ ON_CPU = [
 
 def test_the_parts_of_a_cpu_step_add_up() -> None:
     summary = summarize_trace(ON_CPU)
-    assert summary is not None and summary.num_steps == 1
+    assert summary is not None
+    assert summary.num_steps == 1
     parts = (
         summary.compute,
         summary.optimizer,
@@ -71,10 +72,12 @@ def test_the_parts_of_a_cpu_step_add_up() -> None:
     assert parts == pytest.approx((0.030, 0.015, 0.030, 0.010, 0.015))
     assert summary.hidden_communication == pytest.approx(0.010)
     assert sum(parts) == pytest.approx(summary.step)
-    own = {name: seconds for name, _, seconds in summary.operations}
-    assert own["aten::linear"] == pytest.approx(0.010) and own["aten::mm"] == pytest.approx(0.020)
+    self_seconds = {name: seconds for name, _, seconds in summary.operations}
+    assert self_seconds["aten::linear"] == pytest.approx(0.010)
+    assert self_seconds["aten::mm"] == pytest.approx(0.020)
     page = write_page(summary, 0, 2, "cpu")
-    assert "communication, exposed" in page and "30.0%" in page
+    assert "communication, exposed" in page
+    assert "30.0%" in page
 
 
 def test_on_a_gpu_kernels_count_and_what_the_host_says_does_not() -> None:
@@ -89,7 +92,8 @@ def test_on_a_gpu_kernels_count_and_what_the_host_says_does_not() -> None:
         event("adam_kernel", "kernel", 80, 10, tid=7),
     ]
     summary = summarize_trace(on_gpu)
-    assert summary is not None and summary.num_steps == 2
+    assert summary is not None
+    assert summary.num_steps == 2
     assert summary.step == pytest.approx(0.050)
     assert summary.compute == pytest.approx(0.020)
     assert summary.optimizer == pytest.approx(0.005)

@@ -62,7 +62,7 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
     pytest.importorskip("accelerate")
     from lm_eval.tasks import TaskManager
 
-    given = [
+    options = [
         "--model",
         str(model),
         *TASKS,
@@ -72,7 +72,7 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
         "300",
         "--json",
     ]
-    ours = json.loads(output(capfd, *given, "--out", str(tmp_path / "out"), "--log-samples"))
+    ours = json.loads(output(capfd, *options, "--out", str(tmp_path / "out"), "--log-samples"))
     settings: dict[str, Any] = {
         "pretrained": str(model),
         "dtype": "float32",
@@ -80,20 +80,21 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
         "batch_size": 2,
     }
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    theirs = lm_eval.simple_evaluate(
+    reference = lm_eval.simple_evaluate(
         "hf", settings, tasks=["choices", "texts", "written"], task_manager=manager
     )
-    for task, numbers in theirs["results"].items():
+    for task, numbers in reference["results"].items():
         for key, value in numbers.items():
             assert ours["results"][task][key] == (
                 pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
             ), (task, key)
     compared = 0
-    for task, documents in theirs["samples"].items():
+    for task, documents in reference["samples"].items():
         lines = (tmp_path / "out" / f"samples-{task}.jsonl").read_text().splitlines()
         for mine, other in zip(map(json.loads, lines), documents, strict=True):
             for answer, expected in zip(mine["resps"], other["resps"], strict=True):
-                (answer,), (expected,) = answer, expected
+                (answer,) = answer
+                (expected,) = expected
                 if isinstance(expected, tuple):
                     assert answer == [pytest.approx(expected[0], rel=1e-4), expected[1]]
                 else:
@@ -116,7 +117,7 @@ def test_two_ranks_and_a_limit_find_what_one_finds(
     capfd: pytest.CaptureFixture[str], model: Path, tasks: Path
 ) -> None:
     pytest.importorskip("lm_eval")
-    given = [
+    options = [
         "--model",
         str(model),
         *TASKS,
@@ -128,17 +129,18 @@ def test_two_ranks_and_a_limit_find_what_one_finds(
         "200",
         "--json",
     ]
-    alone, both = (json.loads(output(capfd, *given, *more)) for more in ([], ["--nproc", "2"]))
+    alone = json.loads(output(capfd, *options))
+    both = json.loads(output(capfd, *options, "--nproc", "2"))
     assert alone["n-samples"]["written"] == {"original": 6, "effective": 3}
     assert alone["results"] == both["results"]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mistakes_are_one_line(
+def test_a_wrong_option_of_the_harness_is_refused_in_one_line(
     capfd: pytest.CaptureFixture[str], model: Path, tasks: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("lm_eval")
-    given = ["--model", str(model), "--task-dir", str(tasks)]
+    options = ["--model", str(model), "--task-dir", str(tasks)]
     (tasks / "written.jsonl").unlink()
     for wrong, word in (
         (["--tasks", "written"], "written.jsonl"),
@@ -149,7 +151,8 @@ def test_mistakes_are_one_line(
     ):
         said = [
             line
-            for line in output(capfd, *given, *wrong, code=2).splitlines()
+            for line in output(capfd, *options, *wrong, code=2).splitlines()
             if line.startswith("error: ")
         ]
-        assert len(said) == 1 and word in said[0]
+        assert len(said) == 1
+        assert word in said[0]

@@ -30,53 +30,62 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> Any:
+def transformers_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-def reference(theirs: Any, before: list[int], after: list[int]) -> tuple[float, bool]:
+def reference(reference_model: Any, before: list[int], after: list[int]) -> tuple[float, bool]:
     """One forward per token, each from at most LIMIT tokens before it, the last token with a full window."""
     ids = [*before, *after][-(LIMIT + 1) :]
-    value, greedy = 0.0, True
-    for at in range(len(ids) - len(after), len(ids)):
-        chance = theirs(torch.tensor([ids[:at]])).logits[0, -1].double().log_softmax(-1)
-        value += float(chance[ids[at]])
-        greedy &= int(chance.argmax()) == ids[at]
+    value = 0.0
+    greedy = True
+    for position in range(len(ids) - len(after), len(ids)):
+        chance = (
+            reference_model(torch.tensor([ids[:position]])).logits[0, -1].double().log_softmax(-1)
+        )
+        value += float(chance[ids[position]])
+        greedy &= int(chance.argmax()) == ids[position]
     return value, greedy
 
 
-def test_likelihoods_equal_transformers(folder: Path, theirs: Any) -> None:
+def test_likelihoods_equal_transformers(folder: Path, transformers_model: Any) -> None:
     answers = HarnessModel(load_model(folder), batch_tokens=30)
-    found = answers.loglikelihood(PAIRS)
-    for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
+    likelihoods = answers.loglikelihood(PAIRS)
+    for (context, continuation), (value, greedy) in zip(PAIRS, likelihoods, strict=True):
         bare = context.rstrip()
         spaces = context[len(bare) :]
         before = answers.tokenizer.encode(bare, allowed_special=["<s>"]) or [256]
-        expected = reference(theirs, before, answers.tokenizer.encode(spaces + continuation))
+        expected = reference(
+            transformers_model, before, answers.tokenizer.encode(spaces + continuation)
+        )
         assert (value, greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
 
 
 def test_a_greedy_continuation_is_called_greedy(folder: Path) -> None:
     answers = HarnessModel(load_model(folder))
     prompts = [chr(letter) for letter in range(97, 123)]
-    made = dict(
+    is_greedy = dict(
         zip(
             prompts,
             answers.generate([(prompt, {"max_gen_toks": 1}) for prompt in prompts]),
             strict=True,
         )
     )
-    pairs = [(prompt, text) for prompt, text in made.items() if text.isascii() and text.strip()]
+    pairs = [
+        (prompt, text) for prompt, text in is_greedy.items() if text.isascii() and text.strip()
+    ]
     assert len(pairs) > 3
     assert all(greedy for _, greedy in answers.loglikelihood(pairs))
     others = [(prompt, "~" if text != "~" else "!") for prompt, text in pairs]
     assert not any(greedy for _, greedy in answers.loglikelihood(others))
 
 
-def test_a_long_text_is_scored_whole_in_windows_that_touch(folder: Path, theirs: Any) -> None:
+def test_a_long_text_is_scored_whole_in_windows_that_touch(
+    folder: Path, transformers_model: Any
+) -> None:
     answers = HarnessModel(load_model(folder))
     ids = answers.tokenizer.encode("over the hills and far away, to the sea and the islands")
     assert 2 * LIMIT < len(ids) < 3 * LIMIT
@@ -85,7 +94,7 @@ def test_a_long_text_is_scored_whole_in_windows_that_touch(folder: Path, theirs:
         (ids[LIMIT - 1 : LIMIT], ids[LIMIT : 2 * LIMIT]),
         (ids[len(ids) - LIMIT - 1 : 2 * LIMIT], ids[2 * LIMIT :]),
     ]
-    expected = sum(reference(theirs, before, after)[0] for before, after in parts)
+    expected = sum(reference(transformers_model, before, after)[0] for before, after in parts)
     assert answers.rolling([answers.tokenizer.decode(ids), "a"])[0] == pytest.approx(
         expected, rel=1e-5
     )
@@ -147,15 +156,26 @@ def test_settings_of_generation_mean_what_they_mean_to_the_harness(
     assert (options.stop, options.sampling.top_k) == (until, 4 if "top_k" in settings else None)
 
 
-def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
+def test_a_beam_search_is_refused(folder: Path) -> None:
     answers = HarnessModel(load_model(folder))
     with pytest.raises(ConfigError, match="num_beams 4, which headway does not support"):
         answers.generate([("a", {"num_beams": 4})])
+
+
+def test_an_answer_longer_than_the_context_is_refused(folder: Path) -> None:
+    answers = HarnessModel(load_model(folder))
     with pytest.raises(ConfigError, match=r"requests 24 new tokens; the model's max_seq_len=24"):
         answers.generate([("a", {"max_gen_toks": LIMIT})])
     with pytest.raises(ConfigError, match="an answer of 30 tokens"):
         answers.loglikelihood([("a", "b" * 30)])
+
+
+def test_the_likelihood_of_an_empty_answer_is_refused(folder: Path) -> None:
+    answers = HarnessModel(load_model(folder))
     with pytest.raises(DataError, match="an empty text"):
         answers.loglikelihood([("a", "")])
+
+
+def test_batches_of_no_tokens_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--batch-tokens is 0"):
         HarnessModel(load_model(folder), batch_tokens=0)

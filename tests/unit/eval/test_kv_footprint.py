@@ -10,14 +10,14 @@ def masks(full: int, heads: int, window: int, sinks: int) -> HeadMasks:
     return HeadMasks((tuple(head < full for head in range(heads)),), window, sinks)
 
 
-def brute_force(given: HeadMasks | None, prompt: int, new: int, chunk: int) -> tuple[float, float]:
+def brute_force(masks: HeadMasks | None, prompt: int, new: int, chunk: int) -> tuple[float, float]:
     """Keep sets of positions, evict by the rule, count what is there at each query."""
-    full, total = (1.0, 0) if given is None else (1 - given.sparsity, prompt + new)
+    full, total = (1.0, 0) if masks is None else (1 - masks.sparsity, prompt + new)
     total = prompt + new
     counts = {"full": 0, "streaming": 0}
     peaks = {"full": 0, "streaming": 0}
     steps = [range(begin, min(begin + chunk, prompt)) for begin in range(0, prompt, chunk)] + [
-        range(at, at + 1) for at in range(prompt, total)
+        range(step, step + 1) for step in range(prompt, total)
     ]
     for kind in counts:
         kept: set[int] = set()
@@ -26,12 +26,13 @@ def brute_force(given: HeadMasks | None, prompt: int, new: int, chunk: int) -> t
                 kept.add(query)
                 counts[kind] += len(kept)
                 peaks[kind] = max(peaks[kind], len(kept))
-            if kind == "streaming" and given is not None:
-                assert given.window is not None and given.sinks is not None
+            if kind == "streaming" and masks is not None:
+                assert masks.window is not None
+                assert masks.sinks is not None
                 # between chunks: sinks and the newest window; where both overlap, everything
-                newest = sorted(kept)[-given.window :]
-                kept = {position for position in kept if position < given.sinks} | set(newest)
-                while len(kept) < min(step[-1] + 1, given.sinks + given.window):
+                newest = sorted(kept)[-masks.window :]
+                kept = {position for position in kept if position < masks.sinks} | set(newest)
+                while len(kept) < min(step[-1] + 1, masks.sinks + masks.window):
                     kept.add(min(set(range(step[-1] + 1)) - kept))
     cells = total * (total + 1) / 2
     mixed = full * counts["full"] + (1 - full) * counts["streaming"]
@@ -40,15 +41,18 @@ def brute_force(given: HeadMasks | None, prompt: int, new: int, chunk: int) -> t
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 60])
 @pytest.mark.parametrize(("prompt", "new"), [(60, 5), (9, 30), (1, 1), (24, 0)])
-@pytest.mark.parametrize("given", [None, masks(0, 4, 5, 2), masks(1, 4, 8, 0), masks(3, 4, 1, 1)])
+@pytest.mark.parametrize(
+    "head_masks", [None, masks(0, 4, 5, 2), masks(1, 4, 8, 0), masks(3, 4, 1, 1)]
+)
 def test_the_formula_equals_a_count_of_every_cell(
-    given: HeadMasks | None, prompt: int, new: int, chunk: int
+    head_masks: HeadMasks | None, prompt: int, new: int, chunk: int
 ) -> None:
-    found = footprint(given, prompt, new, chunk)
-    share, peak = brute_force(given, prompt, new, chunk)
-    assert found.share == pytest.approx(share) and found.peak == pytest.approx(peak)
-    if given is None:
-        assert found.share == pytest.approx(1.0)
+    cells = footprint(head_masks, prompt, new, chunk)
+    share, peak = brute_force(head_masks, prompt, new, chunk)
+    assert cells.share == pytest.approx(share)
+    assert cells.peak == pytest.approx(peak)
+    if head_masks is None:
+        assert cells.share == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +63,15 @@ def test_the_formula_equals_a_count_of_every_cell(
         (1, (99.9, 33.7, 17.1, 12.3, 11.7)),
     ],
 )
-def test_values_known_for_a_prompt_of_128k(full: int, expected: tuple[float, ...]) -> None:
-    given = masks(full, 10, 1024, 128)
-    found = [
-        100 * footprint(given, 131072, 100, chunk).share
+def test_shares_of_a_prompt_of_128k_are_the_known_ones(
+    full: int, expected: tuple[float, ...]
+) -> None:
+    head_masks = masks(full, 10, 1024, 128)
+    shares = [
+        100 * footprint(head_masks, 131072, 100, chunk).share
         for chunk in (131072, 32768, 8192, 1024, 128)
     ]
-    assert found == pytest.approx(expected, abs=0.06)
+    assert shares == pytest.approx(expected, abs=0.06)
 
 
 def test_the_critical_footprint_lies_on_the_line_between_two_measured_ones() -> None:

@@ -48,18 +48,16 @@ def test_media_stand_beside_answers_and_ranks(tmp_path: Path) -> None:
         PictureReport("A & B", {"accuracy": 0.5, "answers": 2}, answers, retrievals),
     )
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
-    found = Tags(text)
-    assert {tag for tag, _ in found.tags} & {"script", "link", "iframe", "b"} == set()
-    assert [tag for tag, _ in found.tags].count("img") == 2 and [
-        tag for tag, _ in found.tags
-    ].count("audio") == 1
-    assert all((attrs.get("src") or "data:").startswith("data:") for _, attrs in found.tags)
-    assert (
-        '<pre class="right">Red ' in text
-        and "expected: blue" in text
-        and "not a PNG, JPEG or WebP picture" in text
-    )
-    assert '<span class="wrong">2</span>' in text and "A &amp; B" in text
+    tags = Tags(text)
+    assert {tag for tag, _ in tags.tags} & {"script", "link", "iframe", "b"} == set()
+    assert [tag for tag, _ in tags.tags].count("img") == 2
+    assert [tag for tag, _ in tags.tags].count("audio") == 1
+    assert all((attrs.get("src") or "data:").startswith("data:") for _, attrs in tags.tags)
+    assert '<pre class="right">Red ' in text
+    assert "expected: blue" in text
+    assert "not a PNG, JPEG or WebP picture" in text
+    assert '<span class="wrong">2</span>' in text
+    assert "A &amp; B" in text
 
 
 def test_long_tables_say_what_is_left_out(tmp_path: Path) -> None:
@@ -72,4 +70,5 @@ def test_long_tables_say_what_is_left_out(tmp_path: Path) -> None:
 
 
 def test_answers_are_compared_by_their_words() -> None:
-    assert same_answer(" On  the LEFT", "on the left") and not same_answer("red", "reddish")
+    assert same_answer(" On  the LEFT", "on the left")
+    assert not same_answer("red", "reddish")

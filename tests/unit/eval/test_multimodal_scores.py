@@ -29,9 +29,11 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         blank = set(BLANKS.values())
         return [
             SimpleNamespace(
-                text="red" if any(ref.data in blank for ref in one.media) else one.expected
+                text="red"
+                if any(ref.data in blank for ref in question.media)
+                else question.expected
             )
-            for one in questions
+            for question in questions
         ]
 
     monkeypatch.setattr(multimodal, "answer_media", answer)
@@ -39,29 +41,31 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_blank_media_take_away_what_was_seen(data: Path) -> None:
-    found = evaluate_multimodal(SEEING, data, MultimodalPlan("chatml", blank=True))
-    assert found.right == 1.0 and found.records == len(data.read_text().splitlines())
-    assert found.blank is not None and found.blank < 0.2
-    scores = {one.question: one for one in found.questions}
+    report = evaluate_multimodal(SEEING, data, MultimodalPlan("chatml", blank=True))
+    assert report.right == 1.0
+    assert report.records == len(data.read_text().splitlines())
+    assert report.blank is not None
+    assert report.blank < 0.2
+    scores = {question.question: question for question in report.questions}
     assert set(scores) == {
         "What colour is the shape?",
         "What shape is it?",
         "Where is the shape?",
         "What kind of tone is it?",
     }
-    assert (
-        scores["What shape is it?"].blank == 0.0
-        and sum(one.records for one in found.questions) == found.records
-    )
-    assert found.figures()["right"] == 1.0 and json.dumps(as_json(found))
+    assert scores["What shape is it?"].blank == 0.0
+    assert sum(question.records for question in report.questions) == report.records
+    assert report.figures()["right"] == 1.0
+    assert json.dumps(as_json(report))
 
 
-def test_a_limit_and_a_schema(data: Path) -> None:
-    found = evaluate_multimodal(
-        SEEING, data, MultimodalPlan("chatml", schema=AnswerSchema({"type": "object"}), limit=5)
-    )
-    assert (found.records, found.valid, found.blank) == (5, 0.0, None)
-    assert found.rows[0].note.startswith("the answer is not JSON") and found.rows[0].media
+def test_answers_are_limited_in_number_and_checked_against_a_schema(data: Path) -> None:
+    plan = MultimodalPlan("chatml", schema=AnswerSchema({"type": "object"}), limit=5)
+    report = evaluate_multimodal(SEEING, data, plan)
+    assert (report.records, report.valid, report.blank) == (5, 0.0, None)
+    first = report.rows[0]
+    assert first.note.startswith("the answer is not JSON")
+    assert first.media
 
 
 def test_bad_records_are_refused_or_counted(data: Path) -> None:
@@ -70,8 +74,8 @@ def test_bad_records_are_refused_or_counted(data: Path) -> None:
     data.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=r"none\.png.*--drop-bad"):
         evaluate_multimodal(SEEING, data, MultimodalPlan("chatml"))
-    found = evaluate_multimodal(SEEING, data, MultimodalPlan("chatml", drop_bad=True))
-    assert (found.dropped, found.records) == (1, len(lines) - 1)
+    report = evaluate_multimodal(SEEING, data, MultimodalPlan("chatml", drop_bad=True))
+    assert (report.dropped, report.records) == (1, len(lines) - 1)
     data.write_text(lines[1] + "\n")
     with pytest.raises(ConfigError, match="no record could be asked"):
         evaluate_multimodal(SEEING, data, MultimodalPlan("chatml", drop_bad=True))

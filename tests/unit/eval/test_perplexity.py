@@ -53,25 +53,25 @@ def brute_force(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found: list[tuple[float, bool, float, int]] = []
+    scores: list[tuple[float, bool, float, int]] = []
     for ids in documents:
-        for at in range(1, len(ids)):
+        for position in range(1, len(ids)):
             # The first window that reaches the token, which is the one with the longest context.
-            begin = next(b for b in range(0, len(ids), stride) if at < b + window)
-            if begin == at:
+            begin = next(b for b in range(0, len(ids), stride) if position < b + window)
+            if begin == position:
                 continue
             with torch.no_grad():
-                logits = model(torch.tensor([ids[begin:at]])).logits[0, -1].double()
+                logits = model(torch.tensor([ids[begin:position]])).logits[0, -1].double()
             chance = logits.softmax(-1)
-            found.append(
+            scores.append(
                 (
-                    -math.log(chance[ids[at]]),
-                    int(chance.argmax()) == ids[at],
+                    -math.log(chance[ids[position]]),
+                    int(chance.argmax()) == ids[position],
                     float(chance.max()),
-                    at - begin,
+                    position - begin,
                 )
             )
-    return found
+    return scores
 
 
 @pytest.mark.parametrize(("window", "stride"), [(32, 32), (32, 16), (16, 5), (8, 1), (16, 16)])
@@ -108,7 +108,8 @@ def test_a_begin_token_stands_before_every_window(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert loaded.tokenizer is not None and loaded.tokenizer.bos_id is not None
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.bos_id is not None
     bos = loaded.tokenizer.bos_id
     result = perplexity(
         loaded,
@@ -119,18 +120,18 @@ def test_a_begin_token_stands_before_every_window(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected: list[float] = []
     for ids in map(loaded.tokenizer.encode, TEXTS):
-        for at in range(len(ids)):
+        for position in range(len(ids)):
             begin = next(
-                b for b in range(0, len(ids), min(stride, window - 1)) if at < b + window - 1
+                b for b in range(0, len(ids), min(stride, window - 1)) if position < b + window - 1
             )
             with torch.no_grad():
                 chance = (
-                    model(torch.tensor([[bos, *ids[begin:at]]]))
+                    model(torch.tensor([[bos, *ids[begin:position]]]))
                     .logits[0, -1]
                     .double()
                     .log_softmax(-1)
                 )
-            expected.append(-float(chance[ids[at]]))
+            expected.append(-float(chance[ids[position]]))
     assert result.tokens == len(expected)
     assert result.loss == pytest.approx(np.mean(expected), rel=1e-5)
 
@@ -163,9 +164,8 @@ def test_positions_and_bins_add_up_to_the_whole(
 def test_the_size_of_batches_changes_nothing(
     loaded: LoadedModel, pieces: list[EvalDocument], batch_tokens: int
 ) -> None:
-    whole, cut = (
-        perplexity(loaded, pieces, stride=8, batch_tokens=tokens) for tokens in (8192, batch_tokens)
-    )
+    whole = perplexity(loaded, pieces, stride=8, batch_tokens=8192)
+    cut = perplexity(loaded, pieces, stride=8, batch_tokens=batch_tokens)
     assert cut.tokens == whole.tokens
     assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
 
@@ -173,14 +173,15 @@ def test_the_size_of_batches_changes_nothing(
 def test_a_batch_holds_at_most_its_tokens_with_padding_and_no_row_is_lost() -> None:
     lengths = np.random.default_rng(3).integers(2, 50, size=500).tolist()
     rows = [ScoreWindow([index] * length, 1) for index, length in enumerate(lengths)]
-    made = list(batches(rows, 64))
+    batched = list(batches(rows, 64))
     assert all(
-        len(batch) == 1 or len(batch) * max(len(row.ids) for row in batch) <= 64 for batch in made
+        len(batch) == 1 or len(batch) * max(len(row.ids) for row in batch) <= 64
+        for batch in batched
     )
-    assert sorted(row.ids[0] for batch in made for row in batch) == list(range(500))
+    assert sorted(row.ids[0] for batch in batched for row in batch) == list(range(500))
 
 
-def test_calibration_error_of_known_numbers() -> None:
+def test_the_calibration_error_is_that_counted_by_hand() -> None:
     tally = TokenSums()
     # Ten tokens at 0.8 of which six are right, ten at 0.3 of which four are: (0.2 * 10 + 0.1 * 10) / 20.
     confidence = np.array([0.8] * 10 + [0.3] * 10)
@@ -256,18 +257,32 @@ def test_names_of_datasets_are_given_or_the_files() -> None:
         parse_datasets(["a="])
 
 
-def test_wrong_settings_are_one_line(loaded: LoadedModel, pieces: list[EvalDocument]) -> None:
-    for settings, word in (
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"stride": 0}, "stride is 0"),
         ({"window": 1}, "window is 1"),
         ({"batch_tokens": 0}, "batch-tokens is 0"),
-    ):
-        with pytest.raises(ConfigError, match=word):
-            perplexity(loaded, pieces, **settings)
+    ],
+)
+def test_a_window_in_which_nothing_is_scored_is_refused(
+    loaded: LoadedModel, pieces: list[EvalDocument], settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        perplexity(loaded, pieces, **settings)
+
+
+def test_documents_of_one_token_leave_nothing_to_score(loaded: LoadedModel) -> None:
     with pytest.raises(DataError, match="nothing to score"):
         perplexity(loaded, [EvalDocument([1], 1, "x")])
+
+
+def test_an_id_outside_the_vocabulary_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(DataError, match="id 400"):
         perplexity(loaded, [EvalDocument([1, 400], 1, "x")])
+
+
+def test_at_most_zero_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="max-samples"):
         ReadOptions(max_samples=0)
 

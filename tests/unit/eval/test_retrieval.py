@@ -19,7 +19,7 @@ def found(
     records: list[dict[str, str]],
     vectors: dict[str, dict[int, Any]],
 ) -> Any:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for record in records:
         for modality in ("image", "audio"):
             if modality in record:
@@ -46,20 +46,17 @@ def test_ranks_are_those_of_a_hand_count(tmp_path: Path, monkeypatch: pytest.Mon
     images = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [0.0, 1.0]}
     texts = {0: [1.0, 0.0], 1: [0.0, 1.0], 2: [0.8, 0.6], 3: [9.0, 9.0]}
     scores, rows = found(tmp_path, monkeypatch, records, {"text": texts, "image": images})
-    first = next(one for one in scores if one.pair == "text_to_image")
+    first = next(score for score in scores if score.pair == "text_to_image")
     # a is first; b shares the first two places with c; c is behind a and shares the last two with b
-    assert first.candidates == 3 and first.recall_at_1 == pytest.approx((1 + 0.5 + 0) / 3)
-    assert (
-        first.mrr == pytest.approx((1 + 1 / 1.5 + 1 / 2.5) / 3)
-        and first.median_rank == 1.5
-        and first.recall_at_5 == 1.0
-    )
-    assert first.chance == pytest.approx(1 / 3) and first.modality_gap == pytest.approx(
-        np.hypot(0.6 - 1 / 3, 1.6 / 3 - 2 / 3)
-    )
-    assert [row.rank for row in rows[:3]] == [1, 2, 3] and rows[2].found[0][0].name.endswith(
-        "a.png"
-    )
+    assert first.candidates == 3
+    assert first.recall_at_1 == pytest.approx((1 + 0.5 + 0) / 3)
+    assert first.mrr == pytest.approx((1 + 1 / 1.5 + 1 / 2.5) / 3)
+    assert first.median_rank == 1.5
+    assert first.recall_at_5 == 1.0
+    assert first.chance == pytest.approx(1 / 3)
+    assert first.modality_gap == pytest.approx(np.hypot(0.6 - 1 / 3, 1.6 / 3 - 2 / 3))
+    assert [row.rank for row in rows[:3]] == [1, 2, 3]
+    assert rows[2].found[0][0].name.endswith("a.png")
 
 
 def test_nothing_to_rank_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ def tallied(
 def test_a_confidence_at_an_edge_belongs_to_the_bin_below_it() -> None:
     # 3/15 is the last of (2/15, 3/15], a hair more the first of the next; 1 is the last of all
     tally = tallied([0.2, 0.2000001, 0.6, 1.0, 1e-9], [1, 0, 1, 1, 0], [1] * 5, [0.0] * 5)
-    assert {place: one.tokens for place, one in enumerate(tally.bins()) if one.tokens} == {
+    assert {
+        index: confidence_bin.tokens
+        for index, confidence_bin in enumerate(tally.bins())
+        if confidence_bin.tokens
+    } == {
         2: 1,
         3: 1,
         8: 1,
@@ -46,8 +50,11 @@ def test_contexts_fall_into_powers_of_two() -> None:
         [1, 2, 3, 4, 7, 8, 1024],
         [1.0, 2.0, 4.0, 3.0, 5.0, 6.0, 7.0],
     )
-    found = [(one.first, one.last, one.tokens, one.loss, one.accuracy) for one in tally.positions()]
-    assert found == [
+    buckets = [
+        (position.first, position.last, position.tokens, position.loss, position.accuracy)
+        for position in tally.positions()
+    ]
+    assert buckets == [
         (1, 1, 1, 1.0, 1.0),
         (2, 3, 2, 3.0, 0.5),
         (4, 7, 2, 4.0, 0.0),

@@ -101,21 +101,21 @@ def test_the_exported_class_gives_our_logits_and_generates_our_text(
     out = export(config, tmp_path)
     assert find_model(out).config == config
     ours = load_model(out)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
         out, trust_remote_code=True, dtype=torch.float32
     ).eval()
     with torch.no_grad():
         expected = our_logits(ours.model)
-        assert (theirs(tokens()).logits - expected).abs().max() <= 1e-5
+        assert (exported(tokens()).logits - expected).abs().max() <= 1e-5
         rotated = Transformer(config.with_(no_rope_layers=())).eval()
         rotated.load_state_dict(random_weights(config))
         assert (our_logits(rotated) - expected).abs().max() > 0.1
-    (made,) = generate(ours, ["the cat"], GenerateOptions(max_new_tokens=12))
+    (generation,) = generate(ours, ["the cat"], GenerateOptions(max_new_tokens=12))
     prompt = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)(
         "the cat", return_tensors="pt"
     )
-    cached = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    assert cached[0, prompt["input_ids"].shape[1] :].tolist() == made.token_ids
+    cached = exported.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert cached[0, prompt["input_ids"].shape[1] :].tolist() == generation.token_ids
 
 
 def test_a_folder_that_transformers_saves_again_is_still_the_model(
@@ -138,55 +138,39 @@ def test_without_trust_nothing_is_loaded_instead(transformers: Any, tmp_path: Pa
         transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
 
 
-def test_the_flag_is_refused_where_transformers_has_a_class_and_asked_for_where_not(
+def test_the_flag_is_asked_for_where_transformers_has_no_class(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = export(CASES["tied"], tmp_path)
-    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "plain")]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "no_rope_layers is [1]" in said
-        and "--remote-code" in said
-        and len(said.strip().splitlines()) == 1
-    )
+    model = export(CASES["tied"], tmp_path)
+    arguments = ["export", "hf", "--model", str(model), "--out"]
+    assert main([*arguments, str(tmp_path / "plain")]) == 2
+    error = capsys.readouterr().err
+    assert "no_rope_layers is [1]" in error
+    assert "--remote-code" in error
+    assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "plain").exists()
-    assert (
-        main(
-            [
-                "export",
-                "hf",
-                "--model",
-                str(out),
-                "--out",
-                str(tmp_path / "coded"),
-                "--remote-code",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    assert main([*arguments, str(tmp_path / "coded"), "--remote-code", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["remote_code"] is True
-    for stock in (BASE, BASE.with_(family="llama", qk_norm=False, no_rope_layers=(1,))):
-        with pytest.raises(
-            ConfigError,
-            match=r"--remote-code is given; transformers already has a class for this (qwen3|smollm3) model",
-        ):
-            export_huggingface(
-                stock,
-                random_weights(stock).items(),
-                tmp_path / "stock",
-                tokenizer=None,
-                remote_code=True,
-            )
-    other = BASE.with_(norm="layernorm")
-    with pytest.raises(ConfigError, match=r"model\.norm is 'layernorm'"):
-        export_huggingface(
-            other,
-            random_weights(other).items(),
-            tmp_path / "stock",
-            tokenizer=None,
-            remote_code=True,
-        )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BASE, "--remote-code is given; transformers already has a class for this qwen3 model"),
+        (
+            BASE.with_(family="llama", qk_norm=False, no_rope_layers=(1,)),
+            "--remote-code is given; transformers already has a class for this smollm3 model",
+        ),
+        (BASE.with_(norm="layernorm"), r"model\.norm is 'layernorm'"),
+    ],
+    ids=["qwen3", "smollm3", "layernorm"],
+)
+def test_the_flag_is_refused_where_the_code_is_not_needed_or_does_not_help(
+    tmp_path: Path, config: ModelConfig, message: str
+) -> None:
+    weights = random_weights(config).items()
+    with pytest.raises(ConfigError, match=message):
+        export_huggingface(config, weights, tmp_path / "stock", tokenizer=None, remote_code=True)
 
 
 def test_the_code_imports_transformers_and_torch_alone() -> None:
@@ -194,14 +178,14 @@ def test_the_code_imports_transformers_and_torch_alone() -> None:
     files = sorted(code.glob("modeling_*.py"))
     assert [file.name for file in files] == ["modeling_qwen3_nope.py"]
     for file in files:
-        found = [
+        imports = [
             node
             for node in ast.walk(ast.parse(file.read_text()))
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         names = {
             name.split(".")[0]
-            for one in found
-            for name in (getattr(one, "module", None) or one.names[0].name,)
+            for statement in imports
+            for name in (getattr(statement, "module", None) or statement.names[0].name,)
         }
         assert names == {"typing", "torch", "transformers"}

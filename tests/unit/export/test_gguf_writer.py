@@ -71,9 +71,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chat_tokenizer() -> Tokenizer:
-    made = byte_tokenizer()
-    made.backend.pre_tokenizer = byte_level(WORDS)  # pyright: ignore[reportAttributeAccessIssue]
-    return made.with_chat_template(BUILT_IN["chatml"].export(made))
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.pre_tokenizer = byte_level(WORDS)  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer.with_chat_template(BUILT_IN["chatml"].export(tokenizer))
 
 
 def folder(config: ModelConfig, out: Path) -> Path:
@@ -103,7 +103,8 @@ def logits(model: Path) -> torch.Tensor:
 def test_f32_is_read_back_exactly(name: str, tmp_path: Path) -> None:
     source = folder(CONFIGS[name], tmp_path)
     result = export_gguf(source, tmp_path / "m.gguf", kind="f32")
-    before, after = find_model(source), find_model(result.out)
+    before = find_model(source)
+    after = find_model(result.out)
     written = dict(before.weights())
     for key, value in after.weights():
         assert torch.equal(value, written.get(key, torch.zeros(value.shape)).float()), key
@@ -137,12 +138,13 @@ def test_other_types_are_near_and_equal_what_gguf_dequantises(
     reader = gguf.GGUFReader(result.out)
     mine = GgufFile(result.out)
     for tensor in reader.tensors:
-        theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        reference = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert (
             mine.read(tensor.name).astype("float32")
-            == theirs.reshape(mine.tensors[tensor.name].shape)
+            == reference.reshape(mine.tensors[tensor.name].shape)
         ).all(), tensor.name
-    exact, near = logits(source), logits(result.out)
+    exact = logits(source)
+    near = logits(result.out)
     assert (exact - near).norm() / exact.norm() < bound
     if (
         kind == "q4_k_m"
@@ -175,10 +177,8 @@ def test_a_folder_with_one_file_is_a_model_and_with_two_is_refused(tmp_path: Pat
     export_gguf(source, tmp_path / "g" / "m.gguf")
     assert find_model(tmp_path / "g").config.num_layers == 4
     loaded = load_model(tmp_path / "g")
-    assert (
-        loaded.tokenizer is not None
-        and loaded.tokenizer.chat_template == chat_tokenizer().chat_template
-    )
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.chat_template == chat_tokenizer().chat_template
     (tmp_path / "g" / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="holds 2 GGUF files"):
         find_model(tmp_path / "g")
@@ -224,57 +224,33 @@ def test_windows_end_the_context_and_gates_are_left_out(tmp_path: Path) -> None:
 def test_the_modelfile_writes_turns_as_the_chat_template_does(name: str, tmp_path: Path) -> None:
     plain = byte_tokenizer()
     texts = turn_texts(plain.with_chat_template(BUILT_IN[name].export(plain)))
-    assert (
-        texts is not None
-    )  # turn_texts compares the pieces with the template on a longer conversation
+    # turn_texts compares the pieces with the template on a longer conversation
+    assert texts is not None
     go = texts.go("")
-    assert go.count("{{ .Content }}") == 2 and go.count("{{ .System }}") == 1
+    assert go.count("{{ .Content }}") == 2
+    assert go.count("{{ .System }}") == 1
 
 
 def test_the_verb_writes_a_file_and_a_modelfile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = folder(BASE, tmp_path)
-    assert (
-        main(
-            [
-                "export",
-                "gguf",
-                "--model",
-                str(source),
-                "--out",
-                str(tmp_path / "m.gguf"),
-                "--type",
-                "Q8_0",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = ["--model", str(source), "--out", str(tmp_path / "m.gguf"), "--type", "Q8_0"]
+    assert main(["export", "gguf", *options, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["architecture"] == "llama" and result["stored"]["q8_0"] > 0
+    assert result["architecture"] == "llama"
+    assert result["stored"]["q8_0"] > 0
     modelfile = Path(result["modelfile"]).read_text()
-    assert (
-        "FROM ./m.gguf" in modelfile
-        and 'PARAMETER stop "<|im_end|>"' in modelfile
-        and "TEMPLATE" in modelfile
-    )
-    assert main(["export", "gguf", "--model", str(source), "--out", str(tmp_path / "m.bin")]) == 2
-    assert (
-        main(
-            [
-                "export",
-                "gguf",
-                "--model",
-                str(source),
-                "--out",
-                str(tmp_path / "m.gguf"),
-                "--type",
-                "q3",
-            ]
-        )
-        == 2
-    )
+    assert "FROM ./m.gguf" in modelfile
+    assert 'PARAMETER stop "<|im_end|>"' in modelfile
+    assert "TEMPLATE" in modelfile
+
+
+def test_a_file_of_another_name_or_type_is_refused(tmp_path: Path) -> None:
+    source = folder(BASE, tmp_path)
+    options = ["--model", str(source), "--out"]
+    assert main(["export", "gguf", *options, str(tmp_path / "m.bin")]) == 2
+    assert main(["export", "gguf", *options, str(tmp_path / "m.gguf"), "--type", "q3"]) == 2
     with pytest.raises(ConfigError, match="q4_k_m"):
         parse_type("q5_k_m")
 
@@ -320,7 +296,8 @@ def test_a_hostile_file_is_one_line(name: str, tmp_path: Path) -> None:
     path.write_bytes(HOSTILE[name])
     with pytest.raises(HeadwayError) as caught:
         find_model(path)
-    assert "\n" not in str(caught.value) and "m.gguf" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "m.gguf" in str(caught.value)
 
 
 def test_a_cut_or_changed_file_is_one_line(tmp_path: Path) -> None:
@@ -333,8 +310,8 @@ def test_a_cut_or_changed_file_is_one_line(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     for _ in range(60):
         changed = bytearray(whole)
-        for at in torch.randint(0, 4000, (6,), generator=generator).tolist():
-            changed[at] = int(torch.randint(0, 256, (1,), generator=generator))
+        for offset in torch.randint(0, 4000, (6,), generator=generator).tolist():
+            changed[offset] = int(torch.randint(0, 256, (1,), generator=generator))
         cut.write_bytes(changed)
         try:
             list(find_model(cut).weights())

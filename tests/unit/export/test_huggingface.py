@@ -66,18 +66,17 @@ def out(tmp_path: Path) -> Path:
 
 def change(out: Path, tensors: dict[str, torch.Tensor | None]) -> None:
     """Add, replace or drop tensors of an export."""
-    found: dict[str, Any] = {**load_file(out / "model.safetensors"), **tensors}
+    weights: dict[str, Any] = {**load_file(out / "model.safetensors"), **tensors}
     save_file(
-        {name: value for name, value in found.items() if value is not None},
+        {name: value for name, value in weights.items() if value is not None},
         out / "model.safetensors",
     )
     write_digests(out)
 
 
 def test_config_and_generation_config_carry_the_tokenizers_ids(out: Path) -> None:
-    config, generation = (
-        json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json")
-    )
+    config = json.loads((out / "config.json").read_text())
+    generation = json.loads((out / "generation_config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
         256,
         257,
@@ -90,12 +89,12 @@ def test_config_and_generation_config_carry_the_tokenizers_ids(out: Path) -> Non
 def test_autotokenizer_reads_the_exported_tokenizer(out: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(str(out))
+    exported = AutoTokenizer.from_pretrained(str(out))
     ours = load_model(out).tokenizer
     assert ours is not None
     text = "héllo wörld\n 12"
-    assert theirs(text)["input_ids"] == ours.encode(text)
-    assert theirs.eos_token_id == ours.eos_id == 257
+    assert exported(text)["input_ids"] == ours.encode(text)
+    assert exported.eos_token_id == ours.eos_id == 257
 
 
 def test_a_large_export_is_cut_into_files_that_read_back_the_same(tmp_path: Path) -> None:
@@ -184,21 +183,26 @@ def test_a_model_with_another_models_tokenizer_is_not_loaded(tmp_path: Path) -> 
         load_model(tmp_path / "out")
 
 
-def test_missing_unexpected_and_misshapen_weights_are_named(out: Path) -> None:
-    norm = "model.layers.1.input_layernorm.weight"
-    change(out, {norm: None})
-    with pytest.raises(CheckpointError, match=f"{norm} is not among the weights"):
-        list(read_weights(out, CONFIG))
-    change(out, {norm: torch.ones(31)})
-    with pytest.raises(
-        CheckpointError, match=rf"{norm} has shape \[31\]; config.json makes it \[32\]"
-    ):
-        list(read_weights(out, CONFIG))
-    change(out, {norm: torch.ones(32), "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})
-    with pytest.raises(
-        CheckpointError,
-        match=r"q_proj.bias is among the weights, but config.json defines no such parameter",
-    ):
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({NORM: None}, f"{NORM} is not among the weights"),
+        ({NORM: torch.ones(31)}, rf"{NORM} has shape \[31\]; config.json makes it \[32\]"),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)},
+            "q_proj.bias is among the weights, but config.json defines no such parameter",
+        ),
+    ],
+    ids=["missing", "misshapen", "unexpected"],
+)
+def test_missing_unexpected_and_misshapen_weights_are_named(
+    out: Path, tensors: dict[str, torch.Tensor | None], message: str
+) -> None:
+    change(out, tensors)
+    with pytest.raises(CheckpointError, match=message):
         list(read_weights(out, CONFIG))
 
 
@@ -219,24 +223,30 @@ def test_a_tied_head_that_is_stored_too_must_be_the_embedding(out: Path) -> None
         list(read_weights(out, CONFIG))
 
 
-def test_broken_files_are_refused(out: Path) -> None:
+def test_weights_that_are_no_tensors_are_refused(out: Path) -> None:
     (out / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         list(read_weights(out, CONFIG))
     (out / "model.safetensors").rename(out / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: (refused|cannot be read)"):
         list(read_weights(out, CONFIG))
-    (out / "pytorch_model.bin").unlink()
+
+
+def test_a_folder_without_weights_is_refused(out: Path) -> None:
+    (out / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has neither model.safetensors nor"):
         list(read_weights(out, CONFIG))
+
+
+def test_a_config_that_is_no_json_is_refused(out: Path) -> None:
     (out / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json: not JSON"):
         read_config(out)
 
 
 def test_a_config_headway_cannot_compute_names_its_file_and_key(out: Path) -> None:
-    given = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**given, "hidden_act": "relu"}))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
     with pytest.raises(
         ConfigError, match=r"config.json: hidden_act is 'relu' .headway computes only 'silu'"
     ):
@@ -256,29 +266,16 @@ def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(
         save_checkpoint(
             run / "checkpoints", step, records, {"model": CONFIG.model_dump(mode="json")}, tokenizer
         )
-    by_run, by_step = load_model(run), load_model(run / "checkpoints" / "step-00000002")
+    by_run = load_model(run)
+    by_step = load_model(run / "checkpoints" / "step-00000002")
     assert by_run.config == by_step.config == CONFIG
     assert by_run.tokenizer is not None
     for (name, value), parameter in zip(
         random_weights(CONFIG), by_run.model.parameters(), strict=True
     ):
         assert torch.equal(value, parameter), name
-    assert (
-        main(
-            [
-                "export",
-                "hf",
-                "--model",
-                str(run),
-                "--out",
-                str(tmp_path / "out"),
-                "--dtype",
-                "float32",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    options = ["--model", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32", "--json"]
+    assert main(["export", "hf", *options]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "out")
     assert find_model(tmp_path / "out").config == CONFIG
     export_model(run / "checkpoints" / "step-00000001", run / "final")
@@ -300,17 +297,17 @@ def test_a_checkpoint_without_a_model_shape_is_refused(tmp_path: Path) -> None:
         ("fp32", torch.float32),
     ],
 )
-def test_dtypes_by_either_name(out: Path, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_a_dtype_of_an_export_has_a_short_and_a_long_name(
+    out: Path, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     assert (
         main(
             ["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", name]
         )
         == 0
     )
-    before, after = (
-        load_file(out / "model.safetensors"),
-        load_file(tmp_path / "other" / "model.safetensors"),
-    )
+    before = load_file(out / "model.safetensors")
+    after = load_file(tmp_path / "other" / "model.safetensors")
     assert all(torch.equal(after[key], value.to(dtype)) for key, value in before.items())
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
@@ -324,56 +321,19 @@ def test_a_weight_that_float16_cannot_hold_is_refused_by_name(
     weight = load_file(out / "model.safetensors")[name]
     weight[3, 2] = -70_000.0
     change(out, {name: weight})
-    assert (
-        main(
-            [
-                "export",
-                "hf",
-                "--model",
-                str(out),
-                "--out",
-                str(tmp_path / "other"),
-                "--dtype",
-                "fp16",
-            ]
-        )
-        == 2
-    )
+    options = ["--model", str(out), "--out", str(tmp_path / "other"), "--dtype"]
+    assert main(["export", "hf", *options, "fp16"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        name in line
-        and "70000" in line
-        and "Use bfloat16" in line
-        and not (tmp_path / "other").exists()
-    )
-    assert (
-        main(
-            [
-                "export",
-                "hf",
-                "--model",
-                str(out),
-                "--out",
-                str(tmp_path / "other"),
-                "--dtype",
-                "bfloat16",
-            ]
-        )
-        == 0
-    )
-    assert (
-        main(
-            [
-                "export",
-                "hf",
-                "--model",
-                str(out),
-                "--out",
-                str(tmp_path / "third"),
-                "--dtype",
-                "int8",
-            ]
-        )
-        == 2
-    )
+    assert name in line
+    assert "70000" in line
+    assert "Use bfloat16" in line
+    assert not (tmp_path / "other").exists()
+    assert main(["export", "hf", *options, "bfloat16"]) == 0
+
+
+def test_a_dtype_that_is_not_known_is_refused(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(out), "--out", str(tmp_path / "third"), "--dtype", "int8"]
+    assert main(["export", "hf", *options]) == 2
     assert "--dtype is 'int8'; it must be one of float32" in capsys.readouterr().err

@@ -234,16 +234,16 @@ def test_a_folder_of_transformers_gives_the_same_logits_here(
 ) -> None:
     model_type, settings = THEIRS[case]
     config = transformers.AutoConfig.for_model(model_type, **SHAPE, **settings)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in reference.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-        expected = theirs(tokens()).logits
-    theirs.save_pretrained(tmp_path)
-    found = load_model(tmp_path)
+        expected = reference(tokens()).logits
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
     assert expected.std() > 0.1
-    assert (our_logits(found.model) - expected).abs().max() <= TOLERANCE
+    assert (our_logits(model.model) - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -256,9 +256,9 @@ def test_an_export_gives_the_same_logits_in_transformers(
     export_huggingface(
         config, model.named_parameters(), tmp_path / "out", tokenizer=None, max_shard_bytes=20_000
     )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        expected = theirs(tokens()).logits
+        expected = exported(tokens()).logits
     ours = our_logits(model)
     assert expected.std() > 0.1
     assert (ours - expected).abs().max() <= TOLERANCE
@@ -277,12 +277,12 @@ def test_transformers_four_keys_are_read_as_transformers_reads_them(
         "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
     }
     read = llama.read({**SHAPE, **old})
-    theirs = transformers.LlamaConfig(**SHAPE, **old)
-    assert read.rope_theta == theirs.rope_parameters["rope_theta"] == 5e5
+    reference = transformers.LlamaConfig(**SHAPE, **old)
+    assert read.rope_theta == reference.rope_parameters["rope_theta"] == 5e5
     assert read.rope_scaling is not None
     assert (
         read.rope_scaling.original_max_seq_len
-        == theirs.rope_parameters["original_max_position_embeddings"]
+        == reference.rope_parameters["original_max_position_embeddings"]
     )
 
 
@@ -298,19 +298,19 @@ def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Pat
 
     config = OURS["qwen2 windows"]
     export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = tokens()[:1, :8]
-    expected = theirs.generate(
+    expected = exported.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
     )[0, 8:].tolist()
     model = load_model(tmp_path / "out").model
     rows = PagedRows(model, 1, 20)
     hidden = rows.read(ids)[:, -1]
-    found: list[int] = []
+    generated: list[int] = []
     for _ in range(12):
-        found.append(int(model.logits(hidden).argmax()))
-        hidden = rows.step(torch.tensor(found[-1:]))
-    assert found == expected
+        generated.append(int(model.logits(hidden).argmax()))
+        hidden = rows.step(torch.tensor(generated[-1:]))
+    assert generated == expected
 
 
 def test_a_folder_that_transformers_saved_anew_is_refused_with_the_remedy(tmp_path: Path) -> None:

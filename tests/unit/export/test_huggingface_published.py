@@ -128,9 +128,10 @@ def test_the_stock_model_gives_the_same_logits(
 
 def test_unrotated_layers_matter_to_the_logits() -> None:
     config = CASES["llama, some layers unrotated"][0]
-    model, rotated = Transformer(config).eval(), Transformer(config.with_(no_rope_layers=())).eval()
-    for one in (model, rotated):
-        one.load_state_dict(random_weights(config))
+    model = Transformer(config).eval()
+    rotated = Transformer(config.with_(no_rope_layers=())).eval()
+    for variant in (model, rotated):
+        variant.load_state_dict(random_weights(config))
     assert (our_logits(model) - our_logits(rotated)).abs().max() > 0.1
 
 
@@ -173,30 +174,30 @@ def test_a_z2all_folder_is_read_and_exported_as_the_same_model(
         config.output_bias,
     ) == (88, 1e-5, 2, True, False)
     weights = random_weights(config)
-    theirs = {
+    stored = {
         "input_layernorm": "norm1",
         "post_attention_layernorm": "norm2",
         "model.norm.": "model.norm1.",
     }
-    theirs |= {
+    stored |= {
         "mlp.gate_proj": f"mlp.{swiglu}w1",
         "mlp.up_proj": f"mlp.{swiglu}w2",
         "mlp.down_proj": f"mlp.{swiglu}w3",
     }
     named: dict[str, torch.Tensor] = {}
     for name, value in weights.items():
-        for ours, their in theirs.items():
+        for ours, their in stored.items():
             name = name.replace(ours, their)
         named[name] = value
     _write_folder(tmp_path / "in", settings, named)
-    found = load_model(tmp_path / "in")
+    model = load_model(tmp_path / "in")
     assert torch.equal(
-        found.model.state_dict()["model.layers.1.mlp.up_proj.weight"],
+        model.model.state_dict()["model.layers.1.mlp.up_proj.weight"],
         weights["model.layers.1.mlp.up_proj.weight"],
     )
     export_model(tmp_path / "in", tmp_path / "out")
     assert (
-        their_logits(transformers, tmp_path / "out") - our_logits(found.model)
+        their_logits(transformers, tmp_path / "out") - our_logits(model.model)
     ).abs().max() <= TOLERANCE
 
 
@@ -216,15 +217,15 @@ def test_what_a_z2all_config_asks_for_beyond_headway_is_refused(
 
 
 def test_smollm3_lists_the_layers_that_rotate() -> None:
-    given = {**SHAPE, "num_key_value_heads": 2, "pretraining_tp": 2, "max_window_layers": 28}
-    assert family_of("smollm3").read({**given, "no_rope_layers": [1, 0, 0]}).no_rope_layers == (
+    config = {**SHAPE, "num_key_value_heads": 2, "pretraining_tp": 2, "max_window_layers": 28}
+    assert family_of("smollm3").read({**config, "no_rope_layers": [1, 0, 0]}).no_rope_layers == (
         1,
         2,
     )
-    read = family_of("smollm3").read({**given, "no_rope_layer_interval": 2})
+    read = family_of("smollm3").read({**config, "no_rope_layer_interval": 2})
     assert (read.no_rope_layers, read.rope_theta, read.tie_embeddings) == ((1,), 2e6, True)
     with pytest.raises(ConfigError, match="no_rope_layers is"):
-        family_of("smollm3").read({**given, "no_rope_layers": [1, 0]})
+        family_of("smollm3").read({**config, "no_rope_layers": [1, 0]})
 
 
 def _write_folder(folder: Path, settings: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:

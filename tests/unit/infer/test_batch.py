@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model, write_small_adapter
-from support.rot import rot
+from support.disk_bit_flip import flip_bit_on_disk
 
 from headway.cli import main
 from headway.errors import ConfigError
@@ -45,7 +45,9 @@ def loaded(model: Path) -> LoadedModel:
 
 def write(path: Path, records: list[Any]) -> Path:
     path.write_text(
-        "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records)
+        "".join(
+            (record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records
+        )
     )
     return path
 
@@ -64,59 +66,66 @@ def test_every_line_is_what_it_would_be_alone(loaded: LoadedModel, tmp_path: Pat
     ]
     records[4] = {"text": "a text to continue", "note": {"kept": True}}
     records[7] = {"messages": [{"role": "user", "content": "Hello?"}], "id": 7}
-    path, out = write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    path = write(tmp_path / "in.jsonl", records)
+    out = tmp_path / "out.jsonl"
     report = run(loaded, path, out, BatchOptions(SAMPLED, samples=3))
-    found = lines(out)
+    results = lines(out)
     assert (report.lines, report.answered, report.failed) == (13, 13, 0)
-    for number, (record, line) in enumerate(zip(records, found, strict=True)):
+    for number, (record, line) in enumerate(zip(records, results, strict=True)):
         assert line == {"index": number, **record, "generations": line["generations"]}
         asked = record.get("prompt", record.get("text"))
         if asked is None:
             alone = answer(loaded, ["Hello?"] * 3, "tokenizer", SAMPLED)
         else:
             alone = generate(loaded, [asked] * 3, SAMPLED)
-        assert [one["text"] for one in line["generations"]] == [one.text for one in alone], number
-        assert [one["stopped_by"] for one in line["generations"]] == [
-            one.stopped_by for one in alone
+        assert [generation["text"] for generation in line["generations"]] == [
+            generation.text for generation in alone
+        ], number
+        assert [generation["stopped_by"] for generation in line["generations"]] == [
+            generation.stopped_by for generation in alone
         ]
-        assert [one["tokens"] for one in line["generations"]] == [
-            len(one.token_ids) for one in alone
+        assert [generation["tokens"] for generation in line["generations"]] == [
+            len(generation.token_ids) for generation in alone
         ]
     assert report.generated_tokens == sum(
-        one["tokens"] for line in found for one in line["generations"]
+        generation["tokens"] for line in results for generation in line["generations"]
     )
 
 
-def test_questions_and_stop_texts(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_questions_of_a_file_end_at_stop_texts_as_they_do_alone(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": f"what is {number}?"} for number in range(5)])
     alone = answer(
         loaded, [f"what is {number}?" for number in range(5)], "chatml", SAMPLED, system="Be brief."
     )
-    stop = next(one.text[2:4] for one in alone if len(one.text) > 4)
+    stop = next(generation.text[2:4] for generation in alone if len(generation.text) > 4)
     options = replace(SAMPLED, stop=(stop,))
     run(loaded, path, tmp_path / "out.jsonl", BatchOptions(options, "chatml", "Be brief."))
     alone = answer(
         loaded, [f"what is {number}?" for number in range(5)], "chatml", options, system="Be brief."
     )
-    found = [line["generations"][0] for line in lines(tmp_path / "out.jsonl")]
-    assert [(one["text"], one["stopped_by"]) for one in found] == [
-        (one.text, one.stopped_by) for one in alone
+    generations = [line["generations"][0] for line in lines(tmp_path / "out.jsonl")]
+    assert [(generation["text"], generation["stopped_by"]) for generation in generations] == [
+        (generation.text, generation.stopped_by) for generation in alone
     ]
-    assert any(one["stopped_by"] == "stop" for one in found)
+    assert any(generation["stopped_by"] == "stop" for generation in generations)
 
 
 def test_a_stopped_job_continues_and_loses_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
     path = write(
         tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(9)]
     )
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    out = tmp_path / "out.jsonl"
     run(loaded, path, whole, BatchOptions(SAMPLED))
     content = whole.read_bytes()
     run(loaded, path, out, BatchOptions(SAMPLED))
     for size in (0, 1, content.index(b"\n") + 1, len(content) // 2, len(content) - 1):
         out.write_bytes(content[:size])
         report = run(loaded, path, out, BatchOptions(SAMPLED))
-        assert out.read_bytes() == content and report.answered == 9 - content[:size].count(b"\n")
+        assert out.read_bytes() == content
+        assert report.answered == 9 - content[:size].count(b"\n")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,7 @@ def test_a_stopped_job_continues_and_loses_nothing(loaded: LoadedModel, tmp_path
         (BatchOptions(replace(SAMPLED, sampling=Sampling(1.0, seed=4))), "begun with seed 3"),
     ],
 )
-def test_other_settings_are_refused(
+def test_a_job_is_not_continued_with_other_settings(
     loaded: LoadedModel, tmp_path: Path, options: BatchOptions, said: str
 ) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
@@ -139,21 +148,28 @@ def test_other_settings_are_refused(
         run(loaded, path, tmp_path / "out.jsonl", options)
 
 
-def test_an_output_of_another_input_or_tool_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
-    path, out = (
-        write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}]),
-        tmp_path / "out.jsonl",
-    )
-    run(loaded, path, out, BatchOptions(SAMPLED))
-    write(path, [{"prompt": "one"}, {"prompt": "three"}])
-    with pytest.raises(ConfigError, match="line 2 is of another input"):
-        run(loaded, path, out, BatchOptions(SAMPLED))
-    write(path, [{"prompt": "one"}])
-    with pytest.raises(ConfigError, match="more lines than the input"):
-        run(loaded, path, out, BatchOptions(SAMPLED))
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [(["one", "three"], "line 2 is of another input"), (["one"], "more lines than the input")],
+)
+def test_an_output_of_another_input_is_refused(
+    loaded: LoadedModel, tmp_path: Path, prompts: list[str], message: str
+) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
+    run(loaded, path, tmp_path / "out.jsonl", BatchOptions(SAMPLED))
+    write(path, [{"prompt": prompt} for prompt in prompts])
+    with pytest.raises(ConfigError, match=message):
+        run(loaded, path, tmp_path / "out.jsonl", BatchOptions(SAMPLED))
+
+
+def test_an_output_of_another_tool_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": "one"}])
     (tmp_path / "other.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="not written by this verb"):
         run(loaded, path, tmp_path / "other.jsonl", BatchOptions(SAMPLED))
+
+
+def test_several_greedy_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="--n is 2 with temperature 0"):
         BatchOptions(samples=2)
 
@@ -165,10 +181,8 @@ BAD = ["not json", "[1]", {"id": 1}, {"prompt": 5}, {"prompt": ""}, {"prompt": "
 def test_a_bad_line_is_an_error_of_that_line(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = (
-        write(tmp_path / "in.jsonl", ["", {"prompt": "ok"}, *BAD, {"prompt": "fine"}]),
-        tmp_path / "deep" / "out.jsonl",
-    )
+    path = write(tmp_path / "in.jsonl", ["", {"prompt": "ok"}, *BAD, {"prompt": "fine"}])
+    out = tmp_path / "deep" / "out.jsonl"
     code = main(
         [
             "generate",
@@ -183,10 +197,13 @@ def test_a_bad_line_is_an_error_of_that_line(
             "--json",
         ]
     )
-    report, found = json.loads(capsys.readouterr().out), lines(out)
-    assert code == 1 and report["failed"] == len(BAD) and report["lines"] == len(BAD) + 2
-    assert [("error" in line) for line in found] == [False, *[True] * len(BAD), False]
-    assert all("\n" not in line["error"] and "in.jsonl:" in line["error"] for line in found[1:-1])
+    report = json.loads(capsys.readouterr().out)
+    results = lines(out)
+    assert code == 1
+    assert report["failed"] == len(BAD)
+    assert report["lines"] == len(BAD) + 2
+    assert [("error" in line) for line in results] == [False, *[True] * len(BAD), False]
+    assert all("\n" not in line["error"] and "in.jsonl:" in line["error"] for line in results[1:-1])
     code = main(
         [
             "generate",
@@ -241,7 +258,9 @@ def test_a_killed_job_gives_the_bytes_of_an_undisturbed_one(model: Path, tmp_pat
     words = [sys.executable, "-m", "headway", "generate", "--model", str(model), "--input", str(path), "--max-new-tokens", "24",
              "--temperature", "1", "--n", "2", "--output"]  # fmt: skip
     subprocess.run([*words, str(tmp_path / "whole.jsonl")], check=True)
-    chance, kills, out = random.Random(5), 0, tmp_path / "out.jsonl"
+    chance = random.Random(5)
+    kills = 0
+    out = tmp_path / "out.jsonl"
     while True:
         job = subprocess.Popen([*words, str(out)])
         before = out.stat().st_size if out.exists() else 0
@@ -253,7 +272,8 @@ def test_a_killed_job_gives_the_bytes_of_an_undisturbed_one(model: Path, tmp_pat
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
         kills += 1
-    assert job.returncode == 0 and kills >= 3
+    assert job.returncode == 0
+    assert kills >= 3
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
@@ -285,15 +305,13 @@ def test_another_model_under_the_same_path_does_not_continue_a_job(
         config.write_text(config.read_text().replace("}", ', "note": 1}', 1))
     else:
         file = next(model.glob("*model.safetensors"))
-        rot(file, 8 * (file.stat().st_size - 2))
+        flip_bit_on_disk(file, 8 * (file.stat().st_size - 2))
     capsys.readouterr()
     assert main(["verify", "folder", str(model), "--update"]) == 0
     assert main(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        f"--output is {out}, which was begun with other content of model" in line
-        and f"its {part} changed" in line
-    )
+    assert f"--output is {out}, which was begun with other content of model" in line
+    assert f"its {part} changed" in line
     # A folder without digests is told apart by the content of its files.
     (model / DIGESTS).unlink()
     assert main(command) == 2
@@ -303,21 +321,20 @@ def test_another_model_under_the_same_path_does_not_continue_a_job(
 def test_a_job_of_an_earlier_version_continues_and_other_masks_do_not(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    path, out = (
-        write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]),
-        tmp_path / "out.jsonl",
-    )
+    path = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    out = tmp_path / "out.jsonl"
     options = BatchOptions(GenerateOptions(max_new_tokens=2))
-    layers, heads = loaded.config.num_layers, loaded.config.kv_heads
-    one = HeadMasks(((True,) + (False,) * (heads - 1),) * layers, 8, 1)
-    two = HeadMasks(((False,) * (heads - 1) + (True,),) * layers, 8, 1)
-    run(loaded.with_masks(one, "own"), path, out, options)
+    layers = loaded.config.num_layers
+    heads = loaded.config.kv_heads
+    head_masks = HeadMasks(((True,) + (False,) * (heads - 1),) * layers, 8, 1)
+    other_masks = HeadMasks(((False,) * (heads - 1) + (True,),) * layers, 8, 1)
+    run(loaded.with_masks(head_masks, "own"), path, out, options)
     side = out.with_name("out.jsonl.settings")
     settings = json.loads(side.read_text())
     with pytest.raises(ConfigError, match="its masks changed"):
-        run(loaded.with_masks(two, "own"), path, out, options)
+        run(loaded.with_masks(other_masks, "own"), path, out, options)
     side.write_text(
         json.dumps({key: value for key, value in settings.items() if not key.endswith("_digest")})
     )
-    assert run(loaded.with_masks(one, "own"), path, out, options).answered == 0
+    assert run(loaded.with_masks(head_masks, "own"), path, out, options).answered == 0
     assert json.loads(side.read_text()) == settings

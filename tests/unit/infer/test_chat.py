@@ -43,7 +43,8 @@ def test_each_answer_sees_the_whole_conversation(loaded: LoadedModel) -> None:
     session = ChatSession(loaded, "chatml", GenerateOptions(8), "Be brief.")
     said: list[str] = []
     first = session.ask("hi", said.append)
-    assert first.text == "".join(said) and not first.was_interrupted
+    assert first.text == "".join(said)
+    assert not first.was_interrupted
     assert session.messages() == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hi"},
@@ -67,10 +68,10 @@ def test_an_interrupted_answer_stays_in_the_conversation(loaded: LoadedModel) ->
             raise KeyboardInterrupt
 
     answer = session.ask("hi", interrupt)
-    assert answer.was_interrupted and answer.text == "".join(said)
-    assert [turn.role for turn in session.turns] == ["user", "assistant"] and session.turns[
-        -1
-    ].content == answer.text
+    assert answer.was_interrupted
+    assert answer.text == "".join(said)
+    assert [turn.role for turn in session.turns] == ["user", "assistant"]
+    assert session.turns[-1].content == answer.text
 
 
 def test_what_does_not_fit_leaves_the_conversation_as_it_was(loaded: LoadedModel) -> None:
@@ -118,8 +119,9 @@ def test_lines_of_a_pipe_are_questions(
     )
     out = capsys.readouterr().out
     messages = json.loads(saved.read_text())["messages"]
-    assert [one["role"] for one in messages] == ["user", "assistant"] * 2
-    first, second = messages[1]["content"], messages[3]["content"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    first = messages[1]["content"]
+    second = messages[3]["content"]
     assert out == f"{first}\n{second}\n{first}\n", (
         "after /reset the same question gets the same answer; no prompts in a pipe"
     )
@@ -154,7 +156,7 @@ def test_an_answer_that_was_cut_is_marked_beside_it(
     assert full.stats.prompt_tokens + full.stats.new_tokens == 256, "the context ends it"
 
 
-def test_system_and_json(
+def test_a_conversation_is_printed_as_json_from_the_last_system_prompt_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -162,9 +164,8 @@ def test_system_and_json(
         == 0
     )
     messages = json.loads(capsys.readouterr().out)["messages"]
-    assert [one["role"] for one in messages] == ["system", "user", "assistant"] and messages[0][
-        "content"
-    ] == "Speak."
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert messages[0]["content"] == "Speak."
 
 
 @pytest.mark.parametrize(
@@ -215,14 +216,14 @@ def test_a_person_goes_on_after_a_mistake_and_after_ctrl_c_at_the_prompt(
         == 0
     )
     said = capsys.readouterr()
-    assert (
-        "/nope is not a command" in said.err and "Ctrl-D leaves." in said.err and said.out.strip()
-    )
+    assert "/nope is not a command" in said.err
+    assert "Ctrl-D leaves." in said.err
+    assert said.out.strip()
 
 
 @pytest.mark.drill
 def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(folder: Path) -> None:
-    ours, theirs = pty.openpty()
+    ours, terminal = pty.openpty()
     command = [
         sys.executable,
         "-m",
@@ -237,13 +238,13 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(folder: Path) -
     ]
     child = subprocess.Popen(
         [*command, "--temperature", "0"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
         start_new_session=True,
         close_fds=True,
     )
-    os.close(theirs)
+    os.close(terminal)
     seen = ""
 
     def until(text: str, seconds: float = 60) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.chat_double import ChatDouble, chat_double
+from support.stand_in_chat_server import StandInChatServer, stand_in_chat_server
 
 from headway.cli import main
 from headway.cli._chat_commands import Chat
@@ -22,37 +22,37 @@ from headway.media.items import MediaRef
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[ChatDouble]:
-    with chat_double() as found:
-        yield found
+def running() -> Iterator[StandInChatServer]:
+    with stand_in_chat_server() as server:
+        yield server
 
 
 @pytest.fixture
-def double(running: ChatDouble) -> ChatDouble:
-    (
-        running.answers,
-        running.bodies,
-        running.token,
-        running.fits,
-        running.failures,
-        running.cut_after,
-    ) = {}, [], None, 1_000, 0, None
+def double(running: StandInChatServer) -> StandInChatServer:
+    running.answers = {}
+    running.bodies = []
+    running.token = None
+    running.fits = 1_000
+    running.failures = 0
+    running.cut_after = None
     return running
 
 
-def session(double: ChatDouble, token: str | None = None) -> ChatSession:
+def session(double: StandInChatServer, token: str | None = None) -> ChatSession:
     options = GenerateOptions(8, ("x",), sampling=Sampling(0.5, 4, None, 7))
     return ChatSession(
         ServerResponder(ChatServer(double.address, token), "cat"), None, options, "S"
     )
 
 
-def test_an_answer_comes_in_pieces_with_its_figures(double: ChatDouble) -> None:
+def test_an_answer_comes_in_pieces_with_its_figures(double: StandInChatServer) -> None:
     said: list[str] = []
     talk = session(double)
     answer = talk.ask("hi 你", said.append)
-    assert answer.text == "You said: hi 你" == "".join(said) and len(said) > 1
-    assert answer.stats.new_tokens == 4 and answer.stats.cached_tokens == 7
+    assert answer.text == "You said: hi 你" == "".join(said)
+    assert len(said) > 1
+    assert answer.stats.new_tokens == 4
+    assert answer.stats.cached_tokens == 7
     body = double.bodies[0]
     assert body["messages"] == [
         {"role": "system", "content": "S"},
@@ -64,7 +64,8 @@ def test_an_answer_comes_in_pieces_with_its_figures(double: ChatDouble) -> None:
         4,
         7,
         ["x"],
-    ) and "top_p" not in body
+    )
+    assert "top_p" not in body
     talk.regenerate(str)
     assert double.bodies[1]["seed"] == 8, "another draw"
     assert talk.responder.describe() == {
@@ -74,13 +75,13 @@ def test_an_answer_comes_in_pieces_with_its_figures(double: ChatDouble) -> None:
     }
 
 
-def test_a_full_context_leaves_the_oldest_turns_out(double: ChatDouble) -> None:
+def test_a_full_context_leaves_the_oldest_turns_out(double: StandInChatServer) -> None:
     talk = session(double)
     talk.ask("one", str)
     talk.ask("two", str)
     double.fits = 4
     assert talk.ask("three", str).left_out == 1
-    assert [one["content"] for one in double.bodies[-1]["messages"]] == [
+    assert [message["content"] for message in double.bodies[-1]["messages"]] == [
         "S",
         "two",
         "You said: two",
@@ -92,7 +93,7 @@ def test_a_full_context_leaves_the_oldest_turns_out(double: ChatDouble) -> None:
     assert len(talk.turns) == 6
 
 
-def test_pictures_and_sounds_are_parts(double: ChatDouble, tmp_path: Path) -> None:
+def test_pictures_and_sounds_are_parts(double: StandInChatServer, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     (tmp_path / "b.wav").write_bytes(b"RIFF....WAVE")
     talk = session(double)
@@ -101,20 +102,18 @@ def test_pictures_and_sounds_are_parts(double: ChatDouble, tmp_path: Path) -> No
         "what?", str, [MediaRef("image", tmp_path / "a.png"), MediaRef("audio", tmp_path / "b.wav")]
     )
     parts = double.bodies[0]["messages"][1]["content"]
-    assert [one["type"] for one in parts] == ["image_url", "input_audio", "text"] and parts[2][
-        "text"
-    ] == "\nwhat?"
-    assert (
-        parts[0]["image_url"]["url"] == "data:image/png;base64,iVBORw=="
-        and parts[1]["input_audio"]["format"] == "wav"
-    )
+    assert [part["type"] for part in parts] == ["image_url", "input_audio", "text"]
+    assert parts[2]["text"] == "\nwhat?"
+    assert parts[0]["image_url"]["url"] == "data:image/png;base64,iVBORw=="
+    assert parts[1]["input_audio"]["format"] == "wav"
     talk.ask("and?", str)
-    assert double.bodies[1]["messages"][1]["content"] == parts and talk.last_question() == "and?"
+    assert double.bodies[1]["messages"][1]["content"] == parts
+    assert talk.last_question() == "and?"
 
 
 @pytest.mark.parametrize("fault", ["queue", "cut", "token", "gone"])
 def test_what_a_server_does_wrong_is_one_line_and_the_conversation_is_as_before(
-    double: ChatDouble, fault: str
+    double: StandInChatServer, fault: str
 ) -> None:
     talk = session(double)
     talk.ask("one", str)
@@ -139,25 +138,25 @@ def test_what_a_server_does_wrong_is_one_line_and_the_conversation_is_as_before(
     assert len(talk.turns) == 2
 
 
-def test_ctrl_c_closes_the_connection_and_keeps_what_was_said(double: ChatDouble) -> None:
+def test_ctrl_c_closes_the_connection_and_keeps_what_was_said(double: StandInChatServer) -> None:
     def interrupt(piece: str) -> None:
         raise KeyboardInterrupt
 
     talk = session(double)
-    assert talk.ask("hello there", interrupt).was_interrupted and talk.turns[-1].content == "You "
+    assert talk.ask("hello there", interrupt).was_interrupted
+    assert talk.turns[-1].content == "You "
 
 
 def test_the_verb_talks_to_a_server(
-    double: ChatDouble, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    double: StandInChatServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     double.token = "secret"
     monkeypatch.setenv("HEADWAY_SERVE_TOKEN", "secret")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/model cat dog\nmore\n"))
     assert main(["chat", "--url", double.address, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["conversations"]
-    assert [one["model"] for one in found] == ["cat", "dog"] and found[1]["messages"][1][
-        "content"
-    ] == "You said: hi"
+    conversations = json.loads(capsys.readouterr().out)["conversations"]
+    assert [conversation["model"] for conversation in conversations] == ["cat", "dog"]
+    assert conversations[1]["messages"][1]["content"] == "You said: hi"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["chat", "--url", double.address, "--model", "cow"]) == 2
     assert "has cat, dog" in capsys.readouterr().err
@@ -168,11 +167,12 @@ def test_a_token_that_others_could_read_is_warned_about(caplog: pytest.LogCaptur
     ChatServer("https://models.example", "secret")
     assert caplog.text == ""
     ChatServer("http://models.example", "secret")
-    assert "without encryption" in caplog.text and "secret" not in caplog.text
+    assert "without encryption" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_a_picture_that_cannot_be_read_does_not_stop_the_next_question(
-    double: ChatDouble, tmp_path: Path
+    double: StandInChatServer, tmp_path: Path
 ) -> None:
     talk = Chat([session(double)], QuietAnswer(), lambda names: [])
     picture = tmp_path / "a.png"
@@ -185,6 +185,7 @@ def test_a_picture_that_cannot_be_read_does_not_stop_the_next_question(
     picture.unlink()
     with pytest.raises(DataError, match=r"a\.png: cannot be read"):
         talk.ask("what?")
-    assert talk.waiting == [] and talk.sessions[0].turns == []
+    assert talk.waiting == []
+    assert talk.sessions[0].turns == []
     talk.ask("what?")
     assert len(talk.sessions[0].turns) == 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.byte_model import CONFIG, byte_tokenizer, write_model
-from support.chat_double import PAGE
+from support.stand_in_chat_server import PAGE
 
 from headway.cli import main
 from headway.errors import ConfigError, DataError
@@ -49,24 +49,24 @@ def loaded(folder: Path) -> LoadedModel:
 def test_a_chat_says_what_the_plain_conversation_gets(
     loaded: LoadedModel, options: GenerateOptions
 ) -> None:
-    session, turns = (
-        ChatSession(loaded, "chatml", options, "Be brief."),
-        [Turn("system", "Be brief.")],
-    )
+    session = ChatSession(loaded, "chatml", options, "Be brief.")
+    turns = [Turn("system", "Be brief.")]
     for question in ("hi", "and", "more"):
         turns.append(Turn("user", question))
         alone = answer_conversations(loaded, [Conversation(tuple(turns))], "chatml", options)[0]
-        found = session.ask(question, str)
-        assert found.text == alone.text, (
+        answer = session.ask(question, str)
+        assert answer.text == alone.text, (
             "the turns before it lie in the engine's cache, and change nothing"
         )
-        assert found.stats.prompt_tokens == alone.prompt_tokens and found.stats.new_tokens >= 1
-        turns.append(Turn("assistant", found.text))
-    assert found.stats.cached_tokens >= 64, (
+        assert answer.stats.prompt_tokens == alone.prompt_tokens
+        assert answer.stats.new_tokens >= 1
+        turns.append(Turn("assistant", answer.text))
+    assert answer.stats.cached_tokens >= 64, (
         "whole pages of the turns before it are not computed again"
     )
     facts = session.responder.describe()
-    assert 0 < facts["cache_bytes"] <= facts["cache_budget_bytes"] and facts["context"] == 256
+    assert 0 < facts["cache_bytes"] <= facts["cache_budget_bytes"]
+    assert facts["context"] == 256
 
 
 def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_system_message(
@@ -76,16 +76,14 @@ def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_sy
     seen: list[int] = []
     for number in range(9):
         seen.append(session.ask(f"question {number}", str).left_out)
-    assert (
-        seen[0] == 0
-        and seen[-1] > 0
-        and all(0 <= after - before <= 1 for before, after in pairwise(seen))
-    )
+    assert seen[0] == 0
+    assert seen[-1] > 0
+    assert all(0 <= after - before <= 1 for before, after in pairwise(seen))
     assert len(session.turns) == 18 and session.messages()[1]["content"] == "question 0", (
         "they stay in the conversation"
     )
     first = next(
-        at for at, turn in enumerate(session.turns) if turn.content == f"question {seen[-1]}"
+        index for index, turn in enumerate(session.turns) if turn.content == f"question {seen[-1]}"
     )
     sent = [Turn("system", "S"), *session.turns[first:-1]]
     alone = answer_conversations(loaded, [Conversation(tuple(sent))], "chatml", GenerateOptions(8))[
@@ -107,43 +105,61 @@ def test_an_answer_is_made_again_and_a_question_is_edited(loaded: LoadedModel) -
     assert again.text != second.text and session.regenerate(str).text != again.text, (
         "each draws other tokens"
     )
-    assert [turn.content for turn in session.turns[:3]] == ["one", first.text, "two"] and len(
-        session.turns
-    ) == 4
+    assert [turn.content for turn in session.turns[:3]] == ["one", first.text, "two"]
+    assert len(session.turns) == 4
     edited = session.edit("three", str)
     other = ChatSession(loaded, "chatml", SAMPLED)
     other.ask("one", str)
-    assert other.ask("three", str) == edited and session.turns == other.turns
+    assert other.ask("three", str) == edited
+    assert session.turns == other.turns
     session.turns = session.turns[:3]  # the last question was never answered
-    assert session.ask("three", str) == edited and session.turns == other.turns
+    assert session.ask("three", str) == edited
+    assert session.turns == other.turns
 
 
-def test_conversations_are_saved_and_loaded_also_those_of_the_page(
+def test_a_saved_conversation_is_loaded_into_another_session(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    session, path = ChatSession(loaded, "chatml", GenerateOptions(4), "S"), tmp_path / "talk.json"
+    session = ChatSession(loaded, "chatml", GenerateOptions(4), "S")
     session.ask("hi", str)
-    session.save(path)
+    session.save(tmp_path / "talk.json")
     other = ChatSession(loaded, "chatml", GenerateOptions(4))
-    other.load(*read_chats(path)[0])
-    assert other.messages() == session.messages() and other.system == "S"
-    exported = {"headway_chat": 1, "messages": session.messages(), "conversation": {"turns": {}}}
+    other.load(*read_chats(tmp_path / "talk.json")[0])
+    assert other.messages() == session.messages()
+    assert other.system == "S"
+
+
+def test_a_conversation_that_the_chat_page_exported_is_read(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    exported = {"headway_chat": 1, "messages": messages, "conversation": {"turns": {}}}
+    path = tmp_path / "talk.json"
     path.write_text(json.dumps(exported))
-    assert read_chats(path)[0][0][0] == Turn("system", "S")
-    assert (
-        '"headway_chat"' not in (PAGE / "sidebar.js").read_text()
-        and "headway_chat: 1, messages" in (PAGE / "sidebar.js").read_text()
-    )
-    for wrong in ("[", "3", '{"messages": 5}', '{"conversations": []}'):
-        path.write_text(wrong)
-        with pytest.raises((ConfigError, DataError), match=r"talk\.json"):
-            read_chats(path)
-    picture = {"messages": [{"role": "user", "content": "<image>\nhi"}], "images": ["a.png"]}
-    path.write_text(json.dumps(picture))
+    turns, _ = read_chats(path)[0]
+    assert turns[0] == Turn("system", "S")
+    page = (PAGE / "sidebar.js").read_text()
+    assert "headway_chat: 1, messages" in page
+    assert '"headway_chat"' not in page
+
+
+@pytest.mark.parametrize("content", ["[", "3", '{"messages": 5}', '{"conversations": []}'])
+def test_a_file_that_is_no_conversation_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text(content)
+    with pytest.raises((ConfigError, DataError), match=r"talk\.json"):
+        read_chats(path)
+
+
+def test_a_conversation_with_pictures_is_refused_by_a_model_of_text(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.json"
+    messages = [{"role": "user", "content": "<image>\nhi"}]
+    path.write_text(json.dumps({"messages": messages, "images": ["a.png"]}))
     turns, media = read_chats(path)[0]
     assert len(media) == 1
+    session = ChatSession(loaded, "chatml", GenerateOptions(4))
     with pytest.raises(ConfigError, match="does not take image"):
-        other.load(turns, media)
+        session.load(turns, media)
 
 
 def chat(arguments: list[str], lines: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -173,17 +189,13 @@ def test_two_models_answer_one_after_the_other(
     assert chat(["--model", str(folder), "--model", f"{folder}/"], lines, monkeypatch) == 2
     said = capsys.readouterr()
     assert said.out.count(f"[{folder}") == 4, "names where two answer, none where one does"
-    assert (
-        "holds 2 conversations; 1 are open" in said.err
-        and "tokens/s" in said.err
-        and "cache: " in said.err
-    )
+    assert "holds 2 conversations; 1 are open" in said.err
+    assert "tokens/s" in said.err
+    assert "cache: " in said.err
     first, second = json.loads(saved.read_text())
-    assert (
-        first["model"] == str(folder)
-        and first["messages"] == second["messages"]
-        and len(first["messages"]) == 4
-    )
+    assert first["model"] == str(folder)
+    assert first["messages"] == second["messages"]
+    assert len(first["messages"]) == 4
     assert (
         chat(
             ["--model", str(folder), "--model", f"{folder}/", "--json"],
@@ -192,10 +204,12 @@ def test_two_models_answer_one_after_the_other(
         )
         == 0
     )
-    found = json.loads(capsys.readouterr().out)["conversations"]
-    assert [one["messages"][2]["content"] for one in found] == ["hey", "hey"] and len(
-        found[0]["messages"]
-    ) == 4
+    conversations = json.loads(capsys.readouterr().out)["conversations"]
+    assert [conversation["messages"][2]["content"] for conversation in conversations] == [
+        "hey",
+        "hey",
+    ]
+    assert len(conversations[0]["messages"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -229,7 +243,8 @@ def test_a_mistake_in_a_command_is_one_line(
     )
     assert chat(["--model", "m"], f"{line}\n", monkeypatch) == 2
     said = capsys.readouterr().err.strip()
-    assert says in said and said.count("\n") == 0
+    assert says in said
+    assert said.count("\n") == 0
 
 
 def test_wrong_options_are_refused_before_anything_is_loaded(
@@ -253,19 +268,19 @@ def test_commands_change_what_is_asked(
     assert chat(["--model", str(folder), "--stop", "zz", "--json"], lines, monkeypatch) == 0
     said = capsys.readouterr()
     messages = json.loads(said.out)["messages"]
-    assert [one["role"] for one in messages] == [
+    assert [message["role"] for message in messages] == [
         "system",
         "user",
         "assistant",
         "user",
         "assistant",
-    ] and messages[3]["content"] == " /slash"
-    assert (
-        "max_new_tokens 3" in said.err
-        and "top_p          0.5" in said.err
-        and "stop           off" in said.err
-    )
-    assert "system: Speak." in said.err and "/regenerate " in said.err
+    ]
+    assert messages[3]["content"] == " /slash"
+    assert "max_new_tokens 3" in said.err
+    assert "top_p          0.5" in said.err
+    assert "stop           off" in said.err
+    assert "system: Speak." in said.err
+    assert "/regenerate " in said.err
 
 
 def fresh(session: ChatSession, text: str) -> ChatAnswer:
@@ -281,7 +296,7 @@ def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(
     responder = EngineResponder(loaded, "chatml")
     session = ChatSession(responder, None, GenerateOptions(12))
     asked, right = next(
-        (text, found) for text in "abcdefgh" if len((found := fresh(session, text)).text) > 4
+        (text, answer) for text in "abcdefgh" if len((answer := fresh(session, text)).text) > 4
     )
     session.reset()
     pressed = iter(range(2))
@@ -305,11 +320,9 @@ def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(
     before = responder._engine.stats().generated_tokens
     stopped = session.ask(asked, press_once)
     assert responder._engine.stats().generated_tokens - before < 12, "the rest is not computed"
-    assert (
-        stopped.was_interrupted
-        and right.text.startswith(stopped.text)
-        and len(stopped.text) < len(right.text)
-    )
+    assert stopped.was_interrupted
+    assert right.text.startswith(stopped.text)
+    assert len(stopped.text) < len(right.text)
     session.reset()
     assert session.ask(asked, str) == right
 
@@ -323,7 +336,10 @@ class SomeEncoder:
         self, loaded: LoadedModel, refs: dict[str, MediaRef], opened: object = None
     ) -> dict[str, np.ndarray]:
         self.calls += len(refs)
-        shapes = {one.modality: (one.vectors, one.width) for one in loaded.config.media.inputs}  # pyright: ignore[reportOptionalMemberAccess]
+        shapes = {
+            modality.modality: (modality.vectors, modality.width)
+            for modality in loaded.config.media.inputs
+        }  # pyright: ignore[reportOptionalMemberAccess]
         return {
             name: np.full(shapes[ref.modality], ref.read()[0] / 8, np.float32)
             for name, ref in refs.items()

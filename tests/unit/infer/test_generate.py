@@ -126,14 +126,14 @@ def test_a_row_ends_at_a_stop_text_and_the_others_go_on(loaded: LoadedModel) -> 
     free = generate(loaded, PROMPTS, GenerateOptions(12))
     assert loaded.tokenizer is not None
     stop = loaded.tokenizer.decode(free[0].token_ids[4:6])
-    found = generate(loaded, PROMPTS, GenerateOptions(12, stop=(stop,)))
+    generations = generate(loaded, PROMPTS, GenerateOptions(12, stop=(stop,)))
     whole = loaded.tokenizer.decode(free[0].token_ids)
-    assert found[0].stopped_by == "stop"
-    assert found[0].text == whole[: whole.index(stop)]
-    assert found[0].token_ids == free[0].token_ids[: len(found[0].token_ids)]
-    for one, other in zip(found, free, strict=True):
+    assert generations[0].stopped_by == "stop"
+    assert generations[0].text == whole[: whole.index(stop)]
+    assert generations[0].token_ids == free[0].token_ids[: len(generations[0].token_ids)]
+    for stopped, other in zip(generations, free, strict=True):
         if stop not in other.text:
-            assert one == other
+            assert stopped == other
     by_id = generate(loaded, ["the cat"], GenerateOptions(12, stop_ids=(free[0].token_ids[2],)))[0]
     assert by_id.stopped_by == "stop"
     assert by_id.token_ids == free[0].token_ids[: free[0].token_ids.index(free[0].token_ids[2]) + 1]
@@ -155,14 +155,16 @@ def test_no_id_behind_the_vocabulary_is_ever_chosen(loaded: LoadedModel) -> None
 def test_the_end_of_text_stops_a_row_and_stays_out_of_its_text(loaded: LoadedModel) -> None:
     results = generate(loaded, ["the cat"] * 16, GenerateOptions(80, sampling=Sampling(3.0)))
     ended = [r for r in results if r.stopped_by == "eos"]
-    assert ended and all(
+    assert ended
+    assert all(
         r.token_ids[-1] == 257 and 257 not in r.token_ids[:-1] and "</s>" not in r.text
         for r in ended
     )
 
 
 def test_a_prompt_gets_what_its_tokenizer_puts_before_a_text() -> None:
-    plain, adding = byte_tokenizer(), byte_tokenizer(adds_bos=True)
+    plain = byte_tokenizer()
+    adding = byte_tokenizer(adds_bos=True)
     assert prompt_ids(plain, "ab") == plain.encode("ab")
     assert prompt_ids(adding, "ab") == [256, *plain.encode("ab")]
     assert prompt_ids(plain, "<s>a", special=True) == [256, *plain.encode("a")]
@@ -171,7 +173,9 @@ def test_a_prompt_gets_what_its_tokenizer_puts_before_a_text() -> None:
 
 
 def test_prompts_come_from_lines_or_jsonl(tmp_path: Path) -> None:
-    lines, records, bad = tmp_path / "p.txt", tmp_path / "p.jsonl", tmp_path / "bad.jsonl"
+    lines = tmp_path / "p.txt"
+    records = tmp_path / "p.jsonl"
+    bad = tmp_path / "bad.jsonl"
     lines.write_text("one\n\ntwo\n")
     records.write_text('{"prompt": "one"}\n{"prompt": "two\\nlines"}\n')
     bad.write_text('{"prompt": "one"}\n{"text": "two"}\n')
@@ -213,15 +217,15 @@ def test_the_verb_prints_one_result_or_a_list(
         "--json",
     ]
     assert main([*common, "--prompt", "the cat"]) == 0
-    one = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     expected = generate(loaded, ["the cat"], GenerateOptions(5))[0]
-    assert (one["text"], one["token_ids"], one["stopped_by"]) == (
+    assert (report["text"], report["token_ids"], report["stopped_by"]) == (
         expected.text,
         expected.token_ids,
         "length",
     )
     assert main([*common, "--prompt", "the cat", "--prompt", "a"]) == 0
-    assert json.loads(capsys.readouterr().out)["generations"][0]["token_ids"] == one["token_ids"]
+    assert json.loads(capsys.readouterr().out)["generations"][0]["token_ids"] == report["token_ids"]
 
 
 def test_a_folder_that_is_no_model_says_what_is_missing(tmp_path: Path, folder: Path) -> None:

@@ -43,10 +43,10 @@ def test_the_extremes_of_a_draw_choose_a_possible_token() -> None:
 
 def test_a_draw_depends_on_seed_key_and_position() -> None:
     draws = {
-        Sampling(1.0, seed=seed).draw(key, at)
+        Sampling(1.0, seed=seed).draw(key, position)
         for seed in (0, 1)
         for key in ("a", "b")
-        for at in (0, 1)
+        for position in (0, 1)
     }
     assert len(draws) == 8
     assert all(0 <= draw < 1 for draw in draws)

@@ -23,9 +23,9 @@ def test_medians_of_warm_runs_count(loaded: LoadedModel, monkeypatch: pytest.Mon
     for read, written in times:
         clock += [clock[-1] + read, clock[-1] + read + written, clock[-1] + read + written]
     monkeypatch.setattr(speed, "_now", lambda device: clock.pop(0))
-    found = measure_speed(loaded, 80, rows=3, steps=8, chunk_tokens=16)
-    assert found.prefill_tokens_per_second == 3 * 72 / 2.5
-    assert found.decode_tokens_per_second == 3 * 8 / 5.0
+    measured = measure_speed(loaded, 80, rows=3, steps=8, chunk_tokens=16)
+    assert measured.prefill_tokens_per_second == 3 * 72 / 2.5
+    assert measured.decode_tokens_per_second == 3 * 8 / 5.0
 
 
 def test_every_run_reads_all_prompts_and_decodes_all_rows(
@@ -33,7 +33,8 @@ def test_every_run_reads_all_prompts_and_decodes_all_rows(
 ) -> None:
     read: list[int] = []
     decoded: list[tuple[list[int], int]] = []
-    prefill, decode = EngineDevice.prefill, EngineDevice.decode
+    prefill = EngineDevice.prefill
+    decode = EngineDevice.decode
 
     def seen_prefill(device, pieces, tokens, *more) -> torch.Tensor:
         read.append(sum(map(len, tokens)))
@@ -47,5 +48,6 @@ def test_every_run_reads_all_prompts_and_decodes_all_rows(
     monkeypatch.setattr(EngineDevice, "prefill", seen_prefill)
     monkeypatch.setattr(EngineDevice, "decode", seen_decode)
     measure_speed(loaded, 160, rows=2, steps=4, chunk_tokens=50)
-    assert max(read) == 50 and sum(read) == (1 + TIMED_RUNS) * 2 * 156
+    assert max(read) == 50
+    assert sum(read) == (1 + TIMED_RUNS) * 2 * 156
     assert decoded == (1 + TIMED_RUNS) * [([0, 1], most) for most in range(157, 161)]

@@ -42,7 +42,7 @@ def test_streaming_changes_nothing_about_what_is_generated(
     pieces: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
     results = generate(loaded, prompts, options, lambda number, piece: pieces[number].append(piece))
     assert results == generate(loaded, prompts, options)
-    assert ["".join(pieces[number]) for number in pieces] == [one.text for one in results]
+    assert ["".join(pieces[number]) for number in pieces] == [result.text for result in results]
     assert stop or max(map(len, pieces.values())) > 3
     asked = answer(loaded, prompts, "chatml", options, on_text=lambda *_: None)
     assert asked == answer(loaded, prompts, "chatml", options)
@@ -88,12 +88,12 @@ TWO = [
 def test_conversations_are_read_from_either_kind_of_file(
     tmp_path: Path, name: str, value: object, turns: list[int]
 ) -> None:
-    found = read_messages(write(tmp_path / name, value))
-    assert [len(one.turns) for one in found] == turns
-    assert [len(one.turns) for one in read_messages(tmp_path / name, "Be brief.")] == [
+    messages = read_messages(write(tmp_path / name, value))
+    assert [len(message.turns) for message in messages] == turns
+    assert [len(message.turns) for message in read_messages(tmp_path / name, "Be brief.")] == [
         number + 1 for number in turns
     ]
-    assert found[-1].turns[-1].role == "user"
+    assert messages[-1].turns[-1].role == "user"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,8 @@ def test_what_is_no_conversation_is_refused_in_one_line(
 ) -> None:
     with pytest.raises((ConfigError, DataError)) as caught:
         read_messages(write(tmp_path / name, value), "Be brief.")
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_verb_prints_the_same_streamed_and_at_once(
@@ -143,7 +144,9 @@ def test_the_verb_prints_the_same_streamed_and_at_once(
                 == 0
             )
             said.append(capsys.readouterr().out)
-        assert said[0] == said[1] and said[0].endswith("\n") and len(said[0]) > 12
+        assert said[0] == said[1]
+        assert said[0].endswith("\n")
+        assert len(said[0]) > 12
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_the_verb_prints_the_same_streamed_and_at_once(
         ([], "no prompt is given"),
     ],
 )
-def test_mistakes_of_the_verb(
+def test_contradictory_options_of_generate_are_refused_in_one_line(
     folder: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "--model", str(folder), *arguments]) == 2

@@ -9,7 +9,7 @@ def test_copies_follow_the_parameters() -> None:
     flat = [torch.randn(64) for _ in range(4)]
     flat[3].abs_()
     copy = torch.zeros(64, dtype=torch.bfloat16)
-    tensors = AdamWTensors(*([one] for one in flat), [torch.zeros(())], [copy])
+    tensors = AdamWTensors(*([tensor] for tensor in flat), [torch.zeros(())], [copy])
     adamw_step_reference(
         tensors, AdamWHyper(0.1, 0.9, 0.95, 1e-8, 0.1, False), torch.ones(()), torch.zeros(())
     )

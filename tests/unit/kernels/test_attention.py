@@ -69,19 +69,21 @@ def by_hand(
     for row, lengths in enumerate(rows):
         start = 0
         for length in lengths:
-            for at in range(start, start + length):
-                first = start if window is None else max(start, at - window + 1)
+            for position in range(start, start + length):
+                first = start
+                if window is not None:
+                    first = max(start, position - window + 1)
+                seen = slice(first, position + 1)
                 for head in range(q.shape[2]):
-                    scores = (
-                        k[row, first : at + 1, head // group]
-                        @ q[row, at, head]
-                        / q.shape[-1] ** 0.5
-                    )
-                    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-                    weights = scores.exp() / (
-                        scores.exp().sum() + (0 if sinks is None else sinks[head].exp())
-                    )
-                    out[row, at, head] = weights @ v[row, first : at + 1, head // group]
+                    keys = k[row, seen, head // group]
+                    scores = keys @ q[row, position, head] / q.shape[-1] ** 0.5
+                    if softcap is not None:
+                        scores = torch.tanh(scores / softcap) * softcap
+                    total = scores.exp().sum()
+                    if sinks is not None:
+                        total = total + sinks[head].exp()
+                    weights = scores.exp() / total
+                    out[row, position, head] = weights @ v[row, seen, head // group]
             start += length
     return out
 
@@ -91,23 +93,23 @@ def by_hand(
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_kernels_follow_the_definition(backend: str, window: int | None, kv_heads: int) -> None:
     q, k, v = inputs(3, 4, kv_heads)
-    found = attend(q, k, v, packed(ROWS, T), window=window, backend=backend)
+    output = attend(q, k, v, packed(ROWS, T), window=window, backend=backend)
     with torch.no_grad():
         expected = by_hand(q, k, v, ROWS, window)
-    assert found.shape == q.shape
-    assert (found - expected).abs().max() < 1e-5
+    assert output.shape == q.shape
+    assert (output - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_soft_capped_scores_follow_the_definition(backend: str, window: int | None) -> None:
     q, k, v = inputs(3, 4, 2)
-    found = attend(
+    output = attend(
         q, k, v, packed(ROWS, T), window=window, backend=backend, rule=ScoreRule(softcap=0.7)
     )
     with torch.no_grad():
-        assert (found - by_hand(q, k, v, ROWS, window, 0.7)).abs().max() < 1e-5
-        assert (found - by_hand(q, k, v, ROWS, window)).abs().max() > 1e-2
+        assert (output - by_hand(q, k, v, ROWS, window, 0.7)).abs().max() < 1e-5
+        assert (output - by_hand(q, k, v, ROWS, window)).abs().max() > 1e-2
         alone = attend(q, k, v, causal_mask(3, T), rule=ScoreRule(softcap=0.7))
         assert (alone - by_hand(q, k, v, [[T]] * 3, None, 0.7)).abs().max() < 1e-5
 
@@ -118,10 +120,8 @@ SINKS = [-1.0, 0.5, 3.0, 40.0]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_follow_the_definition_and_so_do_their_gradients(window: int | None) -> None:
-    mask, weight = (
-        packed(ROWS, T),
-        torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9)),
-    )
+    mask = packed(ROWS, T)
+    weight = torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
     results: list[list[torch.Tensor]] = []
     for how in ("reference", "sdpa", "packed"):
         q, k, v = inputs(3, 4, 2)
@@ -135,10 +135,11 @@ def test_sinks_follow_the_definition_and_so_do_their_gradients(window: int | Non
         results.append([o.detach(), *(x.grad for x in (q, k, v, sinks) if x.grad is not None)])
     with torch.no_grad():
         assert (results[0][0] - by_hand(q, k, v, ROWS, window, sinks=sinks)).abs().max() < 1e-5
-        assert results[0][0][:, :, 3].abs().max() < 1e-12 and results[0][4][:3].abs().min() > 1e-3
-    for found in results[1:]:
-        assert len(found) == 5
-        for a, b in zip(found, results[0], strict=True):
+        assert results[0][0][:, :, 3].abs().max() < 1e-12
+        assert results[0][4][:3].abs().min() > 1e-3
+    for result in results[1:]:
+        assert len(result) == 5
+        for a, b in zip(result, results[0], strict=True):
             assert (a - b).abs().max() < 1e-5
     with torch.no_grad():
         capped = attend(q, k, v, mask, window=window, rule=ScoreRule(0.7, sinks))
@@ -169,14 +170,16 @@ def test_a_kernel_that_cannot_cap_is_refused() -> None:
 @pytest.mark.parametrize("window", [None, 4])
 def test_gradients_agree_with_the_reference(window: int | None, rule: ScoreRule) -> None:
     mask = packed(ROWS, T)
-    found, expected = inputs(3, 4, 2), inputs(3, 4, 2)
+    operands = inputs(3, 4, 2)
+    expected = inputs(3, 4, 2)
     weight = torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
-    (attend(*found, mask, window=window, rule=rule) * weight).sum().backward()
+    (attend(*operands, mask, window=window, rule=rule) * weight).sum().backward()
     (
         attend(*expected, mask, window=window, backend="reference", rule=rule) * weight
     ).sum().backward()
-    for a, b in zip(found, expected, strict=True):
-        assert a.grad is not None and b.grad is not None
+    for a, b in zip(operands, expected, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
         assert (a.grad - b.grad).abs().max() < 1e-5
 
 
@@ -185,7 +188,8 @@ def test_gradients_agree_with_the_reference(window: int | None, rule: ScoreRule)
 def test_changing_one_document_leaves_the_others_bit_equal(
     backend: str, window: int | None
 ) -> None:
-    mask, rows = packed(ROWS, T), []
+    mask = packed(ROWS, T)
+    rows = []
     for change in (0.0, 3.0):
         q, k, v = inputs(3, 4, 2)
         with torch.no_grad():
@@ -205,10 +209,10 @@ def test_changing_one_document_leaves_the_others_bit_equal(
 def test_one_document_before_padding_needs_no_document_mask(window: int | None) -> None:
     rows = [[15, 9], [24], [20, 4]]
     q, k, v = inputs(3, 4, 2)
-    found = attend(q, k, v, packed(rows, T, single_document=True), window=window)
+    output = attend(q, k, v, packed(rows, T, single_document=True), window=window)
     expected = attend(q, k, v, packed(rows, T), window=window, backend="reference")
     for row, lengths in enumerate(rows):
-        assert (found[row, : lengths[0]] - expected[row, : lengths[0]]).abs().max() < 1e-5
+        assert (output[row, : lengths[0]] - expected[row, : lengths[0]]).abs().max() < 1e-5
 
 
 def test_the_flat_starts_of_documents_count_every_row_and_pad_with_empty_ones() -> None:

@@ -9,7 +9,8 @@ from headway.kernels.distill_loss import DistillShaping, TeacherHead, linear_dis
 SHAPINGS = [
     DistillShaping(2.0, reverse, alpha) for reverse in (False, True) for alpha in (1.0, 0.3)
 ] + [DistillShaping()]
-TOKENS, VOCAB = 37, 50
+TOKENS = 37
+VOCAB = 50
 
 
 def problem() -> tuple[torch.Tensor, ...]:
@@ -31,21 +32,28 @@ def problem() -> tuple[torch.Tensor, ...]:
     )
 
 
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    if cap is None:
+        return logits
+    return cap * torch.tanh(logits / cap)
+
+
 def plain(
-    given: tuple[torch.Tensor, ...],
+    operands: tuple[torch.Tensor, ...],
     shaping: DistillShaping,
     caps: tuple[float | None, float | None],
 ) -> tuple[torch.Tensor, ...]:
     """(sum of the loss, nll, kl) of whole logits."""
-    hidden, weight, taught, teacher, targets, c = given
-    both = zip((hidden @ weight.t(), taught @ teacher.t()), caps, strict=True)
-    student, other = (x if cap is None else cap * torch.tanh(x / cap) for x, cap in both)
-    p, q = (x.div(shaping.temperature).log_softmax(-1) for x in (student, other))
-    kl = (
-        F.kl_div(q, p, reduction="none", log_target=True)
-        if shaping.reverse
-        else F.kl_div(p, q, reduction="none", log_target=True)
-    )
+    hidden, weight, taught, teacher, targets, c = operands
+    student_cap, teacher_cap = caps
+    student = capped(hidden @ weight.t(), student_cap)
+    expected = capped(taught @ teacher.t(), teacher_cap)
+    log_student = student.div(shaping.temperature).log_softmax(-1)
+    log_teacher = expected.div(shaping.temperature).log_softmax(-1)
+    if shaping.reverse:
+        kl = F.kl_div(log_teacher, log_student, reduction="none", log_target=True)
+    else:
+        kl = F.kl_div(log_student, log_teacher, reduction="none", log_target=True)
     nll = F.cross_entropy(student, targets, reduction="none")
     loss = shaping.alpha * shaping.temperature**2 * kl.sum(-1) + (1 - shaping.alpha) * nll
     return (loss * c).sum(), nll, kl.sum(-1)
@@ -53,17 +61,17 @@ def plain(
 
 @pytest.mark.parametrize("caps", [(None, None), (3.0, 5.0)], ids=["plain", "capped"])
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
-def test_loss_and_gradients_are_those_of_the_formula_in_fp64(
+def test_the_loss_over_all_logits_and_its_gradients_are_those_of_the_formula_in_fp64(
     shaping: DistillShaping, caps: tuple[float | None, float | None]
 ) -> None:
-    given = problem()
+    operands = problem()
     wide = tuple(
         x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
-        for x in given
+        for x in operands
     )
     right, nll, kl = plain(wide, shaping, caps)
     right.backward()
-    hidden, weight, taught, teacher, targets, c = given
+    hidden, weight, taught, teacher, targets, c = operands
     for chunk in (20, 1000):  # of five tokens, and all at once
         hidden.grad = weight.grad = None
         out = linear_distill(
@@ -82,7 +90,8 @@ def test_loss_and_gradients_are_those_of_the_formula_in_fp64(
         torch.testing.assert_close(out.nll.double(), nll, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out.kl.double(), kl, rtol=1e-5, atol=1e-5)
         for small, exact in ((hidden, wide[0]), (weight, wide[1])):
-            assert small.grad is not None and exact.grad is not None
+            assert small.grad is not None
+            assert exact.grad is not None
             torch.testing.assert_close(small.grad.double(), 0.5 * exact.grad, rtol=1e-4, atol=1e-5)
         assert torch.equal(out.correct.bool(), (hidden @ weight.t()).argmax(-1) == targets)
 
@@ -102,15 +111,17 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient() -> No
         )
         out.total.backward()
         assert float(out.kl.abs().max()) < 1e-6
-        assert hidden.grad is not None and float(hidden.grad.abs().max()) < 1e-5
+        assert hidden.grad is not None
+        assert float(hidden.grad.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_divergence_is_trls(reverse: bool) -> None:
+def test_the_divergence_over_all_logits_equals_trls(reverse: bool) -> None:
     trainer = pytest.importorskip("trl.experimental.gkd").GKDTrainer
     hidden, weight, taught, teacher, targets, _ = problem()
     labels = torch.where(torch.arange(TOKENS) % 4 == 0, -100, targets)
-    logits, other = (hidden @ weight.t())[None], (taught @ teacher.t())[None]
+    logits = (hidden @ weight.t())[None]
+    other = (taught @ teacher.t())[None]
     right = trainer.generalized_jsd_loss(
         logits, other, labels[None], beta=float(reverse), temperature=1.7
     )

@@ -25,24 +25,25 @@ SHAPE = {
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_all_three_products_are_close_to_fp32(scaling: Scaling) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, w, b, g = (
-        torch.randn(*shape, generator=generator)
-        for shape in ((2, 16, 32), (48, 32), (48,), (2, 16, 48))
-    )
-    found, wanted = [], []
+    x = torch.randn(2, 16, 32, generator=generator)
+    w = torch.randn(48, 32, generator=generator)
+    b = torch.randn(48, generator=generator)
+    g = torch.randn(2, 16, 48, generator=generator)
+    products = []
+    wanted = []
     for results, call in (
-        (found, lambda x, w, b: fp8_linear(x, w, b, scaling)),
+        (products, lambda x, w, b: fp8_linear(x, w, b, scaling)),
         (wanted, nn.functional.linear),
     ):
         leaves = [t.clone().requires_grad_() for t in (x, w, b)]
         y = call(*leaves)
         y.backward(g)
         results += [y, *(leaf.grad for leaf in leaves)]
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype
-        relative = ((one - other).norm() / other.norm()).item()
+    for product, other in zip(products, wanted, strict=True):
+        assert product.dtype == other.dtype
+        relative = ((product - other).norm() / other.norm()).item()
         assert 0 <= relative < 0.08, relative
-    assert torch.equal(found[3], wanted[3])
+    assert torch.equal(products[3], wanted[3])
 
 
 def test_rows_with_scales_of_their_own_keep_small_rows_exact_enough() -> None:
@@ -67,7 +68,8 @@ def test_converted_models_keep_names_and_parameters() -> None:
     assert dict(model.named_parameters()).keys() == before.keys()
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    assert len(layers) == 2 * 7 and all(layer.scaling == "rowwise" for layer in layers)
+    assert len(layers) == 2 * 7
+    assert all(layer.scaling == "rowwise" for layer in layers)
     assert model.lm_head is None or not isinstance(model.lm_head, Fp8Linear)
 
 

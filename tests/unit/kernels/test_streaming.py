@@ -38,10 +38,10 @@ def run(
     kv_heads: int = 2,
 ) -> list[torch.Tensor]:
     """Output and gradients."""
-    given = inputs(heads, kv_heads, dtype=dtype)
-    o = stream(given[0], given[1], given[2], mask(), reach, backend=backend)
+    operands = inputs(heads, kv_heads, dtype=dtype)
+    o = stream(operands[0], operands[1], operands[2], mask(), reach, backend=backend)
     (o.float() * torch.randn(o.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
-    return [o.detach(), *(x.grad for x in given if x.grad is not None)]
+    return [o.detach(), *(x.grad for x in operands if x.grad is not None)]
 
 
 def test_the_reference_sees_exactly_sinks_and_window_of_its_document() -> None:
@@ -120,8 +120,10 @@ def test_long_ranges_bring_their_own_sinks_and_work_grows_with_length_alone(
 
 
 def test_backends_share_their_plan_over_layers_and_refuse_unknown_names() -> None:
-    reach, one, other = StreamingWindow(4, 2), mask(), mask()
-    assert reach.plan(one) is reach.plan(one)
-    assert reach.plan(other) is not reach.plan(one)
+    reach = StreamingWindow(4, 2)
+    shared = mask()
+    other = mask()
+    assert reach.plan(shared) is reach.plan(shared)
+    assert reach.plan(other) is not reach.plan(shared)
     with pytest.raises(ConfigError, match="reference, blocks, pieces"):
-        stream(*inputs(), mask=one, reach=reach, backend="dense")
+        stream(*inputs(), mask=shared, reach=reach, backend="dense")

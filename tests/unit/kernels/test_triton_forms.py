@@ -32,7 +32,7 @@ def missing() -> str:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def differences() -> dict[str, str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "support.triton_cases"]
     done = subprocess.run(
@@ -45,7 +45,7 @@ def found() -> dict[str, str]:
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("name", NAMES)
 def test_the_triton_form_equals_its_reference_in_the_interpreter(
-    found: dict[str, str], name: str
+    differences: dict[str, str], name: str
 ) -> None:
-    assert set(found) == set(NAMES)
-    assert found[name] == ""
+    assert set(differences) == set(NAMES)
+    assert differences[name] == ""

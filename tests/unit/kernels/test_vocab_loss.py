@@ -6,7 +6,9 @@ from support.vocab_ranks import EmulatedVocab
 
 from headway.kernels.cross_entropy import Shaping, linear_nll, linear_scores
 
-TOKENS, WIDTH, CHUNK = 23, 8, 10
+TOKENS = 23
+WIDTH = 8
+CHUNK = 10
 
 
 def made(vocab: int) -> tuple[torch.Tensor, ...]:
@@ -29,13 +31,13 @@ def test_the_loss_of_all_ranks_is_that_of_the_whole_head(
     emulated = EmulatedVocab(hidden, weight, targets, CHUNK, ranks)
     d_hidden = torch.zeros_like(hidden)
     for rank, part in enumerate(emulated.weights):
-        own = hidden.detach().requires_grad_()
+        local_hidden = hidden.detach().requires_grad_()
         got = linear_nll(
-            own, part, targets, coefficients, shaping, CHUNK, shard=emulated.shard(rank)
+            local_hidden, part, targets, coefficients, shaping, CHUNK, shard=emulated.shard(rank)
         )
         torch.testing.assert_close(tuple(got), tuple(right), rtol=1e-5, atol=1e-6)
         got.total.backward()
-        d_hidden += own.grad
+        d_hidden += local_hidden.grad
     torch.testing.assert_close(d_hidden, hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
         torch.cat([part.grad for part in emulated.weights]), weight.grad, rtol=1e-4, atol=1e-5
@@ -53,11 +55,11 @@ def test_scores_of_all_ranks_are_those_of_the_whole_head() -> None:
     emulated = EmulatedVocab(hidden, weight, targets, CHUNK, 3)
     d_hidden = torch.zeros_like(hidden)
     for rank, part in enumerate(emulated.weights):
-        own = hidden.detach().requires_grad_()
-        got = linear_scores(own, part, targets, CHUNK, emulated.shard(rank))
+        local_hidden = hidden.detach().requires_grad_()
+        got = linear_scores(local_hidden, part, targets, CHUNK, emulated.shard(rank))
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)
         loss(*got).backward()
-        d_hidden += own.grad
+        d_hidden += local_hidden.grad
     torch.testing.assert_close(d_hidden, hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
         torch.cat([part.grad for part in emulated.weights]), weight.grad, rtol=1e-4, atol=1e-5

@@ -61,12 +61,12 @@ def test_auto_with_no_free_gpu_is_refused() -> None:
 
 
 def test_ids_count_the_entries_of_visible_devices_already_set() -> None:
-    given = {"CUDA_VISIBLE_DEVICES": "3,GPU-aaaa0000-1"}
-    assert seen("0", given) == "3"
-    assert seen("1", given) == "0"
-    assert seen("A800", given) == "0"
+    environment = {"CUDA_VISIBLE_DEVICES": "3,GPU-aaaa0000-1"}
+    assert seen("0", environment) == "3"
+    assert seen("1", environment) == "0"
+    assert seen("A800", environment) == "0"
     with pytest.raises(LaunchError, match="Visible GPUs: 0 NVIDIA A40"):
-        choose_gpus("2", given, devices)
+        choose_gpus("2", environment, devices)
 
 
 def test_an_entry_that_does_not_exist_ends_the_visible_list_as_in_cuda() -> None:
@@ -117,7 +117,8 @@ def test_a_mix_of_types_warns_which_is_slowest() -> None:
 
 def test_none_hides_all_gpus_and_asks_nobody() -> None:
     choice = choose_gpus("none", {}, lambda: pytest.fail("asked"))
-    assert choice.gpus == () and choice.environment == {
+    assert choice.gpus == ()
+    assert choice.environment == {
         "CUDA_VISIBLE_DEVICES": "",
         "HEADWAY_GPUS": "",
     }
@@ -125,7 +126,8 @@ def test_none_hides_all_gpus_and_asks_nobody() -> None:
 
 def test_auto_without_gpus_says_so() -> None:
     choice = choose_gpus("auto", {}, list)
-    assert choice.gpus == () and "no GPU is visible here" in choice.notes[0]
+    assert choice.gpus == ()
+    assert "no GPU is visible here" in choice.notes[0]
     with pytest.raises(LaunchError, match="No GPU is visible here; use --gpus none"):
         choose_gpus("0", {}, list)
 
@@ -147,9 +149,7 @@ def test_train_on_gpus_is_refused_where_torch_has_no_cuda(
     done = headway("train", f"run.dir={tmp_path}/runs", "steps=1", "--gpus", "A800")
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert (
-        line.startswith("error: gpus is 'A800'")
-        and "built without CUDA" in line
-        and "pip install" in line
-    )
+    assert line.startswith("error: gpus is 'A800'")
+    assert "built without CUDA" in line
+    assert "pip install" in line
     assert not (tmp_path / "runs").exists()

@@ -63,21 +63,35 @@ def test_the_flag_wins_over_the_recipe() -> None:
     job = plan_for_recipe(
         load(Recipe, None, ["run.gpus=auto"]), LaunchOptions(gpus="1"), {}, lambda: TWO
     )
-    assert job.choice is not None and job.choice.environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert job.choice is not None
+    assert job.choice.environment["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_without_gpus_auto_means_the_cpu_unless_the_recipe_wants_cuda() -> None:
+def test_without_gpus_auto_means_one_rank_on_the_cpu() -> None:
     assert plan("run.gpus=auto", gpus=[]).num_ranks == 1
-    with pytest.raises(
-        LaunchError, match=r"gpus is 'auto', which finds no GPU here, and device is 'cuda'"
-    ):
-        plan("run.gpus=auto", "device=cuda", gpus=[])
-    with pytest.raises(
-        LaunchError, match=r"gpus is 'none', which hides all GPUs, and device is 'cuda'"
-    ):
-        plan("run.gpus=none", "device=cuda")
-    with pytest.raises(LaunchError, match=r"gpus is '0' and device is 'cpu'"):
-        plan("run.gpus=0", "device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        (
+            ["run.gpus=auto", "device=cuda"],
+            {"gpus": []},
+            "gpus is 'auto', which finds no GPU here, and device is 'cuda'",
+        ),
+        (
+            ["run.gpus=none", "device=cuda"],
+            {},
+            "gpus is 'none', which hides all GPUs, and device is 'cuda'",
+        ),
+        (["run.gpus=0", "device=cpu"], {}, "gpus is '0' and device is 'cpu'"),
+    ],
+)
+def test_gpus_that_contradict_the_device_are_refused(
+    settings: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        plan(*settings, **options)
 
 
 @pytest.mark.parametrize("wish", ["H100", "0", "GPU-aa", "auto"])
@@ -89,7 +103,8 @@ def test_gpus_that_the_installed_torch_cannot_use_are_refused_with_the_torch_to_
         plan_for_recipe(load(Recipe), LaunchOptions(gpus=wish), {}, lambda: TWO)
     assert refused.value.exit_code == 2
     plain = version("torch").partition("+")[0]
-    assert f"gpus is '{wish}'" in str(refused.value) and f"'torch=={plain}'" in str(refused.value)
+    assert f"gpus is '{wish}'" in str(refused.value)
+    assert f"'torch=={plain}'" in str(refused.value)
     assert plan_for_recipe(load(Recipe), LaunchOptions(gpus="none"), {}, lambda: TWO).num_ranks == 1
     assert plan_for_recipe(load(Recipe), LaunchOptions(), {}, lambda: TWO).num_ranks == 1
 
@@ -129,13 +144,15 @@ def test_ranks_of_another_launcher_start_no_others(environment: dict[str, str]) 
 def test_slurm_may_start_one_launcher_per_node() -> None:
     assert external_launcher(SRUN) == "srun"
     job = plan(nproc=2, nodes=NodeSpec(2, 1, "127.0.0.1", 29500), environment=SRUN)
-    assert job.needs_launcher and job.nodes.rank == 1
+    assert job.needs_launcher
+    assert job.nodes.rank == 1
 
 
 def test_ranks_learn_who_they_are_and_share_the_cores() -> None:
     job = LaunchSpec(2, None, NodeSpec(2, 1, "127.0.0.1", 29500))
     meeting = Rendezvous(job.nodes, 2)
-    meeting.first_rank, meeting.world = 3, 5
+    meeting.first_rank = 3
+    meeting.world = 5
     shared = rank_environment(job, meeting, {})
     assert from_environment({**shared, "RANK": "4", "LOCAL_RANK": "1"}) == Process(4, 1, 5, 1, 2)
     assert shared["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
@@ -158,7 +175,8 @@ def test_under_srun_all_ranks_derive_the_same_meeting_point() -> None:
         master_address({**step, "SLURM_PROCID": rank}, lambda nodes: nodes.replace("[03-04]", "03"))
         for rank in "01"
     ]
-    assert points[0] == points[1] and points[0]["MASTER_ADDR"] == "gpu03"
+    assert points[0] == points[1]
+    assert points[0]["MASTER_ADDR"] == "gpu03"
     assert 20000 <= int(points[0]["MASTER_PORT"]) < 30000
     assert master_address({**step, "MASTER_ADDR": "x", "MASTER_PORT": "1"}) == {}
     assert master_address({}) == {}

@@ -20,9 +20,9 @@ def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def together(*parts: Callable[[], Any]) -> list[Any]:
@@ -58,11 +58,11 @@ def test_every_node_learns_where_its_ranks_begin() -> None:
     port = free_port()
     counts = (2, 1, 3)
     meetings = together(*(lambda node=node: meet(3, node, port, counts[node]) for node in range(3)))
-    assert [(one.first_rank, one.world) for one in meetings] == [(0, 6), (2, 6), (3, 6)]
+    assert [(meeting.first_rank, meeting.world) for meeting in meetings] == [(0, 6), (2, 6), (3, 6)]
     lost = RankError("rank 0 lost its peer", 1, 5.0)
     meetings[0].announce(lost)
     meetings[2].announce(RankError("rank 4 was killed", 137, 0.0))
-    assert [str(one.first_failure()) for one in meetings] == ["rank 4 was killed"] * 3
+    assert [str(meeting.first_failure()) for meeting in meetings] == ["rank 4 was killed"] * 3
     assert str(meetings[0].first_cause(lost)) == "rank 4 was killed"
     assert meetings[0].first_cause(lost).exit_code == 137
 

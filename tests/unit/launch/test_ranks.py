@@ -255,7 +255,8 @@ RankProcesses([sys.executable, "-c", {child!r}], starts, {{**os.environ, "PLACE"
     launcher = subprocess.Popen([sys.executable, "-c", program])
     wait_ready(tmp_path)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.ready")]
-    assert len(pids) == 2 and all(map(alive, pids))
+    assert len(pids) == 2
+    assert all(map(alive, pids))
     launcher.kill()
     launcher.wait()
     assert eventually_dead(pids)
@@ -274,8 +275,6 @@ def test_what_nccl_left_behind_is_part_of_the_one_line(tmp_path: Path) -> None:
     with start(program, tmp_path, 1) as ranks, pytest.raises(RankError) as caught:
         ranks.wait()
     said = str(caught.value)
-    assert (
-        said.startswith("rank 0 was killed by SIGABRT. All ranks were stopped.")
-        and "\n" not in said
-    )
+    assert said.startswith("rank 0 was killed by SIGABRT. All ranks were stopped.")
+    assert "\n" not in said
     assert "NCCL: rank 0 waited in all_reduce 7 in data" in said

@@ -22,8 +22,11 @@ from headway.launch.slurm_record import (
 from headway.launch.slurm_state import combine, state_from_queue, state_from_record
 from headway.launch.targets.base import JobStatus
 
-USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
-FORWARD, STUCK = Progress(10, 20, 0), Progress(10, 10, 0)
+USR1 = signal.SIGUSR1
+TERM = signal.SIGTERM
+INT = signal.SIGINT
+FORWARD = Progress(10, 20, 0)
+STUCK = Progress(10, 10, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +51,8 @@ FORWARD, STUCK = Progress(10, 20, 0), Progress(10, 10, 0)
 def test_a_job_is_queued_again_only_when_that_can_help(
     code: int, received: list[int], progress: Progress, outcome: str, again: bool
 ) -> None:
-    found = decide(code, received, progress, requeue=True, max_restarts=5)
-    assert (found.outcome, found.is_requeued) == (outcome, again)
+    decision = decide(code, received, progress, requeue=True, max_restarts=5)
+    assert (decision.outcome, decision.is_requeued) == (outcome, again)
     refused = decide(code, received, progress, requeue=False, max_restarts=5)
     assert not refused.is_requeued
 
@@ -68,10 +71,8 @@ def test_queue_lines_become_states_with_reasons_in_words() -> None:
     waiting, running, odd = parse_queue(lines)
     assert running == QueueEntry("13_0", "RUNNING", "gpu[1-2]", "2026", "None")
     shown = state_from_queue(waiting, [])
-    assert (
-        shown.state == "queued"
-        and shown.message == "waits for free nodes; expected to start 2026-11-17T01:00:00"
-    )
+    assert shown.state == "queued"
+    assert shown.message == "waits for free nodes; expected to start 2026-11-17T01:00:00"
     assert "Odd|Site,Reason" in state_from_queue(odd, []).message
     assert state_from_queue(running, []).state == "running"
     assert state_from_queue(running, [], is_cancelled=True).state == "stopping"
@@ -92,26 +93,28 @@ def test_queue_lines_become_states_with_reasons_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "outcome", "expected", "code"),
+    ("state", "outcome", "recorded_code", "expected", "code"),
     [
-        ("COMPLETED", "done", "done", 0),
-        ("FAILED", "cancelled", "cancelled", 130),
-        ("FAILED", "stopped", "cancelled", 130),
-        ("FAILED", None, "failed", None),
-        ("TIMEOUT", "requeued", "failed", None),
-        ("CANCELLED", None, "cancelled", None),
-        ("OUT_OF_MEMORY", None, "failed", None),
-        ("SOMETHING_NEW", None, "unknown", None),
+        ("COMPLETED", "done", 0, "done", 0),
+        ("FAILED", "cancelled", 130, "cancelled", 130),
+        ("FAILED", "stopped", 130, "cancelled", 130),
+        ("FAILED", None, None, "failed", None),
+        ("TIMEOUT", "requeued", 130, "failed", None),
+        ("CANCELLED", None, None, "cancelled", None),
+        ("OUT_OF_MEMORY", None, None, "failed", None),
+        ("SOMETHING_NEW", None, None, "unknown", None),
     ],
 )
 def test_an_ended_job_is_what_it_recorded_or_what_slurm_says(
-    state: str, outcome: Outcome | None, expected: str, code: int | None
+    state: str,
+    outcome: Outcome | None,
+    recorded_code: int | None,
+    expected: str,
+    code: int | None,
 ) -> None:
-    start = JobStart(
-        0.0, "n1", 0, 5, outcome, None if outcome is None else 0 if outcome == "done" else 130
-    )
-    found = state_from_queue(QueueEntry("1", state, "n1", "", ""), [start])
-    assert (found.state, found.exit_code) == (expected, code)
+    start = JobStart(0.0, "n1", 0, 5, outcome, recorded_code)
+    state_now = state_from_queue(QueueEntry("1", state, "n1", "", ""), [start])
+    assert (state_now.state, state_now.exit_code) == (expected, code)
 
 
 def test_a_forgotten_job_is_found_in_its_record_then_in_the_accounting() -> None:
@@ -132,9 +135,9 @@ def test_the_state_of_several_jobs_is_that_of_the_one_that_needs_attention_first
         ("two", JobStatus("running", hosts=("a",), step=9)),
         ("three", JobStatus("queued")),
     ]
-    found = combine(parts)
-    assert (found.state, found.hosts, found.step) == ("running", ("a",), 9)
-    assert found.message == "3 jobs: 1 running, 1 queued, 1 done; two"
+    combined = combine(parts)
+    assert (combined.state, combined.hosts, combined.step) == ("running", ("a",), 9)
+    assert combined.message == "3 jobs: 1 running, 1 queued, 1 done; two"
     assert (
         combine(
             [
@@ -181,7 +184,9 @@ def test_a_launcher_that_srun_starts_on_each_node_knows_its_node_and_where_to_me
     assert step_node(2, {**step, "SLURM_STEP_NUM_TASKS": "16"}) is None, (
         "srun started the ranks themselves"
     )
-    assert step_node(4, step) is None and step_node(1, step) is None and step_node(2, {}) is None
+    assert step_node(4, step) is None
+    assert step_node(1, step) is None
+    assert step_node(2, {}) is None
 
 
 def test_an_element_of_an_array_is_called_as_its_user_calls_it() -> None:

@@ -60,32 +60,30 @@ def test_a_script_is_valid_and_starts_one_launcher_per_node() -> None:
 
 
 def test_ranks_run_in_a_container_and_the_rest_outside() -> None:
-    given = {
+    settings = {
         "container": "/images/hw.sif",
         "container_mounts": ("/data:/data",),
         "gpus_per_node": 8,
     }
-    words = words_of(script(SlurmConfig(**given)), "exec")  # pyright: ignore[reportArgumentType]
-    at = words.index("apptainer")
-    assert words[at : at + 11] == [
+    words = words_of(script(SlurmConfig(**settings)), "exec")  # pyright: ignore[reportArgumentType]
+    index = words.index("apptainer")
+    assert words[index : index + 11] == [
         "apptainer", "exec", "--nv", "--bind", "/home/me", "--bind", "/runs/run", "--bind", "/data:/data", "--pwd", "/home/me",
     ]  # fmt: skip
-    assert (
-        words[at + 11 : at + 14] == ["/images/hw.sif", "python3", "-P"]
-        and words[1] == sys.executable
-    )
-    pyxis = words_of(script(SlurmConfig(**given, container_runtime="pyxis")), "exec")  # pyright: ignore[reportArgumentType]
-    assert "--container-image=/images/hw.sif" in pyxis and "apptainer" not in pyxis
+    assert words[index + 11 : index + 14] == ["/images/hw.sif", "python3", "-P"]
+    assert words[1] == sys.executable
+    pyxis = words_of(script(SlurmConfig(**settings, container_runtime="pyxis")), "exec")  # pyright: ignore[reportArgumentType]
+    assert "--container-image=/images/hw.sif" in pyxis
+    assert "apptainer" not in pyxis
     assert "--container-mounts=/home/me:/home/me,/runs/run:/runs/run,/data:/data" in pyxis
 
 
 def test_an_element_of_an_array_has_its_own_recipe_and_run_folder() -> None:
     text = script(SlurmConfig(), num_elements=12, at_once=3)
-    assert "#SBATCH --array=0-11%3" in text and "slurm-%A_%a.out" in text
-    assert (
-        'recipe="/runs/run/launch/recipe-$SLURM_ARRAY_TASK_ID.yaml"' in text
-        and '"/runs/run/$SLURM_ARRAY_TASK_ID"' in text
-    )
+    assert "#SBATCH --array=0-11%3" in text
+    assert "slurm-%A_%a.out" in text
+    assert 'recipe="/runs/run/launch/recipe-$SLURM_ARRAY_TASK_ID.yaml"' in text
+    assert '"/runs/run/$SLURM_ARRAY_TASK_ID"' in text
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     yield begin
     for handle in handles:
-        found = read_state(handle.run_dir)
-        if found is not None and found[0].is_alive(found[1]):
-            os.kill(found[0].pid, 9)
+        state = read_state(handle.run_dir)
+        if state is not None and state[0].is_alive(state[1]):
+            os.kill(state[0].pid, 9)
 
 
 def wait_for(handle: JobHandle, *states: str) -> JobStatus:
-    target, deadline = DrivenTarget(), time.monotonic() + 20
+    target = DrivenTarget()
+    deadline = time.monotonic() + 20
     while (status := target.status(handle)).state not in states:
         assert time.monotonic() < deadline, (status, tail(handle.run_dir / driven.LOG, 20))
         time.sleep(0.02)
@@ -111,7 +112,8 @@ def test_a_damaged_handle_is_refused_in_one_line(content: str, tmp_path: Path) -
     (tmp_path / "launch.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as error:
         read_handle(tmp_path)
-    assert "launch.json" in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert "launch.json" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_folder_without_a_handle_and_an_unknown_target_are_refused(tmp_path: Path) -> None:
@@ -149,13 +151,15 @@ def test_a_job_is_followed_restarted_and_done(start: Callable[[str], JobHandle])
 
 @pytest.mark.slow
 def test_the_first_cancel_saves_and_the_second_kills(start: Callable[[str], JobHandle]) -> None:
-    handle, target = start(STUBBORN), DrivenTarget()
+    handle = start(STUBBORN)
+    target = DrivenTarget()
     wait_for_line(handle, "up")
     with pytest.raises(LaunchError, match="running already"):
         start_driver(handle, os.environ)
     target.cancel(handle)
     wait_for_line(handle, "signal 1")
-    assert target.status(handle).state == "stopping" and cancel_level(handle.run_dir) == 1
+    assert target.status(handle).state == "stopping"
+    assert cancel_level(handle.run_dir) == 1
     target.cancel(handle)
     assert wait_for(handle, "cancelled").exit_code == 137
     assert "signal 2" in tail(handle.run_dir / driven.LOG, 100)
@@ -180,15 +184,17 @@ def test_ctrl_c_in_the_shell_that_follows_cancels(
         assert "up\n" in (shell.stdout.readline() for _ in range(2))
         shell.send_signal(2)
         rest = shell.stdout.read()
-    assert "saved" in rest and "state='cancelled'" in rest and "exit_code=130" in rest
+    assert "saved" in rest
+    assert "state='cancelled'" in rest
+    assert "exit_code=130" in rest
 
 
 def test_a_driver_that_is_gone_is_unknown_not_running(start: Callable[[str], JobHandle]) -> None:
     handle = start(WAIT)
     wait_for_line(handle, "up")
-    found = read_state(handle.run_dir)
-    assert found is not None
-    os.kill(found[0].pid, 9)
+    state = read_state(handle.run_dir)
+    assert state is not None
+    os.kill(state[0].pid, 9)
     status = wait_for(handle, "unknown")
     assert "launch the run again" in status.message
 
@@ -198,21 +204,21 @@ def test_a_mistake_in_the_recipe_fails_the_job_in_one_line(
 ) -> None:
     (tmp_path / "r.yaml").write_text("nonsense: 1\n")
     status = wait_for(start("print('never')"), "failed")
-    assert status.exit_code == 2 and "nonsense" in status.message
+    assert status.exit_code == 2
+    assert "nonsense" in status.message
 
 
 def test_a_damaged_state_file_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / driven.STATE).write_text('{"state": 3')
     status = DrivenTarget().status(JobHandle("local", tmp_path, ()))
-    assert status.state == "unknown" and newest_step(tmp_path) is None
+    assert status.state == "unknown"
+    assert newest_step(tmp_path) is None
 
 
 def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("".join(f"{n}\n" for n in range(5)))
-    assert (
-        tail(tmp_path / "f", 2) == ["3", "4"]
-        and tail(tmp_path / "f", 9) == list("01234")
-        and tail(tmp_path / "f", 0) == []
-    )
+    assert tail(tmp_path / "f", 2) == ["3", "4"]
+    assert tail(tmp_path / "f", 9) == list("01234")
+    assert tail(tmp_path / "f", 0) == []
     assert tail(tmp_path / "none", 3) == []

@@ -56,8 +56,9 @@ def tone(seconds: float, rate: int, hz: float = 440.0) -> np.ndarray:
 def test_every_kind_of_picture_has_the_shape_of_the_spec(kind: str) -> None:
     data = encoded(picture(), kind, **({"lossless": True} if kind == "WEBP" else {}))
     assert image_size(data, "x")[1:] == (40, 30)
-    found = decode_image(image(data), ImageSpec(16, 20))
-    assert found.shape == (3, 16, 16) and found.dtype == np.uint8
+    pixels = decode_image(image(data), ImageSpec(16, 20))
+    assert pixels.shape == (3, 16, 16)
+    assert pixels.dtype == np.uint8
 
 
 def test_a_lossy_webp_and_an_extended_one_tell_their_size() -> None:
@@ -69,12 +70,11 @@ def test_a_lossy_webp_and_an_extended_one_tell_their_size() -> None:
 
 def test_resize_and_crop_equal_the_plain_steps() -> None:
     source = picture(125, 90)
-    whole = source.resize(
-        (32 * 125 // 90, 32), Image.Resampling.BICUBIC
-    )  # as transformers' CLIP processor: resize all, then crop
+    # as transformers' CLIP processor: resize all, then crop
+    whole = source.resize((32 * 125 // 90, 32), Image.Resampling.BICUBIC)
     reference = np.asarray(whole.crop((10, 4, 34, 28)), dtype=np.int64).transpose(2, 0, 1)
-    found = decode_image(image(encoded(source, "PNG")), ImageSpec(24, 32)).astype(np.int64)
-    assert abs(found - reference).max() <= 1
+    pixels = decode_image(image(encoded(source, "PNG")), ImageSpec(24, 32)).astype(np.int64)
+    assert abs(pixels - reference).max() <= 1
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
@@ -84,49 +84,57 @@ def test_thin_pictures_fit_without_large_memory(fit: str) -> None:
 
 
 def test_pad_keeps_the_whole_picture_and_centres_it() -> None:
-    found = decode_image(
+    pixels = decode_image(
         image(encoded(Image.new("RGB", (20, 10), (255, 255, 255)), "PNG")),
         ImageSpec(20, None, "pad"),
     )
-    assert (
-        (found[:, :5] == 0).all() and (found[:, 5:15] == 255).all() and (found[:, 15:] == 0).all()
-    )
+    assert (pixels[:, :5] == 0).all()
+    assert (pixels[:, 5:15] == 255).all()
+    assert (pixels[:, 15:] == 0).all()
 
 
 def test_a_padded_picture_has_the_colour_of_the_spec_around_it() -> None:
-    found = decode_image(
+    pixels = decode_image(
         image(encoded(Image.new("RGB", (40, 20), (200, 100, 50)), "PNG")),
         ImageSpec(16, fit="pad", pad_colour=(10, 20, 30)),
     )
     # 16 x 8 pixels in the middle of 16 x 16
     assert (
-        found[:, 0, 0].tolist()
-        == found[:, 3, 15].tolist()
-        == found[:, 12, 5].tolist()
+        pixels[:, 0, 0].tolist()
+        == pixels[:, 3, 15].tolist()
+        == pixels[:, 12, 5].tolist()
         == [10, 20, 30]
     )
-    assert found[:, 8, 8].tolist() == found[:, 5, 0].tolist() == [200, 100, 50]
+    assert pixels[:, 8, 8].tolist() == pixels[:, 5, 0].tolist() == [200, 100, 50]
 
 
-def test_orientation_transparency_grey_and_sixteen_bits() -> None:
+def test_a_picture_is_turned_as_its_exif_data_says() -> None:
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn clockwise
-    source = Image.fromarray(
-        np.concatenate([np.full((8, 4, 3), 255, np.uint8), np.zeros((8, 4, 3), np.uint8)], axis=1)
-    )
-    found = decode_image(image(encoded(source, "JPEG", exif=turned, quality=100)), ImageSpec(8, 8))
-    assert found[:, :3].min() > 200 and found[:, 5:].max() < 50
+    left_half = np.full((8, 4, 3), 255, np.uint8)
+    right_half = np.zeros((8, 4, 3), np.uint8)
+    source = Image.fromarray(np.concatenate([left_half, right_half], axis=1))
+    pixels = decode_image(image(encoded(source, "JPEG", exif=turned, quality=100)), ImageSpec(8, 8))
+    assert pixels[:, :3].min() > 200
+    assert pixels[:, 5:].max() < 50
+
+
+def test_transparent_pixels_are_white() -> None:
     clear = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     assert (decode_image(image(encoded(clear, "PNG")), ImageSpec(8, 8)) == 255).all()
+
+
+def test_sixteen_bits_a_pixel_are_scaled_to_eight() -> None:
     deep = Image.fromarray(np.full((8, 8), 0x8000, np.uint16))
     assert (decode_image(image(encoded(deep, "PNG")), ImageSpec(8, 8)) == 128).all()
-    for mode in ("L", "P", "CMYK", "LA"):
-        kind = "JPEG" if mode == "CMYK" else "PNG"
-        assert decode_image(image(encoded(picture(8, 8, mode), kind)), ImageSpec(8, 8)).shape == (
-            3,
-            8,
-            8,
-        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "file_format"), [("L", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"), ("LA", "PNG")]
+)
+def test_pictures_of_any_mode_become_three_colours(mode: str, file_format: str) -> None:
+    pixels = decode_image(image(encoded(picture(8, 8, mode), file_format)), ImageSpec(8, 8))
+    assert pixels.shape == (3, 8, 8)
 
 
 def test_our_png_equals_pillows_reading_and_needs_no_pillow(
@@ -146,16 +154,22 @@ def test_our_png_equals_pillows_reading_and_needs_no_pillow(
         decode_image(image(data), ImageSpec(8, 8))
 
 
-def test_bombs_are_refused_by_their_headers() -> None:
-    small = bytearray(write_png(np.zeros((8, 8, 3), np.uint8)))
-    small[16:24] = struct.pack(">II", 60_000, 60_000)
+def test_a_picture_of_too_many_pixels_is_refused_by_its_header() -> None:
+    picture_file = bytearray(write_png(np.zeros((8, 8, 3), np.uint8)))
+    picture_file[16:24] = struct.pack(">II", 60_000, 60_000)
     with pytest.raises(DataError, match="60000 x 60000 pixels; at most 64000000"):
-        decode_image(image(bytes(small)))
+        decode_image(image(bytes(picture_file)))
+
+
+def test_a_picture_of_too_many_bytes_is_refused() -> None:
     with pytest.raises(DataError, match="at most 100"):
         decode_image(image(encoded(picture(), "JPEG")), limits=MediaLimits(image_bytes=100))
-    long = write_wave(np.zeros(16_000, np.float32), 16_000)
+
+
+def test_a_sound_of_too_many_seconds_is_refused() -> None:
+    one_second = write_wave(np.zeros(16_000, np.float32), 16_000)
     with pytest.raises(DataError, match=r"1 seconds of sound; at most 0\.5"):
-        decode_audio(audio(long), limits=MediaLimits(audio_seconds=0.5))
+        decode_audio(audio(one_second), limits=MediaLimits(audio_seconds=0.5))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -237,24 +251,25 @@ def test_stereo_is_the_mean_of_both_channels(
 def test_every_kind_of_sound_has_the_shape_of_the_spec(kind: str) -> None:
     out = io.BytesIO()
     soundfile.write(out, np.stack([tone(1.0, 44_100)] * 2, axis=1), 44_100, format=kind)
-    found = decode_audio(audio(out.getvalue()))
-    assert found.shape == (64, 256) and found.dtype == np.float32
-    middle = found[:, 128]
+    spectrum = decode_audio(audio(out.getvalue()))
+    assert spectrum.shape == (64, 256)
+    assert spectrum.dtype == np.float32
+    middle = spectrum[:, 128]
     loudest = LogMel()(tone(1.0, 16_000))[:, 50].argmax()
     assert abs(int(middle.argmax()) - int(loudest)) <= 1
-    assert found[:, 0].max() == -100.0  # silence on both sides
-    assert found[:, -1].max() == -100.0
+    assert spectrum[:, 0].max() == -100.0  # silence on both sides
+    assert spectrum[:, -1].max() == -100.0
 
 
 @pytest.mark.parametrize(
     ("rate", "wanted"), [(44_100, 16_000), (8000, 16_000), (48_000, 16_000), (22_051, 16_000)]
 )
 def test_resampling_keeps_a_tone_and_drops_what_cannot_be_heard(rate: int, wanted: int) -> None:
-    found = resample(tone(0.2, rate, 1000), rate, wanted)
+    resampled = resample(tone(0.2, rate, 1000), rate, wanted)
     expected = tone(0.2, wanted, 1000)
-    assert abs(len(found) - len(expected)) <= 1
+    assert abs(len(resampled) - len(expected)) <= 1
     inner = slice(200, len(expected) - 200)
-    assert abs(found[inner] - expected[inner]).max() < 2e-3
+    assert abs(resampled[inner] - expected[inner]).max() < 2e-3
     if rate > 2 * 9000:
         assert abs(resample(tone(0.2, rate, 9000), rate, wanted)[inner]).max() < 0.02
 
@@ -264,12 +279,13 @@ def test_resampling_keeps_a_tone_and_drops_what_cannot_be_heard(rate: int, wante
     [(10, 3000, 2000, 7), (9, 3000, 2000, 6), (1, 48_000, 16_000, 1)],
 )
 def test_resampling_rounds_the_length_up(count: int, rate: int, wanted: int, expected: int) -> None:
-    found = resample(np.ones(count, np.float32), rate, wanted)
-    assert len(found) == expected  # 10 samples at two thirds of the rate are 6.67
+    resampled = resample(np.ones(count, np.float32), rate, wanted)
+    assert len(resampled) == expected  # 10 samples at two thirds of the rate are 6.67
 
 
 def test_the_level_of_silence_is_a_power() -> None:
-    quiet, loud = np.full(4000, 10 ** (-30 / 20), np.float32), np.ones(4000, np.float32)
+    quiet = np.full(4000, 10 ** (-30 / 20), np.float32)
+    loud = np.ones(4000, np.float32)
     samples = np.concatenate([quiet, loud, quiet])  # ends 30 dB below the middle
     assert len(trim_silence(samples, -40, 400, 100)) == 12_000
     assert 4000 <= len(trim_silence(samples, -20, 400, 100)) <= 4800
@@ -283,14 +299,14 @@ def test_silence_is_trimmed_at_the_ends_only() -> None:
         tone(0.2, 16_000),
         1e-4 * tone(0.5, 16_000),
     ]
-    found = trim_silence(np.concatenate(parts).astype(np.float32), -40, 512, 160)
-    assert abs(len(found) - (3200 + 4000 + 3200)) < 1100
+    trimmed = trim_silence(np.concatenate(parts).astype(np.float32), -40, 512, 160)
+    assert abs(len(trimmed) - (3200 + 4000 + 3200)) < 1100
     silent = np.zeros(4000, np.float32)
     assert trim_silence(silent, -40, 512, 160) is silent
     assert np.isfinite(decode_audio(audio(write_wave(silent, 16_000)))).all()
 
 
-def test_sounds_shorter_than_a_window_and_longer_than_the_crop() -> None:
+def test_sounds_of_any_length_are_padded_or_cropped_to_one_shape() -> None:
     assert decode_audio(audio(write_wave(tone(0.001, 16_000), 16_000))).shape == (64, 256)
     assert decode_audio(audio(write_wave(tone(5.0, 16_000), 16_000))).shape == (64, 256)
 
@@ -346,7 +362,7 @@ def test_damaged_sounds_are_one_line() -> None:
     assert read_wave(b"other", "x", lambda *_: None) is None
 
 
-def test_specs_are_checked() -> None:
+def test_impossible_shapes_of_pictures_and_sounds_are_refused() -> None:
     for build in (
         lambda: ImageSpec(0),
         lambda: ImageSpec(32, 16),
@@ -356,4 +372,5 @@ def test_specs_are_checked() -> None:
     ):
         with pytest.raises(ConfigError):
             build()
-    assert ImageSpec().shape == (3, 224, 224) and AudioSpec().shape == (64, 256)
+    assert ImageSpec().shape == (3, 224, 224)
+    assert AudioSpec().shape == (64, 256)

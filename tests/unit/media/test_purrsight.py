@@ -19,7 +19,8 @@ EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())
 
 def media_module() -> ModuleType:
     spec = importlib.util.spec_from_file_location("purrsight_golden_media", GOLDEN / "media.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -56,7 +57,8 @@ def test_a_short_sound_ends_with_zeros(media: Path) -> None:
     mel = purrsight_mel(
         MediaRef("audio", media / "short.wav"), mel_filters(LogMel()).astype(np.float32)
     )
-    assert (mel[:, -100:] == 0).all() and (mel[:, :50] != 0).all()
+    assert (mel[:, -100:] == 0).all()
+    assert (mel[:, :50] != 0).all()
 
 
 def test_another_rate_keeps_a_slow_tone() -> None:

@@ -92,18 +92,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_gives_the_same_turns_and_media(name: str) -> None:
-    found = conversation(SHAPES[name])
-    assert [(turn.role, turn.content) for turn in found.turns] == [
+    record = conversation(SHAPES[name])
+    assert [(turn.role, turn.content) for turn in record.turns] == [
         ("user", "<image>\nWhat is it?"),
         ("assistant", "A cat."),
     ]
-    assert [(ref.modality, ref.path) for ref in found.media] == [("image", Path("/data/a.png"))]
-    assert found.answer == "A cat."
+    assert [(ref.modality, ref.path) for ref in record.media] == [("image", Path("/data/a.png"))]
+    assert record.answer == "A cat."
 
 
 def test_media_follow_the_order_of_the_marks() -> None:
     messages = [*turns("<audio> and <image>"), *turns("<image><video>")]
-    found = conversation(
+    record = conversation(
         {
             "messages": messages,
             "images": ["1.png", "2.png"],
@@ -111,7 +111,7 @@ def test_media_follow_the_order_of_the_marks() -> None:
             "videos": ["1.mp4"],
         }
     )
-    assert [ref.path.name for ref in found.media if ref.path] == [
+    assert [ref.path.name for ref in record.media if ref.path] == [
         "1.wav",
         "1.png",
         "2.png",
@@ -121,18 +121,18 @@ def test_media_follow_the_order_of_the_marks() -> None:
 
 def test_a_record_without_marks_has_them_before_the_first_question() -> None:
     system = {"role": "system", "content": "Be brief."}
-    found = conversation(
+    record = conversation(
         {"messages": [system, *turns("What?"), *turns("And?")], "image": "a.png", "audio": "a.wav"}
     )
-    assert [turn.content for turn in found.turns][:2] == ["Be brief.", "<image>\n<audio>\nWhat?"]
+    assert [turn.content for turn in record.turns][:2] == ["Be brief.", "<image>\n<audio>\nWhat?"]
 
 
 def test_bytes_come_from_structs_data_uris_and_base64() -> None:
     messages = turns([{"type": "image_url", "image_url": {"url": URI}}, {"type": "input_audio", "input_audio": {
         "data": base64.b64encode(WAV).decode(), "format": "wav"}}, {"type": "text", "text": "What?"}])  # fmt: skip
     assert [ref.data for ref in conversation({"messages": messages}).media] == [PNG, WAV]
-    found = parsed({"text": "a cat", "image": {"bytes": PNG, "path": "x/cat.png"}})
-    assert (found.caption, found.media[0].data, found.media[0].name) == (
+    record = parsed({"text": "a cat", "image": {"bytes": PNG, "path": "x/cat.png"}})
+    assert (record.caption, record.media[0].data, record.media[0].name) == (
         "a cat",
         PNG,
         "/data/a.jsonl:3: x/cat.png",
@@ -142,10 +142,18 @@ def test_bytes_come_from_structs_data_uris_and_base64() -> None:
     )
 
 
-def test_captions_pairs_without_text_and_records_of_text_alone() -> None:
+def test_a_caption_is_read_beside_its_picture() -> None:
     assert parsed({"caption": "a cat", "image": "a.png", "audio": None}).caption == "a cat"
+
+
+def test_a_picture_and_a_sound_are_a_pair_without_text() -> None:
     pair = parsed({"image": "a.png", "audio": "a.wav"})
-    assert pair.caption is None and len(pair.media) == 2 and not pair.is_conversation
+    assert pair.caption is None
+    assert len(pair.media) == 2
+    assert not pair.is_conversation
+
+
+def test_a_conversation_may_have_no_media() -> None:
     assert conversation({"messages": turns("Hello")}).media == ()
 
 
@@ -184,8 +192,8 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_bad_records_are_errors_with_file_and_line(message: str) -> None:
     def read() -> None:
-        if (found := parsed(BAD[message])).is_conversation:
-            parse_media(found)
+        if (record := parsed(BAD[message])).is_conversation:
+            parse_media(record)
 
     with pytest.raises(DataError, match=r"^/data/a\.jsonl:3: ") as raised:
         read()
@@ -193,7 +201,7 @@ def test_bad_records_are_errors_with_file_and_line(message: str) -> None:
 
 
 def write_lines(file: Path, records: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return file
 
 
@@ -202,7 +210,7 @@ def test_paths_begin_at_the_file_or_at_the_given_folder(tmp_path: Path) -> None:
         tmp_path / "a.jsonl",
         [{"text": "x", "image": "i/a.png"}, {"text": "y", "image": "/abs/a.png"}],
     )
-    assert [one.media[0].path for one in read_records(file)] == [
+    assert [record.media[0].path for record in read_records(file)] == [
         tmp_path / "i/a.png",
         Path("/abs/a.png"),
     ]
@@ -211,7 +219,9 @@ def test_paths_begin_at_the_file_or_at_the_given_folder(tmp_path: Path) -> None:
     )
 
 
-def test_folders_with_metadata_captions_side_texts_and_classes(tmp_path: Path) -> None:
+def test_captions_of_a_folder_come_from_metadata_captions_side_texts_or_class_names(
+    tmp_path: Path,
+) -> None:
     folders = {name: tmp_path / name for name in ("metadata", "captions", "beside", "classes")}
     for name, folder in folders.items():
         inner = folder / "tabby_cat" if name == "classes" else folder
@@ -227,15 +237,15 @@ def test_folders_with_metadata_captions_side_texts_and_classes(tmp_path: Path) -
     )
     (folders["beside"] / "a.txt").write_text("one\n")
     (folders["beside"] / "b.txt").write_text("two\n")
-    found = {
-        name: [(one.caption, one.media[0].modality) for one in read_records(folder)]
+    captions = {
+        name: [(record.caption, record.media[0].modality) for record in read_records(folder)]
         for name, folder in folders.items()
     }
-    assert found["metadata"] == found["beside"] == [("one", "image"), ("two", "audio")]
-    assert found["captions"] == [("one, or so", "image"), ("two", "audio")]
-    assert found["classes"] == [("tabby cat", "image"), ("tabby cat", "audio")]
+    assert captions["metadata"] == captions["beside"] == [("one", "image"), ("two", "audio")]
+    assert captions["captions"] == [("one, or so", "image"), ("two", "audio")]
+    assert captions["classes"] == [("tabby cat", "image"), ("tabby cat", "audio")]
     assert all(
-        one.media[0].size() > 0 for folder in folders.values() for one in read_records(folder)
+        record.media[0].size() > 0 for folder in folders.values() for record in read_records(folder)
     )
     (folders["beside"] / "c.png").write_bytes(PNG)
     with pytest.raises(
@@ -261,10 +271,10 @@ def test_webdataset_tars_group_members_by_key(tmp_path: Path) -> None:
     members = [("d/000.png", PNG), ("d/000.txt", b"one\n"), ("d/001.wav", WAV), ("d/001.json", b'{"caption": "two"}'), ("d/002.png", PNG),
                ("d/002.json", chat)]  # fmt: skip
     for name in ("a.tar", "a.tar.gz"):
-        found = list(read_records(tar(tmp_path / name, members)))
-        assert [(one.caption, one.record.line, [ref.data for ref in one.media]) for one in found] == [
+        records = list(read_records(tar(tmp_path / name, members)))
+        assert [(record.caption, record.record.line, [ref.data for ref in record.media]) for record in records] == [
             ("one", 1, [PNG]), ("two", 2, [WAV]), (None, 3, [PNG])]  # fmt: skip
-        assert parse_media(found[2]).media[0].data == PNG
+        assert parse_media(records[2]).media[0].data == PNG
 
 
 @pytest.mark.parametrize(
@@ -293,14 +303,15 @@ def test_a_cut_tar_and_an_empty_one_are_errors(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_hold_bytes(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [
         {"image": {"bytes": PNG, "path": "a.png"}, "text": "one"},
         {"image": {"bytes": PNG + b"x", "path": None}, "text": "two"},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = list(read_records(tmp_path / "a.parquet"))
-    assert [(one.caption, one.media[0].data, one.record.line) for one in found] == [
+    records = list(read_records(tmp_path / "a.parquet"))
+    assert [(record.caption, record.media[0].data, record.record.line) for record in records] == [
         ("one", PNG, 1),
         ("two", PNG + b"x", 2),
     ]

@@ -31,31 +31,46 @@ REPORT: dict[str, Any] = {
 
 
 def changed(**values: Any) -> str:
-    found = copy.deepcopy(REPORT)
-    found["diagnostic"]["classification"] |= values
-    return json.dumps(found, ensure_ascii=False)
+    report = copy.deepcopy(REPORT)
+    report["diagnostic"]["classification"] |= values
+    return json.dumps(report, ensure_ascii=False)
 
 
-def test_purrsights_report_and_its_rule_about_risk() -> None:
-    schema = load_schema("purrsight_v3")
-    assert schema.problems(json.dumps(REPORT)) == []
-    for values in (
+PURRSIGHT = load_schema("purrsight_v3")
+
+
+def test_purrsights_report_follows_its_schema() -> None:
+    assert PURRSIGHT.problems(json.dumps(REPORT)) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
         {"ethogram_group": "agonistic"},
         {"affective_state": "distressed"},
         {"affective_state": "aggressive"},
-    ):
-        assert schema.problems(changed(**values)) == [
-            "answer.diagnostic.classification.risk_rating is 1; it must be at least 4"
-        ]
-        assert schema.is_valid(changed(**values, risk_rating=4))
-    assert not schema.is_valid(changed(risk_rating=6)) and not schema.is_valid(
-        changed(risk_rating=2.5)
-    )
-    assert not schema.is_valid(changed(risk_rating=True))
-    assert "ears" in schema.problems(json.dumps(REPORT).replace("forward", "up"))[0]
-    assert schema.problems("the cat is fine")[0].startswith("the answer is not JSON")
+    ],
+)
+def test_a_troubled_cat_has_a_risk_of_at_least_four(values: dict[str, str]) -> None:
+    assert PURRSIGHT.problems(changed(**values)) == [
+        "answer.diagnostic.classification.risk_rating is 1; it must be at least 4"
+    ]
+    assert PURRSIGHT.is_valid(changed(**values, risk_rating=4))
+
+
+@pytest.mark.parametrize("rating", [6, 2.5, True])
+def test_a_risk_is_a_whole_number_up_to_five(rating: Any) -> None:
+    assert not PURRSIGHT.is_valid(changed(risk_rating=rating))
+
+
+def test_a_value_that_is_not_among_the_choices_is_named_by_its_key() -> None:
+    assert "ears" in PURRSIGHT.problems(json.dumps(REPORT).replace("forward", "up"))[0]
+
+
+def test_answers_that_are_no_json_or_lack_keys_are_not_valid() -> None:
+    assert PURRSIGHT.problems("the cat is fine")[0].startswith("the answer is not JSON")
     answers = [json.dumps(REPORT), "{}", "x", json.dumps(REPORT)]
-    assert [schema.is_valid(answer) for answer in answers] == [True, False, False, True]
+    assert [PURRSIGHT.is_valid(answer) for answer in answers] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +98,8 @@ def test_purrsights_report_and_its_rule_about_risk() -> None:
 )
 def test_each_rule_accepts_and_refuses(rules: dict[str, Any], good: str, bad: str) -> None:
     schema = AnswerSchema(rules)
-    assert schema.problems(good) == [] and schema.problems(bad)
+    assert schema.problems(good) == []
+    assert schema.problems(bad)
 
 
 @pytest.mark.parametrize(

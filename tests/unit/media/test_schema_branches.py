@@ -18,8 +18,10 @@ def classification(schema: AnswerSchema) -> dict[str, Any]:
 def test_the_branches_of_purrsight_allow_what_its_condition_allows() -> None:
     rules = classification(load_schema("purrsight_v3"))
     branches = without_conditions(rules)
-    assert "if" not in json.dumps(branches).replace('"ifs', "") and len(branches["anyOf"]) == 3
-    with_condition, without = AnswerSchema(rules), AnswerSchema(branches)
+    assert "if" not in json.dumps(branches).replace('"ifs', "")
+    assert len(branches["anyOf"]) == 3
+    with_condition = AnswerSchema(rules)
+    without = AnswerSchema(branches)
     names = ["ethogram_group", "affective_state", "arousal_level"]
     lists = [[*rules["properties"][name]["enum"], "unknown"] for name in names]
     allowed = 0
@@ -43,7 +45,8 @@ def test_then_and_else_both_count() -> None:
         "then": {"properties": {"size": {"maximum": 3}}, "required": ["size"]},
         "else": {"properties": {"size": {"minimum": 7}}},
     }
-    with_condition, without = AnswerSchema(rules), AnswerSchema(without_conditions(rules))
+    with_condition = AnswerSchema(rules)
+    without = AnswerSchema(without_conditions(rules))
     for kind, size in itertools.product("abcd", [None, -1, 0, 3, 4, 7]):
         answer = json.dumps({"kind": kind} if size is None else {"kind": kind, "size": size})
         assert with_condition.is_valid(answer) is without.is_valid(answer), answer

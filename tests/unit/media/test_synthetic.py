@@ -16,10 +16,10 @@ SMALL = SyntheticMedia(samples=40, heldout=10, seed=3, image_size=32)
 
 
 def fingerprint(folder: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.*")):
-        found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_other_ones(tmp_path: Path) -> None:
@@ -82,12 +82,11 @@ def test_colour_and_tone_can_be_read_from_the_decoded_arrays(tmp_path: Path) -> 
         if scene.has_audio:
             mel = decode_audio(MediaRef("audio", tmp_path / scene.media["audio"]), AudioSpec(64))
             pitches[scene.tone].add(int(mel[:, 32].argmax()))
-    assert max(pitches["low"]) < min(pitches["middle"]) and max(pitches["middle"]) < min(
-        pitches["high"]
-    )
+    assert max(pitches["low"]) < min(pitches["middle"])
+    assert max(pitches["middle"]) < min(pitches["high"])
 
 
-def test_wrong_sizes_are_refused() -> None:
+def test_impossible_sizes_of_synthetic_media_are_refused() -> None:
     for wrong in ({"samples": 0}, {"image_size": 4}, {"seconds": 0.0}, {"missing": 0.9}):
         with pytest.raises(ConfigError):
             SyntheticMedia(**wrong)

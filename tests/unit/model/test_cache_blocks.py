@@ -26,19 +26,23 @@ def test_the_device_has_the_pages_after_a_flush() -> None:
     blocks.append(1, [7, 3])
     blocks.append(1, [5])
     blocks.append(0, [2])
-    assert blocks.pages(1) == [7, 3, 5] and not blocks.tensor.any()
+    assert blocks.pages(1) == [7, 3, 5]
+    assert not blocks.tensor.any()
     blocks.flush()
     assert blocks.tensor[:2].tolist() == [[2, 0, 0, 0], [7, 3, 5, 0]]
-    assert not blocks.tensor[2:].any() and blocks.tensor.data_ptr() == address
+    assert not blocks.tensor[2:].any()
+    assert blocks.tensor.data_ptr() == address
 
 
 def test_a_slot_that_changes_hands_before_a_flush_has_its_last_pages() -> None:
     blocks = table()
     blocks.append(0, [1, 2, 3])
-    assert blocks.clear(0) == [1, 2, 3] and blocks.pages(0) == []
+    assert blocks.clear(0) == [1, 2, 3]
+    assert blocks.pages(0) == []
     blocks.append(0, [6, 5])
     blocks.flush()
-    assert blocks.tensor[0, :2].tolist() == [6, 5] and blocks.pages(0) == [6, 5]
+    assert blocks.tensor[0, :2].tolist() == [6, 5]
+    assert blocks.pages(0) == [6, 5]
 
 
 def test_pages_of_tokens_are_whole_ones() -> None:
@@ -57,7 +61,8 @@ def test_places_are_those_of_the_slots_pages() -> None:
     assert places.seen[0].tolist() == [4] * 8 + [1, 1] + [0, 0]
     assert places.seen[1].tolist() == [*range(8), 0, 1, 0, 1]
     fresh = PagePlaces.of([PrefillPiece(2, 0, 5)], blocks, torch.device("cpu"))
-    assert fresh.seen is None and fresh.offset.tolist() == [0, 1, 2, 3, 4]
+    assert fresh.seen is None
+    assert fresh.offset.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_snapshot_is_a_copy_that_later_state_leaves_alone() -> None:
@@ -66,7 +71,8 @@ def test_a_snapshot_is_a_copy_that_later_state_leaves_alone() -> None:
     states.snapshot(1, b"a")
     part.values[1] = 50
     states.restore(b"a", 0)
-    assert part.values[:2] == [1, 50] and states.num_snapshots == 1
+    assert part.values[:2] == [1, 50]
+    assert states.num_snapshots == 1
     states.snapshot(1, b"a")
     states.restore(b"a", 0)
     assert part.values[0] == 1, "a name is kept once"
@@ -89,7 +95,8 @@ def test_freed_snapshots_give_their_blocks_back() -> None:
     states = StateBlocks(1, 1, [Numbers(2)])
     states.snapshot(0, b"a")
     states.free()
-    assert states.num_snapshots == 0 and states.last_kept([b"a"]) == 0
+    assert states.num_snapshots == 0
+    assert states.last_kept([b"a"]) == 0
     states.snapshot(0, b"b")
     assert states.last_kept([b"b"]) == 1
 

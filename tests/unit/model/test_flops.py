@@ -16,7 +16,8 @@ from headway.parallel.engine import EngineSpec
 from headway.tasks.base import StepInfo
 from headway.tasks.next_token import Config as NextToken
 
-ROWS, SEQ = 2, 32
+ROWS = 2
+SEQ = 32
 SMALL = ModelConfig(
     hidden_size=32,
     num_layers=3,
@@ -27,7 +28,10 @@ SMALL = ModelConfig(
     max_seq_len=SEQ,
     tie_embeddings=False,
 )
-QUERIES, KEYS, FFN, VOCAB = 32 * 32, 16 * 32, 48 * 32, 96 * 32
+QUERIES = 32 * 32
+KEYS = 16 * 32
+FFN = 48 * 32
+VOCAB = 96 * 32
 BLOCK = 2 * QUERIES + 2 * KEYS + 3 * FFN
 CORE = 4 * 32 * SEQ
 """Scores and their mix of values, forward, of one layer."""
@@ -43,47 +47,53 @@ def test_where_everything_trains_every_weight_counts_six_and_the_head_once_wheth
     None
 ):
     norms = sum(spec.size for spec in param_specs(SMALL) if len(spec.shape) == 1)
-    found = token_flops(SMALL, SEQ)
-    assert found.matrices == 6 * (num_parameters(SMALL) - norms - VOCAB)
-    assert found.attention == 3 * 3 * CORE
+    flops = token_flops(SMALL, SEQ)
+    assert flops.matrices == 6 * (num_parameters(SMALL) - norms - VOCAB)
+    assert flops.attention == 3 * 3 * CORE
     tied = token_flops(SMALL.with_(tie_embeddings=True), SEQ)
-    assert tied == found
+    assert tied == flops
     frozen = [spec.name for spec in param_specs(SMALL) if "embed" not in spec.name]
     # q, k and v of the first block are fed by the norm before them, which trains.
-    assert token_flops(SMALL, SEQ, training=frozen) == found
+    assert token_flops(SMALL, SEQ, training=frozen) == flops
 
 
-def test_frozen_layers_by_hand() -> None:
-    last = [spec.name for spec in param_specs(SMALL) if ".layers.2." in spec.name]
-    found = token_flops(SMALL, SEQ, training=last)
-    assert found.matrices == 2 * 2 * BLOCK + 6 * BLOCK + 4 * VOCAB
-    assert found.attention == (1 + 1 + 3) * CORE
-    head = token_flops(SMALL, SEQ, training=["lm_head.weight"])
-    assert head.matrices == 2 * 3 * BLOCK + 4 * VOCAB and head.attention == 3 * CORE
-    down = token_flops(SMALL, SEQ, training=["model.layers.1.mlp.down_proj.weight"])
-    assert down.matrices == 2 * BLOCK + (2 * BLOCK + 2 * FFN) + 4 * BLOCK + 4 * VOCAB
-    assert down.attention == (1 + 1 + 3) * CORE
+def test_layers_below_the_first_trained_one_count_their_forward_alone() -> None:
+    last_layer = [spec.name for spec in param_specs(SMALL) if ".layers.2." in spec.name]
+    flops = token_flops(SMALL, SEQ, training=last_layer)
+    assert flops.matrices == 2 * 2 * BLOCK + 6 * BLOCK + 4 * VOCAB
+    assert flops.attention == (1 + 1 + 3) * CORE
+
+
+def test_a_trained_head_alone_counts_every_layer_forward() -> None:
+    flops = token_flops(SMALL, SEQ, training=["lm_head.weight"])
+    assert flops.matrices == 2 * 3 * BLOCK + 4 * VOCAB
+    assert flops.attention == 3 * CORE
+
+
+def test_one_trained_matrix_adds_its_own_gradient_and_those_of_the_layers_above() -> None:
+    flops = token_flops(SMALL, SEQ, training=["model.layers.1.mlp.down_proj.weight"])
+    assert flops.matrices == 2 * BLOCK + (2 * BLOCK + 2 * FFN) + 4 * BLOCK + 4 * VOCAB
+    assert flops.attention == (1 + 1 + 3) * CORE
 
 
 def test_a_loras_base_counts_four_and_its_own_matrices_six() -> None:
     rank = 4
     adapter = AdapterConfig(rank=rank, targets=("q_proj",))
-    found = token_flops(
+    flops = token_flops(
         SMALL, SEQ, specs=all_specs(SMALL, adapter), training=list(adapter.shapes(SMALL))
     )
-    unreached = (
-        QUERIES + 2 * KEYS + rank * 32
-    )  # q, k, v and A of the first block: nothing before them trains
+    # q, k, v and A of the first block: nothing before them trains
+    unreached = QUERIES + 2 * KEYS + rank * 32
     assert (
-        found.matrices == 4 * (3 * BLOCK + VOCAB) + 6 * 3 * (rank * 32 + 32 * rank) - 2 * unreached
+        flops.matrices == 4 * (3 * BLOCK + VOCAB) + 6 * 3 * (rank * 32 + 32 * rank) - 2 * unreached
     )
-    assert found.attention == 3 * 3 * CORE
+    assert flops.attention == 3 * 3 * CORE
 
 
 def test_gates_over_frozen_weights_train_none_of_them() -> None:
     gated = SMALL.with_(head_gates={})
-    found = token_flops(gated, SEQ, training=["head_gates.log_alpha"])
-    assert found.matrices == 4 * (3 * BLOCK + VOCAB) - 2 * (QUERIES + 2 * KEYS)
+    flops = token_flops(gated, SEQ, training=["head_gates.log_alpha"])
+    assert flops.matrices == 4 * (3 * BLOCK + VOCAB) - 2 * (QUERIES + 2 * KEYS)
 
 
 ONE_KEY = 4 * 32
@@ -91,33 +101,33 @@ ONE_KEY = 4 * 32
 
 
 def test_windowed_layers_count_the_keys_in_their_window() -> None:
-    windowed = token_flops(SMALL.with_(sliding_window=8), SEQ)
-    assert windowed.attention == 3 * 3 * ONE_KEY * 8
+    flops = token_flops(SMALL.with_(sliding_window=8), SEQ)
+    assert flops.attention == 3 * 3 * ONE_KEY * 8
     # the first 8 of 32 tokens see 4 keys on the average, the other 24 see 8: 7 in all
-    assert windowed.causal_attention == 3 * 3 * ONE_KEY * 7
-    assert windowed.matrices == token_flops(SMALL, SEQ).matrices
-    mixed = token_flops(SMALL.with_(sliding_window=8, window_layers=(0, 2)), SEQ)
-    assert mixed.attention == 3 * ONE_KEY * (
-        8 + 32 + 8
-    ) and mixed.causal_attention == 3 * ONE_KEY * (7 + 16 + 7)
-    assert (
-        mixed.full == mixed.matrices + mixed.attention
-        and mixed.causal == mixed.matrices + mixed.causal_attention
-    )
-    assert token_flops(SMALL.with_(sliding_window=SEQ), SEQ) == token_flops(SMALL, SEQ)
-    assert (
-        token_flops(SMALL.with_(sliding_window=SEQ), 2 * SEQ).causal_attention
-        == 3 * 3 * ONE_KEY * 24
-    )
+    assert flops.causal_attention == 3 * 3 * ONE_KEY * 7
+    assert flops.matrices == token_flops(SMALL, SEQ).matrices
+
+
+def test_layers_without_a_window_count_all_keys_beside_windowed_ones() -> None:
+    flops = token_flops(SMALL.with_(sliding_window=8, window_layers=(0, 2)), SEQ)
+    assert flops.attention == 3 * ONE_KEY * (8 + 32 + 8)
+    assert flops.causal_attention == 3 * ONE_KEY * (7 + 16 + 7)
+    assert flops.full == flops.matrices + flops.attention
+    assert flops.causal == flops.matrices + flops.causal_attention
+
+
+def test_a_window_as_long_as_the_row_changes_nothing() -> None:
+    windowed = SMALL.with_(sliding_window=SEQ)
+    assert token_flops(windowed, SEQ) == token_flops(SMALL, SEQ)
+    assert token_flops(windowed, 2 * SEQ).causal_attention == 3 * 3 * ONE_KEY * 24
 
 
 def test_frozen_layers_with_windows_pass_forward_alone() -> None:
     mixed = SMALL.with_(sliding_window=8, window_layers=(0, 2))
     last = [spec.name for spec in param_specs(SMALL) if ".layers.2." in spec.name]
-    found = token_flops(mixed, SEQ, training=last)
-    assert found.causal_attention == ONE_KEY * (7 + 16 + 3 * 7) and found.attention == ONE_KEY * (
-        8 + 32 + 3 * 8
-    )
+    flops = token_flops(mixed, SEQ, training=last)
+    assert flops.causal_attention == ONE_KEY * (7 + 16 + 3 * 7)
+    assert flops.attention == ONE_KEY * (8 + 32 + 3 * 8)
 
 
 @pytest.mark.parametrize(
@@ -134,27 +144,25 @@ def test_visible_tokens_are_those_a_loop_counts(length: int, window: int | None)
 
 
 def test_streaming_heads_count_their_window_and_sinks() -> None:
-    found = token_flops(SMALL.with_(head_gates={"window": 6, "sinks": 2}), SEQ)
-    assert (found.attention, found.causal_attention) == (9 * ONE_KEY * 32, 9 * ONE_KEY * 16)
-    assert found.with_heads(1.0, 0.0) == token_flops(SMALL, SEQ)
-    streamed = found.with_heads(0.0, 1.0)
+    flops = token_flops(SMALL.with_(head_gates={"window": 6, "sinks": 2}), SEQ)
+    assert (flops.attention, flops.causal_attention) == (9 * ONE_KEY * 32, 9 * ONE_KEY * 16)
+    assert flops.with_heads(1.0, 0.0) == token_flops(SMALL, SEQ)
+    streamed = flops.with_heads(0.0, 1.0)
     assert (streamed.attention, streamed.causal_attention) == (9 * ONE_KEY * 8, 9 * ONE_KEY * 7)
     # a quarter of the heads is undecided and does both
-    both = found.with_heads(0.75, 0.5)
-    assert both.attention == 9 * ONE_KEY * (
-        0.75 * 32 + 0.5 * 8
-    ) and both.causal_attention == 9 * ONE_KEY * (0.75 * 16 + 0.5 * 7)
+    both = flops.with_heads(0.75, 0.5)
+    assert both.attention == 9 * ONE_KEY * (0.75 * 32 + 0.5 * 8)
+    assert both.causal_attention == 9 * ONE_KEY * (0.75 * 16 + 0.5 * 7)
     assert both.causal == both.matrices + both.causal_attention
 
 
 def test_gemma3_at_32k_counts_four_full_layers_and_22_windows() -> None:
-    found = token_flops(ModelConfig(preset="gemma3-1b"), 32768)
+    flops = token_flops(ModelConfig(preset="gemma3-1b"), 32768)
     each = 12 * 4 * 256  # forward and backward, heads, head width
-    assert found.attention == each * (4 * 32768 + 22 * 512)
-    assert found.causal_attention == each * (4 * 16384 + 22 * (512 - 512 * 512 / 65536))
-    assert found.causal == pytest.approx(
-        6.94e9, rel=0.01
-    )  # 11.2e9 if every layer saw its whole row
+    assert flops.attention == each * (4 * 32768 + 22 * 512)
+    assert flops.causal_attention == each * (4 * 16384 + 22 * (512 - 512 * 512 / 65536))
+    # 11.2e9 if every layer saw its whole row
+    assert flops.causal == pytest.approx(6.94e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +188,7 @@ def test_it_is_what_the_engine_multiplies(how: dict[str, Any], tied: bool) -> No
     with FlopCounterMode(display=False) as counter:
         engine.forward_backward(step, StepInfo(0, 1))
     training = [name for group in engine.groups for name in group.names]
-    found = token_flops(config, SEQ, specs=engine.specs, training=training)
+    flops = token_flops(config, SEQ, specs=engine.specs, training=training)
     # The gradient of the head's weight is added to its place, which torch does not count.
     unseen = 2 * VOCAB * (("model.embed_tokens.weight" if tied else "lm_head.weight") in training)
-    assert counter.get_total_flops() == (found.full - unseen) * ROWS * SEQ
+    assert counter.get_total_flops() == (flops.full - unseen) * ROWS * SEQ

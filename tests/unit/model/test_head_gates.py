@@ -61,11 +61,11 @@ def test_closed_forms_and_samples_have_the_published_statistics(
 
 
 def test_the_slope_of_a_sample_is_its_derivative_and_zero_where_it_was_clamped() -> None:
-    at = torch.linspace(-4, 4, 500)
-    z, slope = sample(at, seed=5)
+    log_alpha = torch.linspace(-4, 4, 500)
+    z, slope = sample(log_alpha, seed=5)
     generator = torch.Generator().manual_seed(5)
-    u = torch.rand(at.shape, generator=generator, dtype=torch.float64) * (1 - 2e-8) + 1e-8
-    alpha = at.double().requires_grad_()
+    u = torch.rand(log_alpha.shape, generator=generator, dtype=torch.float64) * (1 - 2e-8) + 1e-8
+    alpha = log_alpha.double().requires_grad_()
     plain = (LOW + (HIGH - LOW) * torch.sigmoid((torch.logit(u) + alpha) / TEMPERATURE)).clamp(0, 1)
     plain.sum().backward()
     assert alpha.grad is not None
@@ -82,39 +82,39 @@ def test_noise_depends_on_the_seed_alone() -> None:
 
 
 def gates(log_alpha: torch.Tensor) -> HeadGates:
-    made = HeadGates(CONFIG)
+    head_gates = HeadGates(CONFIG)
     with torch.no_grad():
-        made.log_alpha.copy_(log_alpha)
-    return made
+        head_gates.log_alpha.copy_(log_alpha)
+    return head_gates
 
 
 def test_a_draw_has_the_samples_values_and_its_gradient() -> None:
-    one = gates(torch.linspace(-3, 3, 12).view(3, 4))
-    draw = one.draw(one(), seed=11)
-    z, slope = sample(one.log_alpha.detach(), 11)
+    head_gates = gates(torch.linspace(-3, 3, 12).view(3, 4))
+    draw = head_gates.draw(head_gates(), seed=11)
+    z, slope = sample(head_gates.log_alpha.detach(), 11)
     assert torch.equal(draw.z, z)
     weight = torch.arange(12.0).view(3, 4)
     (draw.z * weight).sum().backward()
-    assert one.log_alpha.grad is not None
-    torch.testing.assert_close(one.log_alpha.grad, slope * weight)
+    assert head_gates.log_alpha.grad is not None
+    torch.testing.assert_close(head_gates.log_alpha.grad, slope * weight)
 
 
 def test_a_slice_of_heads_draws_the_noise_of_all_of_them() -> None:
-    one = gates(torch.zeros(3, 4))
-    whole = one.draw(one(), seed=3)
-    one.heads = slice(2, 4)
-    part = one.draw(one(), seed=3)
+    head_gates = gates(torch.zeros(3, 4))
+    whole = head_gates.draw(head_gates(), seed=3)
+    head_gates.heads = slice(2, 4)
+    part = head_gates.draw(head_gates(), seed=3)
     assert torch.equal(part.z, whole.z)
     assert torch.equal(torch.stack([layer.z for layer in part.mix.layers]), whole.z[:, 2:])
 
 
 def test_gates_that_do_not_train_and_evaluation_are_settled_without_noise() -> None:
     values = torch.tensor([[9.0, -9, 3, -3], [9, 9, -9, -9], [-9, -9, -9, 8]])
-    one = gates(values)
-    settled = one.draw(one(), seed=None).z
+    head_gates = gates(values)
+    settled = head_gates.draw(head_gates(), seed=None).z
     assert settled.tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 1]]
-    one.log_alpha.requires_grad_(False)
-    assert torch.equal(one.draw(one(), seed=3).z, settled)
+    head_gates.log_alpha.requires_grad_(False)
+    assert torch.equal(head_gates.draw(head_gates(), seed=3).z, settled)
 
 
 def test_settling_streams_as_many_heads_as_the_gates_expect_the_lowest_first() -> None:

@@ -16,7 +16,7 @@ from headway.model import paged_layer
 from headway.model.adapter.config import AdapterConfig, linears
 from headway.model.adapter.rows import load_adapters
 from headway.model.config import ModelConfig
-from headway.model.families.base import family_of, pieces_of, published
+from headway.model.families.base import family_of, pieces_of, to_hf_config
 from headway.model.flops import token_flops
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
@@ -49,7 +49,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("settings", "says"),
     [
         ({"num_kv_heads": 2}, "num_kv_heads is 2; with latent_attention it is num_heads=4"),
         ({"head_dim": 8}, "head_dim is 8; with latent_attention it is 12"),
@@ -69,9 +69,9 @@ EXPERTS = {
         ({"experts": {**EXPERTS, "num_groups": 8, "groups_per_token": 2}}, "use top1"),
     ],
 )
-def test_settings_that_do_not_fit_are_named(given: dict[str, Any], says: str) -> None:
+def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError) as error:
-        ModelConfig.model_validate({**BASE, **given})
+        ModelConfig.model_validate({**BASE, **settings})
     assert says in str(error.value)
 
 
@@ -88,9 +88,8 @@ def test_a_router_takes_the_best_experts_of_the_best_groups() -> None:
             "experts": {**EXPERTS, "num_groups": 4, "groups_per_token": 2, "routed_scale": 3.0},
         }
     )
-    scores = torch.tensor(
-        [0.9, 0.0, 0.5, 0.45, 0.6, 0.1, 0.4, 0.42]
-    )  # the groups' sums: 0.9, 0.95, 0.7, 0.82
+    # the groups' sums: 0.9, 0.95, 0.7, 0.82
+    scores = torch.tensor([0.9, 0.0, 0.5, 0.45, 0.6, 0.1, 0.4, 0.42])
     chosen, weights = Router(config).choose(scores)
     assert chosen.tolist() == [0, 2]
     assert weights.tolist() == pytest.approx([3 * 0.9 / 1.4, 3 * 0.5 / 1.4])
@@ -104,9 +103,8 @@ def test_a_router_takes_the_best_experts_of_the_best_groups() -> None:
 
 def test_published_shapes_count_what_their_makers_say() -> None:
     """DeepSeek V3: 671B parameters, 37B active; V2 Lite: 15.7B and 2.4B. The active ones of V2 Lite are counted without the embedding."""
-    big, lite = (
-        ModelConfig.model_validate({"preset": name}) for name in ("deepseek-v3", "deepseek-v2-lite")
-    )
+    big = ModelConfig.model_validate({"preset": "deepseek-v3"})
+    lite = ModelConfig.model_validate({"preset": "deepseek-v2-lite"})
     assert num_parameters(big) == pytest.approx(671e9, rel=0.001)
     assert active_parameters(big) == pytest.approx(37.6e9, rel=0.01)
     assert num_parameters(lite) == pytest.approx(15.7e9, rel=0.01)
@@ -115,20 +113,21 @@ def test_published_shapes_count_what_their_makers_say() -> None:
 
 def test_arithmetic_counts_queries_and_values_by_their_own_widths() -> None:
     config = ModelConfig.model_validate({**BASE, "num_layers": 2})
-    near, far = (token_flops(config, length) for length in (10, 20))
-    assert (
-        far.attention - near.attention == 6 * 2 * 4 * (12 + 8) * 10
-    )  # layers, heads, channels of q and v, tokens
+    near = token_flops(config, 10)
+    far = token_flops(config, 20)
+    # layers, heads, channels of q and v, tokens
+    assert far.attention - near.attention == 6 * 2 * 4 * (12 + 8) * 10
     assert near.matrices == far.matrices
 
 
 def test_every_preset_has_a_form_in_transformers_or_says_why() -> None:
     for name in ("laptop-mla", "deepseek-v2-lite", "deepseek-v3"):
         config = ModelConfig.model_validate({"vocab_size": 64, "preset": name})
-        again = family_of(config.family).read(published(config)[1])
+        again = family_of(config.family).read(to_hf_config(config)[1])
         assert again.latent_attention == config.latent_attention
         assert again.rope_scaling == config.rope_scaling
-        assert again.experts is not None and config.experts is not None
+        assert again.experts is not None
+        assert config.experts is not None
         assert again.experts.num_groups == config.experts.num_groups
         assert name in PRESETS
 
@@ -146,7 +145,7 @@ def test_every_preset_has_a_form_in_transformers_or_says_why() -> None:
 def test_what_their_config_cannot_express_is_named(changes: dict[str, Any], says: str) -> None:
     config = ModelConfig.model_validate({**BASE, "experts": EXPERTS, **changes})
     with pytest.raises(ConfigError) as error:
-        published(config)
+        to_hf_config(config)
     assert says in str(error.value)
 
 
@@ -165,16 +164,17 @@ def test_a_config_json_that_headway_does_not_compute_is_refused(
     changes: dict[str, Any], says: str
 ) -> None:
     config = ModelConfig.model_validate({**BASE, "experts": EXPERTS})
-    given = {**json.loads(json.dumps(published(config)[1])), **changes}
+    keys = {**json.loads(json.dumps(to_hf_config(config)[1])), **changes}
     with pytest.raises(ConfigError) as error:
-        family_of("deepseek_v3").read(given)
+        family_of("deepseek_v3").read(keys)
     assert says in str(error.value)
 
 
 def test_a_model_without_biases_is_exported_with_zeros() -> None:
     config = ModelConfig.model_validate({**BASE, "experts": {**EXPERTS, "bias_rate": None}})
-    target, _ = published(config)
-    assert target.experts is not None and target.experts.bias_rate == 0.0
+    target, _ = to_hf_config(config)
+    assert target.experts is not None
+    assert target.experts.bias_rate == 0.0
 
 
 def test_adapters_reach_both_projections_of_the_stream() -> None:
@@ -186,10 +186,12 @@ def test_adapters_reach_both_projections_of_the_stream() -> None:
 
 def test_a_small_twin_for_checks_has_latent_attention_too() -> None:
     small, words = small_model(ModelConfig.model_validate({"preset": "deepseek-v2-lite"}), 64)
-    assert small.latent_attention is not None and small.latent_attention.q_rank is None
+    assert small.latent_attention is not None
+    assert small.latent_attention.q_rank is None
     assert words == "a small random deepseek_v2"
     big, _ = small_model(ModelConfig.model_validate({"preset": "deepseek-v3"}), 64)
-    assert big.is_mixture(1) and not big.is_mixture(0)
+    assert big.is_mixture(1)
+    assert not big.is_mixture(0)
     assert num_parameters(big) < 20e6 + 2 * big.vocab * big.hidden_size
 
 
@@ -234,7 +236,7 @@ def test_both_forms_over_a_cache_are_the_forward(q_rank: int | None) -> None:
     with torch.inference_mode():
         whole = model.hidden_states(tokens, position)
         pieces = [rows.read(tokens[:, :9]), rows.read(tokens[:, 9:15])]
-        pieces += [rows.step(tokens[:, place])[:, None] for place in range(15, 20)]
+        pieces += [rows.step(tokens[:, position])[:, None] for position in range(15, 20)]
     assert (torch.cat(pieces, 1) - whole).abs().max() < 2e-5
 
 
@@ -273,14 +275,14 @@ def test_kernels_of_single_steps_see_a_wide_head_several_times(
     batch = paged.decode_batch(2)
     batch.slots.copy_(torch.arange(2))
     generator = torch.Generator().manual_seed(1)
-    for at in range(3):
+    for step in range(3):
         q = torch.randn(2, 1, 6, config.cached_size, generator=generator)
         k = torch.randn(2, 1, 1, config.cached_size, generator=generator)
-        position = torch.full((2,), at)
-        batch.most = at + 1
+        position = torch.full((2,), step)
+        batch.most = step + 1
         right = paged.layers[1].step(q, k, k, position, batch)  # the plain path, in another layer
-        found = paged.layers[0]._step_cuda(q, k, k, position, batch, None)
-        assert (found - right).abs().max() < 1e-5
+        output = paged.layers[0]._step_cuda(q, k, k, position, batch, None)
+        assert (output - right).abs().max() < 1e-5
 
 
 def test_an_adapter_per_request_may_not_change_what_requests_share(tmp_path: Path) -> None:
@@ -343,12 +345,12 @@ def write_blocks(
             scales[f"{piece.name}_scale_inv"] = scale
             exact[piece.name] = (tensors[piece.name].float() * wide).bfloat16().float()
     if further:
-        at = f"model.layers.{config.num_layers}."
+        prefix = f"model.layers.{config.num_layers}."
         tensors |= {
-            f"{at}eh_proj.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn),
-            f"{at}enorm.weight": torch.zeros(2),
+            f"{prefix}eh_proj.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn),
+            f"{prefix}enorm.weight": torch.zeros(2),
         }
-        scales[f"{at}eh_proj.weight_scale_inv"] = torch.ones(1, 1)
+        scales[f"{prefix}eh_proj.weight_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "a.safetensors")
     save_file(scales, folder / "b.safetensors")
     files = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(scales, "b.safetensors")
@@ -359,7 +361,11 @@ def write_blocks(
         "weight_block_size": [block, block],
         "activation_scheme": "dynamic",
     }
-    written = {**published(config)[1], "num_nextn_predict_layers": 1, "quantization_config": method}
+    written = {
+        **to_hf_config(config)[1],
+        "num_nextn_predict_layers": 1,
+        "quantization_config": method,
+    }
     (folder / "config.json").write_text(json.dumps(written))
     return exact
 
@@ -369,13 +375,13 @@ def test_published_8_bit_weights_are_read_as_floats(tmp_path: Path) -> None:
     exact = write_blocks(tmp_path, model, 5)
     config = read_config(tmp_path)
     check_weights(tmp_path, config)
-    found = dict(read_weights(tmp_path, config))
-    assert found.keys() == dict(model.named_parameters()).keys()
+    weights = dict(read_weights(tmp_path, config))
+    assert weights.keys() == dict(model.named_parameters()).keys()
     for spec in param_specs(config):
         pieces = pieces_of(family_of("deepseek_v3"), spec, config)
         parts = [exact[piece.name] for piece in pieces]
         wanted = torch.stack(parts) if len(parts) > 1 else parts[0]
-        assert torch.equal(found[spec.name].float(), wanted), spec.name
+        assert torch.equal(weights[spec.name].float(), wanted), spec.name
 
 
 @pytest.mark.parametrize(
@@ -390,9 +396,9 @@ def test_other_8_bit_weights_are_refused_in_one_line(
     changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     write_blocks(tmp_path, build(experts=EXPERTS), 5)
-    given = json.loads((tmp_path / "config.json").read_text())
-    given["quantization_config"] |= changes
-    (tmp_path / "config.json").write_text(json.dumps(given))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(HeadwayError, match=says) as error:
         list(read_weights(tmp_path, read_config(tmp_path)))
     assert "\n" not in str(error.value)

@@ -60,14 +60,16 @@ def test_layout_and_families_import_without_torch() -> None:
 
 
 def test_a_parameters_initial_value_depends_on_seed_and_name_alone() -> None:
-    a, b = Transformer(SMALL), Transformer(SMALL.with_(tie_embeddings=False))
+    a = Transformer(SMALL)
+    b = Transformer(SMALL.with_(tie_embeddings=False))
     initialize(a, 1)
     initialize(b, 1)
-    own = dict(b.named_parameters())
+    parameters = dict(b.named_parameters())
     for name, value in a.named_parameters():
-        assert torch.equal(value, own[name])
+        assert torch.equal(value, parameters[name])
     spec = ParamSpec("model.embed_tokens.weight", (96, 32))
-    first, other = (initial_value(spec, SMALL, seed) for seed in (1, 2))
+    first = initial_value(spec, SMALL, 1)
+    other = initial_value(spec, SMALL, 2)
     assert not torch.equal(first, other)
 
 

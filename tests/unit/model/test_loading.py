@@ -44,11 +44,11 @@ def test_shards_of_internlm_are_merged_over_tensor_and_pipeline_ranks(
 ) -> None:
     ours = values(INTERNLM)
     write_weights(ours, tmp_path / "ckpt", tp, pp, by_hidden=by_hidden, evo=evo)
-    found = find_model(tmp_path / "ckpt")
-    assert {name: getattr(found.config, name) for name in SHAPE if name != "max_seq_len"} == {
+    model = find_model(tmp_path / "ckpt")
+    assert {name: getattr(model.config, name) for name in SHAPE if name != "max_seq_len"} == {
         k: v for k, v in SHAPE.items() if k != "max_seq_len"
     }
-    read = dict(found.weights())
+    read = dict(model.weights())
     assert read.keys() == ours.keys()
     assert all(torch.equal(read[name], value) for name, value in ours.items())
 
@@ -96,7 +96,7 @@ Z2ALL_CONFIG = json.dumps({
 """As upstream's own class writes it."""
 
 
-def theirs(name: str) -> str:
+def zero2all_name(name: str) -> str:
     """Our name as zero2all writes it."""
     name = "model.norm1.weight" if name == "model.norm.weight" else name
     for left, right in z2all.TENSORS.items():
@@ -105,10 +105,10 @@ def theirs(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("place", "prefix"), [("ckpt/best1_model.pt", ""), ("last1_model.pt", "module.")]
+    ("file", "prefix"), [("ckpt/best1_model.pt", ""), ("last1_model.pt", "module.")]
 )
 def test_a_run_of_zero2all_is_read_under_its_own_names(
-    tmp_path: Path, place: str, prefix: str
+    tmp_path: Path, file: str, prefix: str
 ) -> None:
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "config.json").write_text(Z2ALL_CONFIG)
@@ -116,13 +116,12 @@ def test_a_run_of_zero2all_is_read_under_its_own_names(
     ours = values(config)
     masks = {f"model.layers.{i}.self_attn.causal_mask": torch.zeros(1, 1, 64, 64) for i in range(2)}
     torch.save(
-        {prefix + theirs(name): value for name, value in {**ours, **masks}.items()},
-        tmp_path / place,
+        {prefix + zero2all_name(name): value for name, value in {**ours, **masks}.items()},
+        tmp_path / file,
     )
     read = dict(find_model(tmp_path).weights())
-    assert read.keys() == ours.keys() and all(
-        torch.equal(read[name], value) for name, value in ours.items()
-    )
+    assert read.keys() == ours.keys()
+    assert all(torch.equal(read[name], value) for name, value in ours.items())
 
 
 def test_a_run_of_zero2all_with_its_tokenizer_files_generates(
@@ -142,24 +141,19 @@ def test_a_run_of_zero2all_with_its_tokenizer_files_generates(
     described = json.loads(Z2ALL_CONFIG) | {"vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(described))
     (tmp_path / "ckpt").mkdir()
-    weights = {theirs(name): value for name, value in values(z2all.read(described)).items()}
+    weights = {zero2all_name(name): value for name, value in values(z2all.read(described)).items()}
     torch.save(weights, tmp_path / "ckpt" / "last1_model.pt")
-    assert (
-        main(
-            [
-                "generate",
-                "--model",
-                str(tmp_path),
-                "--prompt",
-                "hello",
-                "--max-new-tokens",
-                "3",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 0
-    )
+    options = [
+        "--model",
+        str(tmp_path),
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        "3",
+        "--device",
+        "cpu",
+    ]
+    assert main(["generate", *options]) == 0
     assert capfd.readouterr().out.startswith("hello")
 
 
@@ -184,10 +178,8 @@ def test_pytorch_model_bin_is_read_whole_or_sharded(tmp_path: Path, sharded: boo
     else:
         torch.save(ours, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     read = dict(find_model(tmp_path).weights())
-    assert (
-        all(torch.equal(read[name], value) for name, value in ours.items())
-        and read.keys() == ours.keys()
-    )
+    assert all(torch.equal(read[name], value) for name, value in ours.items())
+    assert read.keys() == ours.keys()
 
 
 def find_shape(text: str) -> ModelConfig:

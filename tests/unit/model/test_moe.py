@@ -30,26 +30,34 @@ MIXTURE = CONFIG.with_(dropout=0.0, init_std=0.3, experts=EXPERTS)
 
 def mixture(**changes: Any) -> MixtureOfExperts:
     torch.manual_seed(0)
-    made = MixtureOfExperts(MIXTURE.with_(experts={**EXPERTS, **changes}))
-    for parameter in made.parameters():
+    mixture_of_experts = MixtureOfExperts(MIXTURE.with_(experts={**EXPERTS, **changes}))
+    for parameter in mixture_of_experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return made
+    return mixture_of_experts
 
 
 def one_by_one(of: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     """Every token through every expert, weighted by 0 where it is not chosen."""
     logits = F.linear(x, of.gate.weight)
-    scores = logits.softmax(-1) if of.config.router == "softmax" else logits.sigmoid()
-    bias = 0 if of.gate.e_score_correction_bias is None else of.gate.e_score_correction_bias
-    chosen = (scores + bias).topk(of.config.per_token).indices
+    if of.config.router == "softmax":
+        scores = logits.softmax(-1)
+    else:
+        scores = logits.sigmoid()
+    # The bias decides which experts are chosen, not their weights.
+    ranks = scores
+    if of.gate.e_score_correction_bias is not None:
+        ranks = scores + of.gate.e_score_correction_bias
+    chosen = ranks.topk(of.config.per_token).indices
     weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
-    weights = weights / weights.sum(-1, keepdim=True) if of.config.normalize else weights
-    gate, up, down = (
-        getattr(of.experts, name).weight for name in ("gate_proj", "up_proj", "down_proj")
-    )
-    inner = F.silu(torch.einsum("btd,efd->btef", x, gate)) * torch.einsum("btd,efd->btef", x, up)
-    out = torch.einsum("btef,edf,bte->btd", inner, down, weights)
-    return out if of.shared_experts is None else out + of.shared_experts(x)
+    if of.config.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    gates = torch.einsum("btd,efd->btef", x, of.experts.gate_proj.weight)
+    ups = torch.einsum("btd,efd->btef", x, of.experts.up_proj.weight)
+    inner = F.silu(gates) * ups
+    out = torch.einsum("btef,edf,bte->btd", inner, of.experts.down_proj.weight, weights)
+    if of.shared_experts is not None:
+        out = out + of.shared_experts(x)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -65,26 +73,27 @@ def one_by_one(of: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
 def test_a_mixture_equals_experts_computed_one_by_one(changes: dict[str, Any]) -> None:
     of = mixture(**changes)
     x = torch.randn(2, 7, 32, requires_grad=True)
-    got, right = of(x), one_by_one(of, x)
-    torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
-    upstream = torch.randn_like(got)
-    wanted = [x, *(parameter for parameter in of.parameters() if parameter.requires_grad)]
-    for a, b in zip(
-        torch.autograd.grad(got, wanted, upstream),
-        torch.autograd.grad(right, wanted, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+    output = of(x)
+    expected = one_by_one(of, x)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-4)
+    upstream = torch.randn_like(output)
+    inputs = [x, *(parameter for parameter in of.parameters() if parameter.requires_grad)]
+    gradients = torch.autograd.grad(output, inputs, upstream)
+    expected_gradients = torch.autograd.grad(expected, inputs, upstream)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-4, rtol=1e-3)
 
 
 def test_grouped_products_leave_out_experts_without_tokens() -> None:
-    x, dy, weight = torch.randn(6, 4), torch.randn(6, 3), torch.randn(3, 3, 4)
+    x = torch.randn(6, 4)
+    dy = torch.randn(6, 3)
+    weight = torch.randn(3, 3, 4)
     ends = torch.tensor([0, 6, 6], dtype=torch.int32)
     torch.testing.assert_close(grouped_linear(x, weight, ends), x @ weight[1].T)
     torch.testing.assert_close(grouped_inputs(dy, weight, ends), dy @ weight[1])
-    found = grouped_weights(dy, x, ends, weight)
-    torch.testing.assert_close(found[1], dy.T @ x)
-    assert not found[0].any() and not found[2].any()
+    gradient = grouped_weights(dy, x, ends, weight)
+    torch.testing.assert_close(gradient[1], dy.T @ x)
+    assert not gradient[0].any()
+    assert not gradient[2].any()
 
 
 def test_dispatch_sorts_slots_by_expert_and_keeps_their_order() -> None:
@@ -111,7 +120,8 @@ def test_compiled_halves_equal_eager_ones_and_never_compile_again_for_other_toke
             got, routing = compiled(x, counted)
         right, plain = of.route(x, counted)
         torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-4)
-        assert routing is not None and plain is not None
+        assert routing is not None
+        assert plain is not None
         torch.testing.assert_close(routing.load, plain.load)
         wanted = [x, *of.parameters()]
         for a, b in zip(
@@ -134,18 +144,18 @@ def test_microbatches_do_not_change_the_losses_of_a_step(scope: str, layers: str
             "aux_layers": layers,
         }
     )
-    found = []
+    losses = []
     for micro in (1, 4, 8):
         engine = make_engine(RankGroup(), Setup(micro=micro, config=config, freeze=()))
         result = engine.forward_backward(share_of_step(0, micro, 0, 1), StepInfo(0, 2))
         norm = engine.update(hypers(engine.spec.optim, engine.groups, 0, 2)).norm
-        load, (aux, weight) = result.metrics[LOAD][0], result.metrics["aux_loss"]
-        found.append(
+        load = result.metrics[LOAD][0]
+        (aux, weight) = result.metrics["aux_loss"]
+        losses.append(
             [float(result.loss), float(norm), float(aux / weight), *load.flatten().tolist()]
         )
-    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(
-        found[0], rel=1e-5
-    )
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_padding_counts_nowhere() -> None:
@@ -164,16 +174,16 @@ def test_padding_counts_nowhere() -> None:
 def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     of = mixture(bias_rate=0.5)
     bias = of.gate.e_score_correction_bias
-    assert bias is not None and not bias.requires_grad
+    assert bias is not None
+    assert not bias.requires_grad
     bias.zero_()
     of.balance(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), torch.tensor(0.0))
     assert not bias.any()
     of.balance(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), torch.tensor(1.0))
     assert bias.tolist() == [0.5, 0.0, -0.5, -0.5, 0.5]
     bias.zero_()
-    of.balance(
-        torch.tensor([2.0, 2.0, 2.0, 2.0, 3.0]), torch.tensor(1.0)
-    )  # a whole step also near the mean of 2.2
+    # a whole step also near the mean of 2.2
+    of.balance(torch.tensor([2.0, 2.0, 2.0, 2.0, 3.0]), torch.tensor(1.0))
     assert bias.tolist() == [0.5, 0.5, 0.5, 0.5, -0.5]
 
 
@@ -192,9 +202,13 @@ def test_a_skipped_step_of_an_engine_leaves_the_bias_where_it_was() -> None:
         load = engine.forward_backward(share_of_step(0, 2, 0, 1), StepInfo(0, 2)).metrics[LOAD][0]
         engine.update(hypers(engine.spec.optim, engine.groups, 0, 2), torch.tensor(skip))
         for bias, tokens in zip(biases, load.tolist(), strict=True):
-            mean = sum(tokens) / len(tokens)
-            moved = [0.5 if count < mean else -0.5 if count > mean else 0.0 for count in tokens]
-            assert bias.tolist() == (moved if skip == 0.0 else [0.0] * len(tokens))
+            if skip:
+                assert not bias.any()
+                continue
+            # Experts below the mean load become more likely.
+            load_of_experts = torch.tensor(tokens)
+            moved = 0.5 * (load_of_experts.mean() - load_of_experts).sign()
+            assert bias.tolist() == moved.tolist()
     assert any(bias.any() for bias in biases)
 
 
@@ -221,20 +235,21 @@ def test_experts_outside_of_the_best_groups_are_never_chosen() -> None:
         assert weights.tolist() == [
             pytest.approx([float(scores[0, expert]) for expert in expected])
         ]
-    two = router.config.model_copy(
+    other_config = router.config.model_copy(
         update={"groups_per_token": 2, "group_score": "top1", "per_token": 3}
     )
-    router.config = two
+    router.config = other_config
     assert router.choose(scores)[0].tolist() == [[0, 2, 3]]
 
 
 def test_load_is_reported_relative_to_the_mean() -> None:
-    found = load_ratios([[1.0, 3.0], [2.0, 2.0]])
-    assert found == {
+    ratios = load_ratios([[1.0, 3.0], [2.0, 2.0]])
+    assert ratios == {
         "expert_load_max": 1.5, "expert_load_min": 0.5, "dropped_tokens": 0.0, "expert_share/0.0": 0.25, "expert_share/0.1": 0.75,
         "expert_share/1.0": 0.5, "expert_share/1.1": 0.5,
     }  # fmt: skip
-    assert len(load_ratios([[1.0] * 257])) == 3 and load_ratios([[0.0, 0.0]]) == {}
+    assert len(load_ratios([[1.0] * 257])) == 3
+    assert load_ratios([[0.0, 0.0]]) == {}
 
 
 def test_arithmetic_counts_active_parameters_and_memory_all() -> None:
@@ -295,7 +310,8 @@ def test_muon_orthogonalizes_each_expert_by_itself() -> None:
         lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False
     )
     gradient = torch.randn(3, 8, 6)
-    guard, hyper = Guard(torch.ones(()), torch.zeros(())), optim.hyper(1, 2)
+    guard = Guard(torch.ones(()), torch.zeros(()))
+    hyper = optim.hyper(1, 2)
 
     def stepped(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         params = [torch.zeros_like(part) for part in parts]
@@ -303,6 +319,7 @@ def test_muon_orthogonalizes_each_expert_by_itself() -> None:
         optim.build().update(params, parts, state, [torch.zeros(()) for _ in parts], hyper, guard)
         return params
 
-    stacked, single = stepped([gradient])[0], stepped([one.clone() for one in gradient])
+    stacked = stepped([gradient])[0]
+    single = stepped([expert.clone() for expert in gradient])
     torch.testing.assert_close(stacked, torch.stack(single))
     assert stacked.abs().max() > 0

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.dense_head_masks import masked_forward
 from support.family_shapes import FAMILY_SHAPES
-from support.head_masks import masked_forward
 
 from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
 from headway.kernels.paged_attention import paged_reference
@@ -25,7 +25,9 @@ BASE = ModelConfig(
     max_seq_len=160,
     init_std=0.5,
 )
-LENGTHS, STEPS, PAGE = (37, 3, 90), 6, 8
+LENGTHS = (37, 3, 90)
+STEPS = 6
+PAGE = 8
 CASES: dict[str, tuple[ModelConfig, HeadMasks | None]] = {
     "dense": (BASE, None),
     "masks": (BASE, HeadMasks(((True, False), (False, False)), window=6, sinks=2)),
@@ -68,35 +70,40 @@ def paged(
         cache.table.append(
             row, [cache.pool.allocate() for _ in range(cache.table.num_pages(len(tokens)))]
         )
-    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
     begin = [0, 0, 0]
     while begin != list(LENGTHS):
         pieces = [
             PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row))
             for row, length in enumerate(LENGTHS)
         ]
-        pieces = [one for one in pieces if one.count]
-        tokens = torch.cat([sequences[one.slot][one.start : one.end] for one in pieces])
-        position = torch.cat([torch.arange(one.start, one.end) for one in pieces])
+        pieces = [piece for piece in pieces if piece.count]
+        tokens = torch.cat([sequences[piece.slot][piece.start : piece.end] for piece in pieces])
+        position = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         hidden = model.cached_forward()(tokens[None], position[None], cache.prefill_batch(pieces))[
             0
         ]
-        for one, part in zip(pieces, hidden.split([one.count for one in pieces]), strict=True):
-            found[one.slot].append(part)
-            begin[one.slot] = one.end
+        for piece_read, part in zip(
+            pieces, hidden.split([piece.count for piece in pieces]), strict=True
+        ):
+            outputs[piece_read.slot].append(part)
+            begin[piece_read.slot] = piece_read.end
     cache.table.flush()
     batch = cache.decode_batch(3)
     batch.slots.copy_(torch.arange(3))
     for step in range(STEPS):
         batch.most = max(LENGTHS) + step + 1
-        at = torch.tensor([length + step for length in LENGTHS])
+        positions = torch.tensor([length + step for length in LENGTHS])
         tokens = torch.stack(
-            [sequence[place] for sequence, place in zip(sequences, at.tolist(), strict=True)]
+            [
+                sequence[position]
+                for sequence, position in zip(sequences, positions.tolist(), strict=True)
+            ]
         )
-        hidden = model.cached_forward()(tokens[:, None], at[:, None], batch)
+        hidden = model.cached_forward()(tokens[:, None], positions[:, None], batch)
         for row in range(3):
-            found[row].append(hidden[row])
-    return [torch.cat(one) for one in found]
+            outputs[row].append(hidden[row])
+    return [torch.cat(parts) for parts in outputs]
 
 
 @pytest.mark.parametrize("path", ["plain", "kernel"])
@@ -117,6 +124,6 @@ def test_hidden_states_are_those_of_the_masked_forward(
         torch.randint(0, 320, (length + STEPS,), generator=generator) for length in LENGTHS
     ]
     with torch.inference_mode():
-        for tokens, found in zip(sequences, paged(model, masks, sequences), strict=True):
+        for tokens, hidden in zip(sequences, paged(model, masks, sequences), strict=True):
             expected = masked_forward(model, tokens[None], masks)[0]
-            assert (found - expected).abs().max() < 2e-5 * max(1.0, expected.abs().max())
+            assert (hidden - expected).abs().max() < 2e-5 * max(1.0, expected.abs().max())

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.dense_head_masks import masked_forward
 from support.engine_steps import engine_logits
-from support.head_masks import masked_forward
 
 from headway.errors import ConfigError
 from headway.kernels.attention import ScoreRule
@@ -57,44 +57,50 @@ def ids(rows: int, length: int = T) -> torch.Tensor:
 def test_chunks_and_steps_equal_the_masked_forward(
     split: str, window: int, sinks: int, chunk: int
 ) -> None:
-    model, chosen, tokens = build(), masks(split, window, sinks), ids(2)
+    model = build()
+    chosen = masks(split, window, sinks)
+    tokens = ids(2)
     rows = PagedRows(model, 2, T, masks=chosen)
-    found = [rows.read(part) for part in tokens[:, : T - 20].split(chunk, dim=1)]
+    parts = [rows.read(part) for part in tokens[:, : T - 20].split(chunk, dim=1)]
     # Steps, and several tokens at once behind them.
-    found += [rows.step(tokens[:, place])[:, None] for place in range(T - 20, T - 8)]
-    found.append(rows.read(tokens[:, T - 8 : T - 2]))
-    found += [rows.step(tokens[:, place])[:, None] for place in range(T - 2, T)]
+    parts += [rows.step(tokens[:, position])[:, None] for position in range(T - 20, T - 8)]
+    parts.append(rows.read(tokens[:, T - 8 : T - 2]))
+    parts += [rows.step(tokens[:, position])[:, None] for position in range(T - 2, T)]
     assert rows.length == T
-    assert (torch.cat(found, 1) - masked_forward(model, tokens, chosen)).abs().max() < 2e-5
+    assert (torch.cat(parts, 1) - masked_forward(model, tokens, chosen)).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("own", [5, 12, 200])
+@pytest.mark.parametrize("model_window", [5, 12, 200])
 @pytest.mark.parametrize(
     "prompt", [40, 8]
 )  # after 8 tokens, single steps leave the sinks of a window of 12 behind
-def test_the_models_own_window_and_masks_hold_together(own: int, prompt: int) -> None:
-    model, chosen = build(CONFIG.with_(sliding_window=own, window_layers=(0, 2))), masks("mixed")
+def test_the_models_own_window_and_masks_hold_together(model_window: int, prompt: int) -> None:
+    model = build(CONFIG.with_(sliding_window=model_window, window_layers=(0, 2)))
+    chosen = masks("mixed")
     tokens = ids(2)
     rows = PagedRows(model, 2, T, masks=chosen)
-    found = [rows.read(part) for part in tokens[:, :prompt].split(13, dim=1)]
-    found += [rows.step(tokens[:, place])[:, None] for place in range(prompt, T)]
-    assert (torch.cat(found, 1) - masked_forward(model, tokens, chosen)).abs().max() < 3e-5
+    parts = [rows.read(part) for part in tokens[:, :prompt].split(13, dim=1)]
+    parts += [rows.step(tokens[:, position])[:, None] for position in range(prompt, T)]
+    assert (torch.cat(parts, 1) - masked_forward(model, tokens, chosen)).abs().max() < 3e-5
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 64])
 @pytest.mark.parametrize("split", ["mixed", "all streaming"])
 def test_rows_of_different_length_share_a_sparse_cache(split: str, chunk: int) -> None:
-    model, chosen, tokens = build(), masks(split), ids(4)
+    model = build()
+    chosen = masks(split)
+    tokens = ids(4)
     lengths = [40, 3, 17, 1]
-    found = engine_logits(model, tokens, lengths, 14, chunk=chunk, masks=chosen)
-    for row, logits in enumerate(found):
+    decoded = engine_logits(model, tokens, lengths, 14, chunk=chunk, masks=chosen)
+    for row, logits in enumerate(decoded):
         alone = masked_forward(model, tokens[row : row + 1, : lengths[row] + 14], chosen)
         assert (logits - model.logits(alone[0])).abs().max() < 1e-4
 
 
 def test_streaming_heads_store_sinks_window_and_a_page_to_spare() -> None:
     shape = CacheShape(CONFIG, masks("mixed"), 200, 8, torch.float32)
-    full, streaming = 5, 7
+    full = 5
+    streaming = 7
     position = 2 * 4 * CONFIG.head_size
     assert shape.page_bytes == position * full * 8
     assert shape.ring_bytes == position * streaming * (3 + 9 + 8)
@@ -137,19 +143,21 @@ def test_heads_with_room_for_everything_are_full_heads() -> None:
 @pytest.mark.parametrize("split", ["all full", "mixed"])
 def test_a_page_that_ended_in_nan_leaves_nothing_behind(split: str) -> None:
     """A sequence takes pages and rings in which another one left numbers that are not finite."""
-    model, chosen, tokens = build(), masks(split), ids(1)
+    model = build()
+    chosen = masks(split)
+    tokens = ids(1)
     rows = PagedRows(model, 1, T, masks=chosen)
     for layer in rows.cache.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
     for page in range(rows.cache.pool.num_pages):
         rows.cache.clear_page(page)
-    found = [rows.read(tokens[:, :30])]
-    found += [rows.step(tokens[:, place])[:, None] for place in range(30, T)]
-    assert (torch.cat(found, 1) - masked_forward(model, tokens, chosen)).abs().max() < 1e-5
+    parts = [rows.read(tokens[:, :30])]
+    parts += [rows.step(tokens[:, position])[:, None] for position in range(30, T)]
+    assert (torch.cat(parts, 1) - masked_forward(model, tokens, chosen)).abs().max() < 1e-5
 
 
-def test_masks_of_another_model_are_refused() -> None:
+def test_a_paged_cache_refuses_masks_of_another_model() -> None:
     wrong = HeadMasks(((True,) * 4,), 4, 1)
     with pytest.raises(ConfigError, match="masks holds 1 layers of 4 KV heads"):
         PagedRows(build(), 1, 8, masks=wrong)

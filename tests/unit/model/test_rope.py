@@ -9,8 +9,10 @@ import torch
 from headway.model.config import ModelConfig
 from headway.model.rope import Rotation, document_lengths, inverse_frequencies
 
-THETA, HEAD = 100.0, 4
-SHORT, LONG = (1.0, 2.0), (3.0, 5.0)
+THETA = 100.0
+HEAD = 4
+SHORT = (1.0, 2.0)
+LONG = (3.0, 5.0)
 PLANE = (1.0, 1 / 10)
 """Frequencies of the two planes: 100^0 and 100^(-1/2)."""
 
@@ -57,9 +59,8 @@ def test_a_document_of_exactly_the_original_length_is_short_and_one_token_more_i
         *cosines(list(range(3)), SHORT),
     ]
     torch.testing.assert_close(cos[0], torch.tensor(expected))
-    assert float(sin[0, 9, 0]) == pytest.approx(math.sin(1 / 3)) and float(
-        sin[0, 1, 0]
-    ) == pytest.approx(math.sin(1.0))
+    assert float(sin[0, 9, 0]) == pytest.approx(math.sin(1 / 3))
+    assert float(sin[0, 1, 0]) == pytest.approx(math.sin(1.0))
 
 
 def test_a_cache_of_exactly_the_original_length_is_short() -> None:

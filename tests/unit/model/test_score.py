@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_cases import CASES, build_theirs
-from support.pairs import pair_batch
+from support.family_cases import CASES, build_reference
+from support.preference_pairs import pair_batch
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
@@ -70,11 +70,11 @@ SCORED = [
 
 def marked(case: str) -> Any:
     """A case of the default tests, of the slow ones or of the drills: those that differ most come first."""
-    return (
-        case
-        if case in QUICK
-        else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.drill)
-    )
+    if case in QUICK:
+        return case
+    if case in SLOW:
+        return pytest.param(case, marks=pytest.mark.slow)
+    return pytest.param(case, marks=pytest.mark.drill)
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in SCORED])
@@ -82,23 +82,25 @@ def test_scores_are_those_of_transformers_and_an_export_loads_there(
     case: str, tmp_path: Path
 ) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    trunk = build_theirs(case)
+    trunk = build_reference(case)
     trunk.config.num_labels = 1
-    theirs = getattr(transformers, vars(family_of(case.split()[0]))["CLASSIFIER"])(
+    classifier = getattr(transformers, vars(family_of(case.split()[0]))["CLASSIFIER"])(
         trunk.config
     ).eval()
-    theirs.base_model.load_state_dict(trunk.base_model.state_dict())
-    theirs.save_pretrained(tmp_path / "theirs")
+    classifier.base_model.load_state_dict(trunk.base_model.state_dict())
+    classifier.save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
-        right = torch.cat([theirs(row[None]).logits[0] for row in IDS])
-    found = find_model(tmp_path / "theirs")
-    assert found.config.score_head and HEAD not in dict(found.weights())
+        right = torch.cat([classifier(row[None]).logits[0] for row in IDS])
+    model = find_model(tmp_path / "theirs")
+    assert model.config.score_head
+    assert HEAD not in dict(model.weights())
     torch.testing.assert_close(scores(tmp_path / "theirs"), right, rtol=1e-4, atol=1e-5)
-    export_huggingface(found.config, found.weights(), tmp_path / "ours", tokenizer=None)
+    export_huggingface(model.config, model.weights(), tmp_path / "ours", tokenizer=None)
     again = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "ours"
     ).eval()
-    assert type(again) is type(theirs) and again.config.num_labels == 1
+    assert type(again) is type(classifier)
+    assert again.config.num_labels == 1
     with torch.no_grad():
         torch.testing.assert_close(
             torch.cat([again(row[None]).logits[0] for row in IDS]), right, rtol=1e-5, atol=1e-6
@@ -115,7 +117,7 @@ def test_a_family_without_such_a_class_and_several_labels_are_refused(tmp_path: 
     config = SMALL.with_(score_head=True)
     export_huggingface(
         config,
-        ((one.name, torch.ones(one.shape)) for one in param_specs(config)),
+        ((spec.name, torch.ones(spec.shape)) for spec in param_specs(config)),
         tmp_path / "hf",
         tokenizer=None,
     )
@@ -136,15 +138,13 @@ def test_a_family_without_such_a_class_and_several_labels_are_refused(tmp_path: 
 def test_a_score_head_takes_the_place_of_the_lm_head() -> None:
     for tied in (False, True):
         config = SMALL.with_(score_head=True, tie_embeddings=tied)
-        names = [one.name for one in param_specs(config)]
-        assert (
-            names[-1] == SCORE
-            and HEAD not in names
-            and not any(one.tied_to for one in param_specs(config))
-        )
+        names = [spec.name for spec in param_specs(config)]
+        assert names[-1] == SCORE
+        assert HEAD not in names
+        assert not any(spec.tied_to for spec in param_specs(config))
         model = build_frozen_model(
             config,
-            ((one.name, torch.ones(one.shape)) for one in param_specs(config)),
+            ((spec.name, torch.ones(spec.shape)) for spec in param_specs(config)),
             torch.device("cpu"),
             torch.float32,
         )
@@ -157,20 +157,21 @@ def test_padding_of_an_export_ends_no_answer() -> None:
 
     tokenizer = byte_tokenizer()
     assert with_padding(tokenizer).roles == {"bos": "<s>", "eos": "</s>", "pad": "<s>"}
-    for given, ends, wanted in (
+    for end_token, ends, wanted in (
         ("</s>", (), "<s>"),
         ("<eoa>", (), "<eoa>"),
         ("<eoa>", (tokenizer.token_to_id("<eoa>"),), "<s>"),
     ):
-        tokenizer.roles["pad"] = given
+        tokenizer.roles["pad"] = end_token
         assert (
-            with_padding(tokenizer, [one for one in ends if one is not None]).roles["pad"] == wanted
+            with_padding(tokenizer, [end for end in ends if end is not None]).roles["pad"] == wanted
         )
     tokenizer.roles.pop("bos")
     assert (
         "pad"
         not in with_padding(
-            tokenizer, [one for one in (tokenizer.token_to_id("<eoa>"),) if one is not None]
+            tokenizer,
+            [token_id for token_id in (tokenizer.token_to_id("<eoa>"),) if token_id is not None],
         ).roles
     )
 

@@ -43,7 +43,7 @@ def build(config: ModelConfig, *, compiled: bool = False, backend: str = "auto")
             q, k, v, mask, window=window, backend=backend
         )
         if compiled:
-            for half in ("before", "after"):
+            for half in ("pre_attention", "post_attention"):
                 setattr(
                     block,
                     half,
@@ -99,7 +99,7 @@ def test_packed_documents_give_the_logits_they_give_alone(case: str, backend: st
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("case", ["plain", "windows"])
-def test_changing_a_document_leaves_its_neighbours_bit_equal(
+def test_changing_a_document_leaves_logits_and_gradients_of_its_neighbours_bit_equal(
     case: str, backend: str, compiled: bool
 ) -> None:
     torch._dynamo.reset()
@@ -117,7 +117,8 @@ def test_changing_a_document_leaves_its_neighbours_bit_equal(
         hook.remove()
         results.append((logits.detach(), kept[0].grad))
     for a, b in zip(*results, strict=True):
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         assert torch.equal(a[0, :8], b[0, :8])
         assert torch.equal(a[0, 20:], b[0, 20:])
         assert not torch.equal(a[0, 8:20], b[0, 8:20])
@@ -127,18 +128,19 @@ def test_changing_a_document_leaves_its_neighbours_bit_equal(
 def test_compiled_halves_are_two_graphs_for_all_layers_and_change_nothing() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    eager, compiled = build(SMALL), build(SMALL, compiled=True)
+    eager = build(SMALL)
+    compiled = build(SMALL, compiled=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = plain(compiled, tokens())
-        found.sum().backward()
+        logits = plain(compiled, tokens())
+        logits.sum().backward()
         compiled.zero_grad()
         plain(compiled, tokens(seed=8)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert (found - plain(eager, tokens())).abs().max() < 1e-5
+    assert (logits - plain(eager, tokens())).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("case", VARIANTS)
-def test_decoding_from_the_cache_equals_the_whole_forward(case: str) -> None:
+def test_reading_rows_in_parts_with_a_paged_cache_equals_one_forward(case: str) -> None:
     model = build(VARIANTS[case])
     ids = tokens(20, rows=2)
     expected = plain(model, ids)
@@ -150,9 +152,10 @@ def test_decoding_from_the_cache_equals_the_whole_forward(case: str) -> None:
 
 def test_rows_of_different_length_share_a_cache() -> None:
     model = build(VARIANTS["windows"])
-    ids, lengths = tokens(14, rows=2), [8, 3]
-    found = engine_logits(model, ids, lengths, 5, chunk=8)
-    for row, logits in enumerate(found):
+    ids = tokens(14, rows=2)
+    lengths = [8, 3]
+    decoded = engine_logits(model, ids, lengths, 5, chunk=8)
+    for row, logits in enumerate(decoded):
         alone = plain(model, ids[row : row + 1, : lengths[row] + 5])[0]
         assert (logits - alone).abs().max() < 1e-5
 
@@ -173,7 +176,8 @@ def test_rotation_keeps_lengths_and_only_differences_of_position_count() -> None
     turn = Rotation(SMALL)
 
     def product(i: int, j: int) -> torch.Tensor:
-        (cos_q, sin_q), (cos_k, sin_k) = turn(torch.tensor([[i]])), turn(torch.tensor([[j]]))
+        (cos_q, sin_q) = turn(torch.tensor([[i]]))
+        (cos_k, sin_k) = turn(torch.tensor([[j]]))
         return (rotate(q, cos_q, sin_q) * rotate(k, cos_k, sin_k)).sum()
 
     assert product(9, 4).item() == pytest.approx(product(105, 100).item(), abs=1e-5)
@@ -214,10 +218,12 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 def test_tied_models_have_one_matrix_and_untied_two() -> None:
-    tied, untied = build(SMALL), build(SMALL.with_(tie_embeddings=False))
+    tied = build(SMALL)
+    untied = build(SMALL.with_(tie_embeddings=False))
     assert tied.head_weight is tied.model.embed_tokens.weight
     assert "lm_head.weight" not in tied.state_dict()
-    assert untied.lm_head is not None and untied.head_weight is untied.lm_head.weight
+    assert untied.lm_head is not None
+    assert untied.head_weight is untied.lm_head.weight
 
 
 def test_a_swapped_core_is_what_a_block_calls() -> None:

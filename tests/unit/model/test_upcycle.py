@@ -20,14 +20,11 @@ def upcycled(noise: float, size: float) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def test_experts_are_copies_and_noise_is_a_share_of_the_matrix() -> None:
-    name, dense_name = (
-        "model.layers.0.mlp.experts.up_proj.weight",
-        "model.layers.0.mlp.up_proj.weight",
-    )
+    name = "model.layers.0.mlp.experts.up_proj.weight"
+    dense_name = "model.layers.0.mlp.up_proj.weight"
     dense, plain = upcycled(0.0, 3.0)
-    assert plain[name].shape == (4, 96, 64) and all(
-        torch.equal(expert, dense[dense_name]) for expert in plain[name]
-    )
+    assert plain[name].shape == (4, 96, 64)
+    assert all(torch.equal(expert, dense[dense_name]) for expert in plain[name])
     for size in (3.0, 0.02):
         dense, noisy = upcycled(0.1, size)
         noise = noisy[name] - dense[dense_name]

@@ -11,12 +11,11 @@ from headway.optim.groups import hypers, make_groups, matching, trainable
 from headway.optim.schedule import Schedule
 from headway.tasks.base import ParameterRule
 
-UP, UP_BIAS = "model.layers.0.mlp.experts.up_proj.weight", "model.layers.0.mlp.experts.up_proj.bias"
-NORM, ROUTER_BIAS, LAMBDA = (
-    "model.norm.weight",
-    "model.layers.0.mlp.gate.e_score_correction_bias",
-    "objective.lambda_1",
-)
+UP = "model.layers.0.mlp.experts.up_proj.weight"
+UP_BIAS = "model.layers.0.mlp.experts.up_proj.bias"
+NORM = "model.norm.weight"
+ROUTER_BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
+LAMBDA = "objective.lambda_1"
 SPECS = {
     UP: ParamSpec(UP, (4, 8, 6), groups=in_groups("linear", "expert")),
     UP_BIAS: ParamSpec(UP_BIAS, (4, 8), groups=in_groups("bias", "expert")),
@@ -58,8 +57,8 @@ def test_a_groups_rate_follows_the_schedule_and_the_factor_of_the_batch() -> Non
 
 def test_an_objectives_rule_has_its_own_rate_decay_and_direction() -> None:
     rule = ParameterRule(("objective",), 2.0, 0.3, (0.5, 0.6), maximize=True)
-    found = hyper_of(LAMBDA, AdamW(lr=0.01, weight_decay=0.1, schedule=HALFWAY), (rule,))
-    assert (found.lr, found.weight_decay, found.betas, found.maximize) == (
+    hyper = hyper_of(LAMBDA, AdamW(lr=0.01, weight_decay=0.1, schedule=HALFWAY), (rule,))
+    assert (hyper.lr, hyper.weight_decay, hyper.betas, hyper.maximize) == (
         1.0,
         0.3,
         (0.5, 0.6),

@@ -34,8 +34,10 @@ def test_packing_what_was_unpacked_gives_the_same_bits(square: bool) -> None:
     blocks[3] = 0
     codes, scale = pack(blocks, square=square, chance=chance_of(blocks, torch.tensor(7.0), 1))
     again, scale_again = pack(unpack(codes, scale, square=square), square=square)
-    assert torch.equal(codes, again) and torch.equal(scale, scale_again)
-    assert not codes[3].any() and len(codes.unique()) > 100
+    assert torch.equal(codes, again)
+    assert torch.equal(scale, scale_again)
+    assert not codes[3].any()
+    assert len(codes.unique()) > 100
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -58,11 +60,13 @@ def test_rounding_keeps_the_mean(kind: str) -> None:
     value[0, 0] = 1.0
     seen = torch.zeros(1, BLOCK)
     for step in range(2000):
-        at, noise = torch.tensor(float(step)), value * 1  # the same bits, another update
+        # the same bits, another update
+        step_tensor = torch.tensor(float(step))
+        noise = value * 1
         if kind == "bf16":
-            seen += to_bf16(noise, at, 0).float()
+            seen += to_bf16(noise, step_tensor, 0).float()
         else:
-            codes, scale = pack(noise, square=True, chance=chance_of(noise, at, 0))
+            codes, scale = pack(noise, square=True, chance=chance_of(noise, step_tensor, 0))
             seen += unpack(codes, scale, square=True)
     assert seen[0, 1].item() / 2000 == pytest.approx(0.3337, rel=5e-4)
 
@@ -72,7 +76,9 @@ def test_a_second_moment_that_moves_less_than_half_a_step_still_arrives() -> Non
     for kind in ("bf16", "8bit"):
         rule = LowPrecisionAdamW(StateStorage(DTYPES[kind]))
         state = rule.storage.allocate(rule.slots, 256, torch.device("cpu"))
-        params, step, grad = torch.zeros(256), torch.zeros(()), torch.linspace(0.999, 1.001, 256)
+        params = torch.zeros(256)
+        step = torch.zeros(())
+        grad = torch.linspace(0.999, 1.001, 256)
         for _ in range(1000):
             rule.update(
                 [params],
@@ -89,7 +95,8 @@ def test_a_second_moment_that_moves_less_than_half_a_step_still_arrives() -> Non
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 @pytest.mark.parametrize("size", [640, 100, 7])
 def test_an_update_follows_fp32_state(kind: str, size: int) -> None:
-    hyper, generator = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1), torch.Generator().manual_seed(1)
+    hyper = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
+    generator = torch.Generator().manual_seed(1)
     rules = [AdamW(), LowPrecisionAdamW(StateStorage(DTYPES[kind]))]
     params = [torch.ones(size), torch.ones(size)]
     states = [
@@ -127,7 +134,7 @@ def test_an_update_follows_fp32_state(kind: str, size: int) -> None:
     assert steps[1].item() == 30
 
 
-def test_bytes_of_each_form() -> None:
+def test_a_value_costs_eight_four_or_little_over_two_bytes_of_state() -> None:
     size = 64 * 1000
     used = {
         kind: sum(

@@ -20,27 +20,32 @@ def test_the_scale_follows_the_rule_over_random_overflows() -> None:
     for seed in range(20):
         draw = random.Random(seed)
         scaler = Scaler(config, torch.device("cpu"))
-        scale, good, overflows = 64.0, 0, 0
+        scale = 64.0
+        good = 0
+        overflows = 0
         for _ in range(60):
             bad = draw.random() < 0.3
             scaler.update(torch.tensor(float(bad)))
             if bad:
-                overflows, good = overflows + 1, 0
+                overflows = overflows + 1
+                good = 0
                 if overflows >= config.hysteresis:
                     scale = max(scale * 0.5, config.min)
             else:
                 good += 1
                 if good == config.growth_interval:
-                    good, overflows, scale = 0, 0, min(scale * 2.0, config.max)
+                    good = 0
+                    overflows = 0
+                    scale = min(scale * 2.0, config.max)
             assert scaler.scalars() == {"scale": scale, "good": good, "overflows": overflows}, (
                 f"seed {seed}"
             )
 
 
 def test_a_scaler_comes_back_from_a_checkpoint() -> None:
-    one = Scaler(ScalerConfig(), torch.device("cpu"))
+    scaler = Scaler(ScalerConfig(), torch.device("cpu"))
     for bad in (0.0, 1.0, 1.0, 0.0):
-        one.update(torch.tensor(bad))
+        scaler.update(torch.tensor(bad))
     other = Scaler(ScalerConfig(), torch.device("cpu"))
-    other.load(one.scalars())
-    assert other.scalars() == one.scalars()
+    other.load(scaler.scalars())
+    assert other.scalars() == scaler.scalars()

@@ -44,7 +44,8 @@ def test_a_norm_that_is_not_finite_skips_the_step_and_is_an_overflow(bad: float)
 
 def test_a_step_skipped_on_purpose_is_no_overflow() -> None:
     _, guard, overflow = clip_guard(torch.tensor(2.0), 1.0, torch.tensor(1.0), torch.tensor(1.0))
-    assert float(guard.found_inf) == 1.0 and float(overflow) == 0.0
+    assert float(guard.found_inf) == 1.0
+    assert float(overflow) == 0.0
     _, guard, _ = clip_guard(torch.tensor(2.0), 1.0, torch.tensor(1.0), torch.tensor(0.0))
     assert float(guard.found_inf) == 0.0
 
@@ -53,9 +54,8 @@ def test_the_norm_of_fifty_million_elements_is_exact() -> None:
     gradient = torch.full((50_000_000,), 1.1)
     square = float(gradient[0]) ** 2 * 50_000_000
     assert float(square_norm([gradient])) == pytest.approx(square, rel=1e-6)
-    assert float(torch.linalg.vector_norm(gradient)) ** 2 != pytest.approx(
-        square, rel=1e-2
-    )  # what one sum in fp32 makes of it
+    # what one sum in fp32 makes of it
+    assert float(torch.linalg.vector_norm(gradient)) ** 2 != pytest.approx(square, rel=1e-2)
 
 
 @pytest.mark.parametrize("cuts", [[1], [7, 1000], [1024, 100_000, 199_999]])
@@ -75,9 +75,8 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_frozen_parameters_come_back_from_a_checkpoint_too() -> None:
     setup = Setup(config=CONFIG.with_(dropout=0.0), freeze=("layers.0", "embeddings"))
     engine = make_engine(RankGroup(), setup)
-    engine.fill(
-        [(name, value + 1.0) for name, value in engine.masters.items()]
-    )  # weights that no seed gives
+    # weights that no seed gives
+    engine.fill([(name, value + 1.0) for name, value in engine.masters.items()])
     wanted = {name: value.clone() for name, value in engine.masters.items()}
     saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
     assert {role for name, role in saved if "layers.0" in name} == {"param"}

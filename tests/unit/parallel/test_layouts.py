@@ -31,7 +31,7 @@ CASE = LayoutShape(LLAMA, 8192)
         Layout(4, pipeline=2, schedule="zero_bubble"),
     ],
 )
-def test_these_layouts_work(layout: Layout) -> None:
+def test_layouts_that_fit_the_model_are_accepted(layout: Layout) -> None:
     check_sizes(layout, CASE)
 
 
@@ -81,15 +81,17 @@ def test_these_layouts_work(layout: Layout) -> None:
         ),
     ],
 )
-def test_others_are_refused_with_the_rule_and_the_nearest_that_works(
+def test_a_layout_that_does_not_fit_is_refused_with_the_rule_and_the_nearest_that_works(
     layout: Layout, rule: str, remedy: str
 ) -> None:
     with pytest.raises(ParallelError) as refused:
         check_sizes(layout, CASE)
     text = str(refused.value)
-    assert rule in text and "\n" not in text
+    assert rule in text
+    assert "\n" not in text
     near = nearest_layouts(layout, CASE)[0]
-    assert near.settings() in text and near.world == layout.world
+    assert near.settings() in text
+    assert near.world == layout.world
     assert any(part in near.settings() for part in remedy.replace(".*", "").split("|"))
     assert not list(broken_sizes(near, CASE))
 

@@ -83,5 +83,6 @@ def test_a_probe_that_fails_leaves_the_smallest_microbatch_and_says_so(
     before = torch.get_rng_state()
     with caplog.at_level(logging.WARNING, logger="headway"):
         assert _measure(probe, 240) == 1  # the process finds no CUDA device
-    assert "measuring memory failed" in caplog.text and "batch.micro_rows" in caplog.text
+    assert "measuring memory failed" in caplog.text
+    assert "batch.micro_rows" in caplog.text
     assert torch.equal(torch.get_rng_state(), before)

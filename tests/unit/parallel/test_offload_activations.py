@@ -52,7 +52,8 @@ def gradients(
 )
 def test_gradients_are_the_same_bits_with_dropout(mode: str, dtype: torch.dtype) -> None:
     assert FOUR.dropout > 0
-    plain, mine = gradients({}, dtype), gradients(MODES[mode], dtype)
+    plain = gradients({}, dtype)
+    mine = gradients(MODES[mode], dtype)
     assert plain[0] == mine[0]
     assert all(torch.equal(plain[1][name], mine[1][name]) for name in plain[1])
 
@@ -99,34 +100,35 @@ def test_less_is_kept_in_every_mode_and_least_with_all_blocks_recomputed() -> No
 def test_what_is_offloaded_is_not_kept_on_the_device(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[offload.ActivationOffload] = []
-    monkeypatch.setattr(
-        "headway.parallel.assemble.ActivationOffload",
-        lambda device: made.append(offload.ActivationOffload(device, 512)) or made[-1],
-    )
+    offloads: list[offload.ActivationOffload] = []
+    make_offload = offload.ActivationOffload
+
+    def noted_offload(device: torch.device) -> offload.ActivationOffload:
+        offloads.append(make_offload(device, 512))
+        return offloads[-1]
+
+    monkeypatch.setattr(offload, "ActivationOffload", noted_offload)
     plain, _ = kept_bytes({**MODES[mode], "offload": []})
     with_host, _ = kept_bytes(MODES[mode])
-    (away,) = made
-    assert (
-        away.moved_bytes > 0.5 * plain
-        if mode == "offload"
-        else away.moved_bytes >= 4 * 16 * 16 * 32 * 4
-    )
+    (away,) = offloads
+    if mode == "offload":
+        assert away.moved_bytes > 0.5 * plain
+    else:
+        # The inputs of four blocks: 16 rows of 16 tokens of width 32 in fp32.
+        assert away.moved_bytes >= 4 * 16 * 16 * 32 * 4
     # On a CPU the host's copies count as alive too; two of the four blocks are still on their way out and hold both.
     assert plain - (with_host - away.moved_bytes) >= 0.4 * away.moved_bytes
 
 
 def test_evaluation_recomputes_and_moves_nothing() -> None:
-    plain, mine = (
-        make_engine(RankGroup(), Setup(config=FOUR, memory=memory))
-        for memory in ({}, MODES["offload and recompute"])
-    )
+    plain = make_engine(RankGroup(), Setup(config=FOUR, memory={}))
+    mine = make_engine(RankGroup(), Setup(config=FOUR, memory=MODES["offload and recompute"]))
     batch = share_of_step(0, 1, 0, 1).microbatches
     from headway.tasks.base import StepInfo
 
-    at = StepInfo(0, 10, training=False)
-    assert {k: float(v[0]) for k, v in plain.evaluate(batch, at).items()} == {
-        k: float(v[0]) for k, v in mine.evaluate(batch, at).items()
+    step_info = StepInfo(0, 10, training=False)
+    assert {k: float(v[0]) for k, v in plain.evaluate(batch, step_info).items()} == {
+        k: float(v[0]) for k, v in mine.evaluate(batch, step_info).items()
     }
 
 
@@ -143,7 +145,9 @@ def test_evaluation_recomputes_and_moves_nothing() -> None:
         ("every-9", []),
     ],
 )
-def test_which_blocks_are_recomputed(recompute: float | str, blocks: list[int]) -> None:
+def test_a_share_or_a_period_decides_which_blocks_are_recomputed(
+    recompute: float | str, blocks: list[int]
+) -> None:
     assert MemoryConfig(recompute=recompute).recomputed_blocks(4) == blocks
 
 
@@ -156,10 +160,11 @@ def test_what_cannot_be_recomputed_is_refused(recompute: float | str) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize("mode", ["all", "selective", "offload"])
 def test_compiled_halves_give_the_gradients_of_plain_compiled_ones(mode: str) -> None:
-    alone, config = RankGroup(), CONFIG
+    alone = RankGroup()
+    config = CONFIG
     engines = []
     for memory in ({}, MODES[mode]):
         engine = make_engine(alone, Setup(config=config, memory=memory, compile_blocks=True))
         engines.append(train_steps(engine, alone, 2, 0, 2))
-    for one, other in zip(*engines, strict=True):
-        assert other == pytest.approx(one, rel=1e-5)
+    for plain_engine, other in zip(*engines, strict=True):
+        assert other == pytest.approx(plain_engine, rel=1e-5)

@@ -37,17 +37,21 @@ def carry_over(engine: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+def test_optimizer_state_of_any_type_in_host_memory_trains_to_the_same_bits(
+    kind: str, dtype: torch.dtype
+) -> None:
     alone = RankGroup()
-    here, there = (
-        make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": offload}))
-        for offload in ([], ["optimizer"])
+    here = make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": []}))
+    there = make_engine(
+        alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": ["optimizer"]})
     )
-    assert there.host_state is not None and here.host_state is None
+    assert there.host_state is not None
+    assert here.host_state is None
     next(iter(there.host_state.values())).chunk = 128  # many pieces of each bucket
     assert train_steps(here, alone, 2, 0, 4) == train_steps(there, alone, 2, 0, 4)
-    ours, theirs = state_of(here), state_of(there)
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ours = state_of(here)
+    offloaded = state_of(there)
+    assert all(torch.equal(ours[key], offloaded[key]) for key in ours)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +64,9 @@ def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dt
 )
 def test_other_rules_than_adamws_train_to_the_same_bits_from_host_memory(optim: Any) -> None:
     alone = RankGroup()
-    here, there = (
-        make_engine(alone, Setup(dtype=torch.bfloat16, optim=optim, memory={"offload": offload}))
-        for offload in ([], ["optimizer"])
+    here = make_engine(alone, Setup(dtype=torch.bfloat16, optim=optim, memory={"offload": []}))
+    there = make_engine(
+        alone, Setup(dtype=torch.bfloat16, optim=optim, memory={"offload": ["optimizer"]})
     )
     assert there.host_state is not None
     for host in there.host_state.values():
@@ -70,19 +74,22 @@ def test_other_rules_than_adamws_train_to_the_same_bits_from_host_memory(optim: 
     assert train_steps(here, alone, 2, 0, 3) == train_steps(there, alone, 2, 0, 3)
     assert all(torch.equal(here.masters[name], value) for name, value in there.masters.items())
     for engine in (here, there):
-        engine._show(averages=False)  # what a resumed run computes with
+        engine._set_compute_params(averages=False)  # what a resumed run computes with
     assert train_steps(here, alone, 2, 3, 5) == train_steps(there, alone, 2, 3, 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_goes_on_to_the_same_bits(kind: str) -> None:
-    alone, setup = RankGroup(), Setup(dtype=torch.bfloat16, state_dtype=kind)
-    straight, resumed = make_engine(alone, setup), make_engine(alone, setup)
+    alone = RankGroup()
+    setup = Setup(dtype=torch.bfloat16, state_dtype=kind)
+    straight = make_engine(alone, setup)
+    resumed = make_engine(alone, setup)
     train_steps(straight, alone, 2, 0, 3)
     carry_over(straight, resumed)
     assert train_steps(straight, alone, 2, 3, 6) == train_steps(resumed, alone, 2, 3, 6)
-    ours, theirs = state_of(straight), state_of(resumed)
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ours = state_of(straight)
+    continued = state_of(resumed)
+    assert all(torch.equal(ours[key], continued[key]) for key in ours)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
@@ -90,26 +97,24 @@ def test_narrow_state_trains_as_fp32_state_does(kind: str) -> None:
     alone = RankGroup()
     wide = train_steps(make_engine(alone, Setup()), alone, 2, 0, 12)
     narrow = train_steps(make_engine(alone, Setup(state_dtype=kind)), alone, 2, 0, 12)
-    for one, other in zip(wide, narrow, strict=True):
-        assert other[0] == pytest.approx(one[0], rel=2e-3)
+    for wide_loss, other in zip(wide, narrow, strict=True):
+        assert other[0] == pytest.approx(wide_loss[0], rel=2e-3)
     assert wide[1:] != narrow[1:]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
     alone = RankGroup()
-    wide, narrow, back = (
-        make_engine(alone, Setup()),
-        make_engine(alone, Setup(state_dtype=kind)),
-        make_engine(alone, Setup()),
-    )
+    wide = make_engine(alone, Setup())
+    narrow = make_engine(alone, Setup(state_dtype=kind))
+    back = make_engine(alone, Setup())
     train_steps(wide, alone, 2, 0, 3)
     carry_over(wide, narrow)
     carry_over(narrow, back)
     expected = train_steps(wide, alone, 2, 3, 6)
     for engine in (narrow, back):
-        for one, other in zip(expected, train_steps(engine, alone, 2, 3, 6), strict=True):
-            assert other[0] == pytest.approx(one[0], rel=1e-3)
+        for loss, other in zip(expected, train_steps(engine, alone, 2, 3, 6), strict=True):
+            assert other[0] == pytest.approx(loss[0], rel=1e-3)
 
 
 def test_pieces_do_not_change_what_an_update_does() -> None:

@@ -30,11 +30,11 @@ def test_gradients_carry_the_loss_scale_and_the_norm_does_not(scale: float) -> N
     right = {
         name: view.clone() for buffer in exact.buffers for name, view in buffer.gradients.items()
     }
-    found = {
+    gradients = {
         name: view.clone() for buffer in half.buffers for name, view in buffer.gradients.items()
     }
     for name, value in right.items():
-        assert (found[name] / scale - value).norm() <= 0.02 * value.norm() + 1e-6, name
+        assert (gradients[name] / scale - value).norm() <= 0.02 * value.norm() + 1e-6, name
     norm = sum(float(value.square().sum()) for value in right.values()) ** 0.5
     update = half.update(hypers(AdamW(), half.groups, 0, 10))
     assert float(update.norm) == pytest.approx(norm, rel=0.01)
@@ -74,13 +74,14 @@ def dropout_loss(step: int, first_microbatch: int = 0, num_micro: int = 1) -> fl
 
 
 def test_every_step_and_every_microbatch_drops_other_places_and_a_rerun_the_same() -> None:
-    found = {(step, micro): dropout_loss(step, micro) for step in (0, 1) for micro in (0, 1)}
-    assert len(set(found.values())) == 4, found
-    assert dropout_loss(1, 1) == found[1, 1]
+    losses = {(step, micro): dropout_loss(step, micro) for step in (0, 1) for micro in (0, 1)}
+    assert len(set(losses.values())) == 4, losses
+    assert dropout_loss(1, 1) == losses[1, 1]
 
 
 def test_microbatches_of_one_step_drop_other_places_counted_over_all_ranks() -> None:
-    first, second = dropout_loss(0, 0), dropout_loss(0, 1)
+    first = dropout_loss(0, 0)
+    second = dropout_loss(0, 1)
     # two equal microbatches share one mean: half of each one's own loss, the second drawn as number 1
     assert abs(dropout_loss(0, 0, num_micro=2) - (first + second) / 2) < 1e-6
     assert abs(dropout_loss(0, 1, num_micro=2) - (second + dropout_loss(0, 2)) / 2) < 1e-6

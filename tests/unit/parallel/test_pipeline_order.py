@@ -22,11 +22,15 @@ CASES: list[tuple[ScheduleName, int]] = [
 
 
 def torch_actions(kind: Any, pipeline: int, microbatches: int, stages: int, rank: int) -> list[str]:
-    made = object.__new__(kind)
-    made.pp_group_size, made.n_local_stages, made._n_microbatches = pipeline, stages, microbatches
-    made.microbatches_per_round = round_size(pipeline, microbatches)
+    schedule = object.__new__(kind)
+    schedule.pp_group_size = pipeline
+    schedule.n_local_stages = stages
+    schedule._n_microbatches = microbatches
+    schedule.microbatches_per_round = round_size(pipeline, microbatches)
     return [
-        str(action) for action in made._calculate_single_rank_operations(rank) if action is not None
+        str(action)
+        for action in schedule._calculate_single_rank_operations(rank)
+        if action is not None
     ]
 
 
@@ -50,7 +54,7 @@ def test_the_order_is_torchs(schedule: ScheduleName, kind: Any, stages: int, pip
             ), (microbatches, rank)
 
 
-def test_1f1b_by_hand() -> None:
+def test_the_order_of_1f1b_is_that_written_by_hand() -> None:
     text = [
         " ".join(f"{a.kind}{a.microbatch}" for a in actions)
         for actions in pipeline_actions("1f1b", 3, 4)
@@ -64,10 +68,14 @@ def test_every_action_runs_once_and_no_rank_waits_for_ever(
     schedule: ScheduleName, stages: int, microbatches: int
 ) -> None:
     ranks = pipeline_actions(schedule, 4, microbatches, stages)
-    last, done, at = 4 * stages - 1, set[PipelineAction](), [0] * 4
+    last = 4 * stages - 1
+    done = set[PipelineAction]()
+    next_actions = [0] * 4
 
     def is_ready(action: PipelineAction) -> bool:
-        stage, kind, number = action.stage, action.kind, action.microbatch
+        stage = action.stage
+        kind = action.kind
+        number = action.microbatch
         if kind == "F":
             return stage == 0 or PipelineAction(stage - 1, "F", number) in done
         if kind == "W":
@@ -83,8 +91,9 @@ def test_every_action_runs_once_and_no_rank_waits_for_ever(
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
-            while at[rank] < len(actions) and is_ready(actions[at[rank]]):
-                assert actions[at[rank]] not in done
-                done.add(actions[at[rank]])
-                at[rank], moved = at[rank] + 1, True
+            while next_actions[rank] < len(actions) and is_ready(actions[next_actions[rank]]):
+                assert actions[next_actions[rank]] not in done
+                done.add(actions[next_actions[rank]])
+                next_actions[rank] = next_actions[rank] + 1
+                moved = True
     assert len(done) == 4 * stages * microbatches * (3 if schedule == "zero_bubble" else 2)

@@ -56,19 +56,22 @@ def test_the_parts_of_all_steps_are_the_mask_of_whole_rows(ranks: int) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_merge_to_attention_to_all_keys(causal: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(9, heads, 8, generator=generator, dtype=torch.float32, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
+    q = torch.randn(9, 4, 8, generator=generator, dtype=torch.float32, requires_grad=True)
+    k = torch.randn(9, 2, 8, generator=generator, dtype=torch.float32, requires_grad=True)
+    v = torch.randn(9, 2, 8, generator=generator, dtype=torch.float32, requires_grad=True)
     more_k, more_v = (
         torch.randn(5, 2, 8, generator=generator, requires_grad=True) for _ in range(2)
     )
-    one = Sequences.of([(9, 9)] if causal else [(4, 3), (5, 6)], CPU, causal=causal)
-    two = Sequences.of([(9, 5)] if causal else [(4, 1), (5, 4)], CPU, causal=False)
+    sequences = Sequences.of([(9, 9)] if causal else [(4, 3), (5, 6)], CPU, causal=causal)
+    more_sequences = Sequences.of([(9, 5)] if causal else [(4, 1), (5, 4)], CPU, causal=False)
     with torch.no_grad():
-        o, lse = merge_part(*attend_part(q, k, v, one), *attend_part(q, more_k, more_v, two))
-    keys, values, masks = [], [], []
-    for (here, first), (_, second) in zip(one.slices(), two.slices(), strict=True):
+        o, lse = merge_part(
+            *attend_part(q, k, v, sequences), *attend_part(q, more_k, more_v, more_sequences)
+        )
+    keys = []
+    values = []
+    masks = []
+    for (here, first), (_, second) in zip(sequences.slices(), more_sequences.slices(), strict=True):
         keys.append(torch.cat([k[first], more_k[second]]))
         values.append(torch.cat([v[first], more_v[second]]))
         rows = torch.arange(here.stop - here.start)
@@ -85,15 +88,17 @@ def test_parts_merge_to_attention_to_all_keys(causal: bool) -> None:
     right = torch.cat(
         [
             reference(q[here][None], one_k[None], one_v[None], mask[None])[0]
-            for (here, _), one_k, one_v, mask in zip(one.slices(), keys, values, masks, strict=True)
+            for (here, _), one_k, one_v, mask in zip(
+                sequences.slices(), keys, values, masks, strict=True
+            )
         ]
     )
     torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-6)
     d_o = torch.randn(right.shape, generator=generator)
     right.backward(d_o)
     with torch.no_grad():
-        first = attend_part_backward(d_o, q, k, v, o, lse, one)
-        second = attend_part_backward(d_o, q, more_k, more_v, o, lse, two)
+        first = attend_part_backward(d_o, q, k, v, o, lse, sequences)
+        second = attend_part_backward(d_o, q, more_k, more_v, o, lse, more_sequences)
     for got, leaf in zip(
         (first[0] + second[0], *first[1:], *second[1:]), (q, k, v, more_k, more_v), strict=True
     ):

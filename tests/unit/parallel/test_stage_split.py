@@ -11,23 +11,23 @@ from headway.parallel.stage_split import _split_fast, layer_costs, split_layers
 
 
 def sums(costs: list[float], ranges: list[range], first: float, last: float) -> list[float]:
-    found = [sum(costs[i] for i in one) for one in ranges]
-    found[0] += first
-    found[-1] += last
-    return found
+    costs_of_stages = [sum(costs[i] for i in indices) for indices in ranges]
+    costs_of_stages[0] += first
+    costs_of_stages[-1] += last
+    return costs_of_stages
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_split_has_a_cheaper_maximum(seed: int) -> None:
     rng = random.Random(seed)
     costs = [rng.uniform(1, 5) for _ in range(rng.randint(3, 9))]
-    stages, first, last = rng.randint(1, min(4, len(costs))), rng.uniform(0, 3), rng.uniform(0, 8)
-    found = split_layers(costs, stages, first=first, last=last)
-    assert (
-        [i for one in found for i in one] == list(range(len(costs)))
-        and all(found)
-        and len(found) == stages
-    )
+    stages = rng.randint(1, min(4, len(costs)))
+    first = rng.uniform(0, 3)
+    last = rng.uniform(0, 8)
+    split = split_layers(costs, stages, first=first, last=last)
+    assert [i for layers in split for i in layers] == list(range(len(costs)))
+    assert all(split)
+    assert len(split) == stages
     others = [
         max(
             sums(
@@ -39,21 +39,19 @@ def test_no_other_split_has_a_cheaper_maximum(seed: int) -> None:
         )
         for cut in combinations(range(1, len(costs)), stages - 1)
     ]
-    assert max(sums(costs, found, first, last)) == pytest.approx(min(others))
+    assert max(sums(costs, split, first, last)) == pytest.approx(min(others))
     fast = _split_fast([0.0, *accumulate(costs)], stages, first, last)
-    assert (
-        [i for one in fast for i in one] == list(range(len(costs)))
-        and all(fast)
-        and len(fast) == stages
-    )
+    assert [i for layers in fast for i in layers] == list(range(len(costs)))
+    assert all(fast)
+    assert len(fast) == stages
     # one whose limit leaves each later stage a layer: never worse by more than that layer
     assert max(sums(costs, fast, first, last)) <= min(others) + max(costs)
 
 
 def test_equal_layers_are_divided_evenly_and_a_large_head_takes_their_place() -> None:
-    assert [len(one) for one in split_layers([1.0] * 8, 4)] == [2, 2, 2, 2]
-    assert sorted(len(one) for one in split_layers([1.0] * 10, 4)) == [2, 2, 3, 3]
-    assert [len(one) for one in split_layers([1.0] * 9, 3, last=3.0)] == [4, 4, 1]
+    assert [len(split_layer) for split_layer in split_layers([1.0] * 8, 4)] == [2, 2, 2, 2]
+    assert sorted(len(split_layer) for split_layer in split_layers([1.0] * 10, 4)) == [2, 2, 3, 3]
+    assert [len(split_layer) for split_layer in split_layers([1.0] * 9, 3, last=3.0)] == [4, 4, 1]
 
 
 def test_costs_are_those_of_the_flops_count() -> None:

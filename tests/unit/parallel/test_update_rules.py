@@ -46,7 +46,8 @@ def test_fp16_skips_overflows_and_trains_on(kind: str) -> None:
     engine.scaler.scale.copy_(scale.clamp(max=1024))
     assert [step[2] for step in train_steps(engine, ALONE, 2, 1, 4)] == [0, 0, 0]
     assert all(not torch.equal(before[name], value) for name, value in engine.masters.items())
-    assert set(engine.scalars()["steps"].values()) == {3} and engine.scalars()["skipped"] == 1
+    assert set(engine.scalars()["steps"].values()) == {3}
+    assert engine.scalars()["skipped"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,19 +98,26 @@ def test_muon_gives_embeddings_norms_and_gates_to_adamw() -> None:
     }
 
 
-def test_what_cannot_be_is_refused_in_one_line() -> None:
+def test_muon_refuses_matrices_that_are_split_over_tensor_ranks() -> None:
     with pytest.raises(
         ParallelError,
         match=r"optim.kind is 'muon', .* splits a.weight \(\[4, 8\] of \[8, 8\] here\). Use parallel.tensor=1",
     ):
         check_whole(Muon(), ["a.weight"], {"a.weight": ((8, 8), (4, 8))})
+
+
+def test_matrices_that_do_not_divide_evenly_among_ranks_are_refused() -> None:
     shapes = {"big": (2048, 2048), "small": (64,)}
     with pytest.raises(
         ParallelError,
         match=r"2 of them do not divide evenly among 16 ranks.*Lower parallel.zero1.size",
     ):
         lay_out_whole(list(shapes), shapes, BufferSharding(1 << 10, 16))
-    for kind, setting, words in (
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "words"),
+    [
         (
             "muon",
             "memory.offload=[optimizer]",
@@ -120,14 +128,19 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
             "parallel.tensor=2",
             "parallel.tensor is 2, but optim.kind adafactor updates whole matrices",
         ),
-    ):
-        with pytest.raises(HeadwayError, match=words):
-            load(Recipe, None, [f"optim.kind={kind}", setting])
+    ],
+)
+def test_optimizers_of_whole_matrices_refuse_settings_that_split_them(
+    kind: str, setting: str, words: str
+) -> None:
+    with pytest.raises(HeadwayError, match=words):
+        load(Recipe, None, [f"optim.kind={kind}", setting])
+
+
+def test_a_pattern_for_adamw_that_matches_no_parameter_is_refused() -> None:
+    config = Muon.model_validate({"kind": "muon", "adamw": {"match": ("nothing",)}})
     with pytest.raises(HeadwayError, match=r"optim.adamw.match contains 'nothing'"):
-        make_engine(
-            ALONE,
-            Setup(optim=Muon.model_validate({"kind": "muon", "adamw": {"match": ("nothing",)}})),
-        )
+        make_engine(ALONE, Setup(optim=config))
 
 
 def test_whole_matrices_are_laid_out_evenly() -> None:

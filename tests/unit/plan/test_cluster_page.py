@@ -8,7 +8,8 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_the_tables_are_current() -> None:
     spec = importlib.util.spec_from_file_location("cluster_tables", DOCS / "_cluster_tables.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     text = (DOCS / "cluster.md").read_text(encoding="utf-8")

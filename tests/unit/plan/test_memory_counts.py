@@ -32,7 +32,7 @@ def exact(job: MemoryJob) -> dict[str, int]:
     return {kind: round(size / 1.01) for kind, size in estimate(job).kinds.items()}
 
 
-def test_every_kind_of_a_bf16_rank_among_four() -> None:
+def test_every_kind_of_memory_of_a_bf16_rank_among_four_is_that_counted_by_hand() -> None:
     assert exact(JOB) == {
         "weights": 2_000_000,
         "masters": 1_000_000,  # 4 bytes, a quarter of them
@@ -134,16 +134,13 @@ def test_the_peak_is_the_largest_of_three_moments() -> None:
         "block": {"gradients": 256_000, "activations": 4 * kept + working, "logits and head": 0},
         "end": {"gradients": 4_000_000, "activations": kept + working, "logits and head": 0},
     }
-    assert exact(job)["gradients"] == pytest.approx(
-        4_000_000, abs=1
-    )  # the largest here: they are complete when backward ends
+    # the largest here: they are complete when backward ends
+    assert exact(job)["gradients"] == pytest.approx(4_000_000, abs=1)
     wide = exact(replace(job, rows=20))
-    assert wide["gradients"] == 0 and wide["activations"] == pytest.approx(
-        40 * kept + 1_408_000, abs=1
-    )
-    again = moments(
-        replace(job, memory=MemoryConfig(recompute=1.0))
-    )  # a recomputed block is whole while its backward runs
+    assert wide["gradients"] == 0
+    assert wide["activations"] == pytest.approx(40 * kept + 1_408_000, abs=1)
+    # a recomputed block is whole while its backward runs
+    again = moments(replace(job, memory=MemoryConfig(recompute=1.0)))
     assert again["block"]["activations"] == 4 * 25_600 + kept + working
     assert again["end"]["activations"] == 25_600 + kept + working
     assert moments(replace(job, has_head=False)).keys() == {"block", "end"}
@@ -226,7 +223,8 @@ def test_a_block_more_costs_what_it_keeps(
 
 
 def test_a_mixture_works_with_the_slots_of_its_tokens() -> None:
-    dense, mixed = (moments(replace(JOB, model=model)) for model in (SHAPE, MIXED))
+    dense = moments(replace(JOB, model=SHAPE))
+    mixed = moments(replace(JOB, model=MIXED))
     kept = 200 * 2 * (1472 - 4 * 160 + 2 * 3 * 40 + 3 * 24 + 84 + 2 * 64 + 16)
     # of each of three slots: gradients of gate, up and their product, and sorted copies of inputs, results and gradients
     slots = 200 * 2 * 3 * (3 * 40 + 3 * 64)
@@ -241,9 +239,8 @@ def test_a_mixture_works_with_the_slots_of_its_tokens() -> None:
 
 
 def test_an_adapter_works_with_gate_and_up_of_its_own() -> None:
-    plain, adapted = (
-        moments(replace(JOB, adapter=adapter))["block"]["activations"] for adapter in (False, True)
-    )
+    plain = moments(replace(JOB, adapter=False))["block"]["activations"]
+    adapted = moments(replace(JOB, adapter=True))["block"]["activations"]
     assert adapted - plain == 200 * 2 * 2 * 160
 
 
@@ -266,15 +263,16 @@ def test_bytes_are_written_for_people() -> None:
 
 
 def test_fewer_rows_mean_more_microbatches_and_the_next_smaller_divisor() -> None:
-    found = dict(
+    freed = dict(
         suggestions(replace(JOB, rows=6, accumulate=1, on_cuda=True, shards=1, trained=40_000))
     )
-    assert "batch.micro_rows=3" in found and not any(
-        name.startswith("batch.micro_rows=") and name[-1] != "3" for name in found
-    )
+    assert "batch.micro_rows=3" in freed
+    assert not any(name.startswith("batch.micro_rows=") and name[-1] != "3" for name in freed)
     # with two microbatches gradients are kept between them: what is freed is less by their bytes
-    whole, half = (
-        estimate(replace(JOB, rows=r, accumulate=a, on_cuda=True, shards=1, trained=40_000)).total
-        for r, a in ((6, 1), (3, 2))
-    )
-    assert found["batch.micro_rows=3"] == whole - half
+    whole = estimate(
+        replace(JOB, rows=6, accumulate=1, on_cuda=True, shards=1, trained=40_000)
+    ).total
+    half = estimate(
+        replace(JOB, rows=3, accumulate=2, on_cuda=True, shards=1, trained=40_000)
+    ).total
+    assert freed["batch.micro_rows=3"] == whole - half

@@ -52,7 +52,7 @@ def test_what_is_kept_between_steps_is_what_the_engine_allocates(
     engine = make_engine(
         RankGroup(), Setup(config=WIDE, dtype=dtype, state_dtype=state, freeze=("layers.1",))
     )
-    found = estimate(job_of(engine, state_dtype=state)).kinds
+    kinds = estimate(job_of(engine, state_dtype=state)).kinds
     shares = engine.buffers[0].master is engine.buffers[0].param
     held = {
         "weights": sum(buffer.param.nbytes for buffer in engine.buffers)
@@ -63,7 +63,7 @@ def test_what_is_kept_between_steps_is_what_the_engine_allocates(
             part.nbytes for buffer in engine.buffers for part in buffer.state.values()
         ),
     }
-    assert {kind: found[kind] / ROUND for kind in held} == pytest.approx(held, rel=0.02)
+    assert {kind: kinds[kind] / ROUND for kind in held} == pytest.approx(held, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,8 +80,8 @@ def test_activations_are_those_that_live_after_an_eager_forward(
         hidden = engine.model(batch.tokens, batch.position, mask)
     kept = live.without([buffer.param for buffer in engine.buffers])
     assert hidden.requires_grad
-    found = job_of(engine, memory=MemoryConfig.model_validate(memory))
-    expected = moments(found)["head"]["activations"]
+    job = job_of(engine, memory=MemoryConfig.model_validate(memory))
+    expected = moments(job)["head"]["activations"]
     assert kept == pytest.approx(expected, rel=0.05)
 
 
@@ -129,7 +129,7 @@ def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
     torch.compiler.reset()
     block = Block(WIDE, 0)
     memory = MemoryConfig(recompute="selective" if selective else "none")
-    for half in ("before", "after"):
+    for half in ("pre_attention", "post_attention"):
         if selective:
             recompute_method(block, half, is_random=False, compiled=True)
         setattr(
@@ -143,7 +143,8 @@ def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
             ),
         )
     x = torch.randn(2, 256, 128, requires_grad=True)
-    turn, mask = Rotation(WIDE)(torch.arange(256)[None].expand(2, -1)), causal_mask(2, 256)
+    turn = Rotation(WIDE)(torch.arange(256)[None].expand(2, -1))
+    mask = causal_mask(2, 256)
     outside = {t.untyped_storage().data_ptr() for t in (*turn, *block.parameters())}
     saved: dict[int, int] = {}
 
@@ -179,7 +180,7 @@ def test_a_compiled_block_with_latents_keeps_what_the_estimate_says() -> None:
     model = latent_model(192)
     torch.compiler.reset()
     block = Block(model, 0)
-    for half in ("before", "after"):
+    for half in ("pre_attention", "post_attention"):
         setattr(
             block,
             half,
@@ -191,7 +192,8 @@ def test_a_compiled_block_with_latents_keeps_what_the_estimate_says() -> None:
             ),
         )
     x = torch.randn(2, 256, 128, requires_grad=True)
-    turn, mask = Rotation(model)(torch.arange(256)[None].expand(2, -1)), causal_mask(2, 256)
+    turn = Rotation(model)(torch.arange(256)[None].expand(2, -1))
+    mask = causal_mask(2, 256)
     outside = {t.untyped_storage().data_ptr() for t in (*turn, *block.parameters())}
     saved: dict[int, int] = {}
 
@@ -227,9 +229,9 @@ def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:
         on_cuda=True,
         chunk_tokens=512,
     )
-    found = dict(suggestions(job))
-    assert found["memory.recompute=1"] > found["memory.recompute=selective"] > 0
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    freed = dict(suggestions(job))
+    assert freed["memory.recompute=1"] > freed["memory.recompute=selective"] > 0
+    assert list(freed.values()) == sorted(freed.values(), reverse=True)
     now = estimate(job).total
     for name, change in {
         "memory.recompute=1": {"memory": MemoryConfig(recompute=1.0)},
@@ -237,7 +239,7 @@ def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:
         "batch.micro_rows=4": {"rows": 4, "accumulate": 4},
         "memory.offload=[optimizer]": {"memory": MemoryConfig(offload=("optimizer",))},
     }.items():
-        assert found[name] == now - estimate(replace(job, **change)).total, name
+        assert freed[name] == now - estimate(replace(job, **change)).total, name
     used = replace(
         job,
         memory=MemoryConfig(recompute=1.0, offload=("activations", "optimizer")),
@@ -254,9 +256,8 @@ def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:
 def test_advice_on_a_cpu_names_what_helps_there() -> None:
     job = MemoryJob(WIDE, 10**6, 0, rows=8, seq_len=256, accumulate=2, compute_bytes=4)
     names = {name for name, _ in suggestions(job)}
-    assert {"memory.recompute=1", "batch.micro_rows=4"} <= names and not any(
-        "offload" in name for name in names
-    )
+    assert {"memory.recompute=1", "batch.micro_rows=4"} <= names
+    assert not any("offload" in name for name in names)
     assert {"memory.offload=[activations]"} <= {
         name for name, _ in suggestions(replace(job, on_cuda=True))
     }

@@ -44,7 +44,9 @@ SMALL = ModelConfig(
     vocab_size=1000,
     max_seq_len=128,
 )
-LAYER, EMBEDDING, NORM = 43_136, 64_000, 64
+LAYER = 43_136
+EMBEDDING = 64_000
+NORM = 64
 ALL = 4 * LAYER + EMBEDDING + NORM
 GPU = replace(GPUS["h200"], bandwidth=1e12, link=100e9, network=10e9, host=10e9)
 LINK = 78e9
@@ -56,8 +58,8 @@ def job(layout: Layout, model: ModelConfig = SMALL, **changes: Any) -> PlanJob:
     return PlanJob(model, 128, 1, 2, layout, GPU, **changes)
 
 
-def traffic(one: PlanJob, rank: int = 0) -> AxisTraffic:
-    return data_traffic(one, stages_of_job(one), rank)
+def traffic(plan_of: PlanJob, rank: int = 0) -> AxisTraffic:
+    return data_traffic(plan_of, stages_of_job(plan_of), rank)
 
 
 def test_a_tied_embedding_is_on_the_first_and_the_last_stage() -> None:
@@ -113,7 +115,8 @@ def test_the_matrices_of_an_adapter_are_divided_with_their_linear() -> None:
 
 def test_fsdp_gathers_for_forward_and_again_for_backward() -> None:
     layout = Layout(8, strategy="fsdp")
-    twice, once = traffic(job(layout)), traffic(job(layout, reshard=False))
+    twice = traffic(job(layout))
+    once = traffic(job(layout, reshard=False))
     # two microbatches, bf16 parameters; gradients in fp32 once a step; seven of eight parts go to other ranks
     assert twice.sent_bytes == 2 * 2 * ALL * 2 * 7 / 8 + ALL * 4 * 7 / 8
     assert once.sent_bytes == 2 * 1 * ALL * 2 * 7 / 8 + ALL * 4 * 7 / 8
@@ -146,13 +149,12 @@ def test_recomputed_layers_gather_and_sum_their_activations_again() -> None:
 
 
 def test_context_ranks_beyond_the_kv_heads_pass_keys_in_a_ring() -> None:
-    found = context_traffic(job(Layout(4, context=4)), 4)
+    traffic_of_ring = context_traffic(job(Layout(4, context=4)), 4)
     each = 32 * 2  # tokens of a rank, bytes
-    heads = (
-        2 * each * (2 * 64 + 2 * 32) / 2
-    )  # q, k, v and the result to two ranks, and their gradients
+    # q, k, v and the result to two ranks, and their gradients
+    heads = 2 * each * (2 * 64 + 2 * 32) / 2
     ring = 3 * each * 2 * 32  # keys and values forward; in backward with their gradients
-    assert found.sent_bytes == 4 * (heads + ring)
+    assert traffic_of_ring.sent_bytes == 4 * (heads + ring)
 
 
 MIXED = SMALL.with_(
@@ -185,10 +187,10 @@ def test_experts_of_a_token_decide_the_time_of_a_mixture() -> None:
 
 
 def test_tokens_go_to_their_experts_and_back_in_both_directions() -> None:
-    found = expert_traffic(job(Layout(4, expert=4), MIXED), 3)
-    assert found.sent_bytes == 3 * 4 * (128 * 3 * 64 * 2) * 3 / 4
+    exchange = expert_traffic(job(Layout(4, expert=4), MIXED), 3)
+    assert exchange.sent_bytes == 3 * 4 * (128 * 3 * 64 * 2) * 3 / 4
     again = expert_traffic(job(Layout(4, expert=4), MIXED, memory=MemoryConfig(recompute=1.0)), 3)
-    assert again.sent_bytes == 1.5 * found.sent_bytes
+    assert again.sent_bytes == 1.5 * exchange.sent_bytes
 
 
 WIDE = ModelConfig(
@@ -202,18 +204,19 @@ def wide(**changes: Any) -> PlanJob:
 
 
 def test_a_recomputed_layer_runs_its_forward_twice() -> None:
-    plain, again = (
-        layer_seconds(wide(), 0),
-        layer_seconds(wide(memory=MemoryConfig(recompute=1.0)), 0),
-    )
-    assert again.forward == plain.forward and again.weights == plain.weights
+    plain = layer_seconds(wide(), 0)
+    again = layer_seconds(wide(memory=MemoryConfig(recompute=1.0)), 0)
+    assert again.forward == plain.forward
+    assert again.weights == plain.weights
     assert again.inputs == pytest.approx(plain.inputs + plain.forward, rel=1e-9)
 
 
 def test_a_frozen_head_and_frozen_layers_compute_no_gradients_of_weights() -> None:
     job_ = wide(training={"model.layers.3.mlp.down_proj.weight"})
-    assert head_seconds(job_).weights == 0 and head_seconds(wide()).weights > 0
-    assert layer_seconds(job_, 0).weights == 0 and layer_seconds(job_, 3).weights > 0
+    assert head_seconds(job_).weights == 0
+    assert head_seconds(wide()).weights > 0
+    assert layer_seconds(job_, 0).weights == 0
+    assert layer_seconds(job_, 3).weights > 0
 
 
 def test_a_reference_adds_its_forward_pass() -> None:
@@ -227,32 +230,32 @@ def test_a_reference_adds_its_forward_pass() -> None:
 
 
 def test_an_update_reads_and_writes_the_shard_of_a_rank() -> None:
-    one = job(Layout(8))
+    plan_job = job(Layout(8))
     shard = ALL / 8
     # the norm reads gradients; then moments and master both ways, the gradient again, and the bf16 copy
     moved = shard * (4 + 2 * 8 + 2 * 4 + 4 + 2)
     # bf16 gradients are written to fp32 in the first microbatch and added in the second
     collected = ALL * (2 + 4 + 2 + 4 + 4)
-    assert update_seconds(one) == pytest.approx((moved + collected) / 0.8e12, rel=1e-9)
-    outside = replace(one, memory=MemoryConfig(offload=("optimizer",)))
-    assert update_seconds(outside) - update_seconds(one) == pytest.approx(
+    assert update_seconds(plan_job) == pytest.approx((moved + collected) / 0.8e12, rel=1e-9)
+    outside = replace(plan_job, memory=MemoryConfig(offload=("optimizer",)))
+    assert update_seconds(outside) - update_seconds(plan_job) == pytest.approx(
         shard * 12 / 10e9, rel=1e-9
     )
 
 
 def test_a_budget_counts_every_gpu() -> None:
     plan = make_plan(wide(layout=Layout(4)))
-    found = plan.budget(1e9, price=2.0)
+    budget = plan.budget(1e9, price=2.0)
     seconds = 1e9 / plan.tokens_per_second
-    assert found["days"] == pytest.approx(seconds / 86400) and found["gpu_hours"] == pytest.approx(
-        4 * seconds / 3600
-    )
-    assert found["cost"] == pytest.approx(2 * 4 * seconds / 3600)
+    assert budget["days"] == pytest.approx(seconds / 86400)
+    assert budget["gpu_hours"] == pytest.approx(4 * seconds / 3600)
+    assert budget["cost"] == pytest.approx(2 * 4 * seconds / 3600)
 
 
 def test_a_long_pipeline_takes_as_long_for_each_microbatch_as_its_slowest_rank() -> None:
-    short, long = (make_plan(wide().varied(Layout(2, pipeline=2), 1, count)) for count in (12, 20))
-    slowest = max(one.total for one in stages_of_job(short.job))
+    short = make_plan(wide().varied(Layout(2, pipeline=2), 1, 12))
+    long = make_plan(wide().varied(Layout(2, pipeline=2), 1, 20))
+    slowest = max(stage.total for stage in stages_of_job(short.job))
     assert (long.step_seconds - long.update_seconds) - (
         short.step_seconds - short.update_seconds
     ) == pytest.approx(8 * slowest, rel=1e-6)
@@ -265,11 +268,13 @@ def test_the_bubble_of_a_search_is_that_of_equal_stages() -> None:
         ("zero_bubble", 1, 0.4),
     ]
     for schedule, virtual, idle in cases:
-        one = wide().varied(Layout(2, pipeline=2, schedule=schedule, virtual_stages=virtual), 1, 4)
-        plan = make_plan(one, simulated=False)
-        stages = stages_of_job(one)
+        job_of_search = wide().varied(
+            Layout(2, pipeline=2, schedule=schedule, virtual_stages=virtual), 1, 4
+        )
+        plan = make_plan(job_of_search, simulated=False)
+        stages = stages_of_job(job_of_search)
         slowest = max(
-            sum(stages[stage].total for stage in one.stages_of(rank)) for rank in range(2)
+            sum(stages[stage].total for stage in job_of_search.stages_of(rank)) for rank in range(2)
         )
         busy = sum(stage.total for stage in stages)
         # four microbatches, and what the other rank waits for

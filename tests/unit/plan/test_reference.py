@@ -32,49 +32,60 @@ def plan_of(*settings: str, world: int = 1) -> Plan:
     return make_plan(job_of(*settings, world=world))
 
 
-def test_a_reference_in_memory_adds_a_frozen_copy_and_a_forward_pass() -> None:
-    free, live, cached = (
-        plan_of("objective.kind=dpo", more)
-        for more in ("objective.reference_free=true", "seed=0", "objective.reference_logps=cached")
-    )
-    assert (
-        KIND not in free.memory.kinds
-        and cached.memory == free.memory
-        and cached.step_seconds == free.step_seconds
-    )
-    model = live.job.model
-    assert live.memory.kinds[KIND] == pytest.approx(
-        2 * as_dict(live)["model"]["parameters"], rel=0.02
-    )
-    assert {
-        kind: size for kind, size in live.memory.kinds.items() if kind != KIND
-    } == free.memory.kinds
-    forward = token_flops(model, 1024, training=()).causal
-    assert live.flops.reference == forward == pytest.approx(free.flops.model.causal / 3, rel=0.01)
-    assert (
-        live.flops.hardware == free.flops.hardware + forward
-        and live.flops.model == free.flops.model
-    )
-    assert 1.2 < live.step_seconds / free.step_seconds < 1.4
-    assert as_dict(live)["model"]["reference"] == {
-        "role": "reference",
-        "parameters": as_dict(live)["model"]["parameters"],
-    }
+@pytest.fixture(scope="module")
+def without_reference() -> Plan:
+    return plan_of("objective.kind=dpo", "objective.reference_free=true")
+
+
+@pytest.fixture(scope="module")
+def with_reference() -> Plan:
+    return plan_of("objective.kind=dpo", "seed=0")
+
+
+def test_a_reference_whose_scores_are_cached_costs_nothing(without_reference: Plan) -> None:
+    cached = plan_of("objective.kind=dpo", "objective.reference_logps=cached")
+    assert cached.memory == without_reference.memory
+    assert cached.step_seconds == without_reference.step_seconds
+
+
+def test_a_reference_in_memory_adds_a_frozen_copy(
+    with_reference: Plan, without_reference: Plan
+) -> None:
+    parameters = as_dict(with_reference)["model"]["parameters"]
+    kinds = dict(with_reference.memory.kinds)
+    assert kinds.pop(KIND) == pytest.approx(2 * parameters, rel=0.02)
+    assert kinds == without_reference.memory.kinds
+    assert KIND not in without_reference.memory.kinds
+    reference = as_dict(with_reference)["model"]["reference"]
+    assert reference == {"role": "reference", "parameters": parameters}
+
+
+def test_a_reference_in_memory_adds_a_forward_pass_to_every_step(
+    with_reference: Plan, without_reference: Plan
+) -> None:
+    forward = token_flops(with_reference.job.model, 1024, training=()).causal
+    assert forward == pytest.approx(without_reference.flops.model.causal / 3, rel=0.01)
+    assert with_reference.flops.reference == forward
+    assert with_reference.flops.hardware == without_reference.flops.hardware + forward
+    assert with_reference.flops.model == without_reference.flops.model
+    assert 1.2 < with_reference.step_seconds / without_reference.step_seconds < 1.4
 
 
 def test_the_copy_is_divided_by_the_tensor_axis_alone_and_quantised_as_the_base_is() -> None:
-    whole, data, tensor = (
-        job_of("objective.kind=dpo", f"parallel.tensor={size}", world=world)
+    whole = job_of("objective.kind=dpo", "parallel.tensor=1", world=1).memory_job().reference_bytes
+    data = job_of("objective.kind=dpo", "parallel.tensor=1", world=4).memory_job().reference_bytes
+    tensor = job_of("objective.kind=dpo", "parallel.tensor=4", world=4).memory_job().reference_bytes
+    assert data == whole
+    assert whole / 4 <= tensor < whole / 3.9
+    lora = (
+        job_of("objective.kind=dpo", "adapter.rank=8", "adapter.base=null")
         .memory_job()
         .reference_bytes
-        for size, world in ((1, 1), (1, 4), (4, 4))
     )
-    assert data == whole and whole / 4 <= tensor < whole / 3.9
-    lora, packed = (
-        job_of("objective.kind=dpo", "adapter.rank=8", f"adapter.base={form}")
+    packed = (
+        job_of("objective.kind=dpo", "adapter.rank=8", "adapter.base=nf4")
         .memory_job()
         .reference_bytes
-        for form in ("null", "nf4")
     )
     assert lora == whole  # an adapter's base is a model of its own here
     assert packed < 0.6 * whole  # embedding and head stay floats
@@ -103,7 +114,8 @@ def test_a_teacher_is_the_model_that_the_recipe_names(tmp_path: Path) -> None:
     job = plan_job(
         load(Recipe, None, [*tiny_settings(tmp_path, "run"), *settings]), PlanTarget(GPUS["h200"])
     )
-    assert job.reference is not None and job.reference.role == "teacher"
+    assert job.reference is not None
+    assert job.reference.role == "teacher"
     config = job.reference.model
     frozen = build_frozen_model(config, [], torch.device("cpu"), torch.bfloat16)
     assert job.memory_job().reference_bytes == sum(

@@ -27,30 +27,31 @@ def job_of(*more: str, world: int | None = None) -> PlanJob:
 
 @pytest.mark.parametrize(("form", "bits"), [("nf4", 4.127), ("int8", 8.008)])
 def test_weights_are_the_bytes_of_the_form(form: str, bits: float) -> None:
-    plain, packed = (make_plan(job_of(*more)) for more in ((), (f"adapter.base={form}",)))
+    plain = make_plan(job_of())
+    packed = make_plan(job_of(f"adapter.base={form}"))
     layers = 6_979_321_856  # elements of the linears of an 8B Llama's layers
     saved = ROUND * layers * (16 - bits) / 8
     assert plain.memory.kinds["weights"] - packed.memory.kinds["weights"] == pytest.approx(
         saved, rel=2e-3
     )
     assert plain.flops.model == packed.flops.model
-    model = [as_dict(one)["model"] for one in (plain, packed)]
-    assert (
-        model[0]["parameters"] == model[1]["parameters"]
-        and model[0]["trained"] == model[1]["trained"]
-    )
+    model = [as_dict(plan)["model"] for plan in (plain, packed)]
+    assert model[0]["parameters"] == model[1]["parameters"]
+    assert model[0]["trained"] == model[1]["trained"]
     assert 0.93 * plain.tokens_per_second < packed.tokens_per_second < plain.tokens_per_second
 
 
 def test_fsdp_spreads_the_bytes_over_ranks() -> None:
-    one, eight = (
-        job_of(
-            "adapter.base=nf4", "parallel.strategy=fsdp", "batch.rows=8", world=world
-        ).memory_job()
-        for world in (1, 8)
-    )
+    alone = job_of(
+        "adapter.base=nf4", "parallel.strategy=fsdp", "batch.rows=8", world=1
+    ).memory_job()
+    eight = job_of(
+        "adapter.base=nf4", "parallel.strategy=fsdp", "batch.rows=8", world=8
+    ).memory_job()
     assert (
-        one.packed_bytes == eight.packed_bytes == pytest.approx(6_979_321_856 * 4.127 / 8, rel=1e-3)
+        alone.packed_bytes
+        == eight.packed_bytes
+        == pytest.approx(6_979_321_856 * 4.127 / 8, rel=1e-3)
     )
     assert (
         make_plan(
@@ -60,15 +61,17 @@ def test_fsdp_spreads_the_bytes_over_ranks() -> None:
     )
 
 
-def test_the_smallest_card_of_an_8b_model_at_4k() -> None:
+def test_a_packed_base_fits_an_8b_model_on_smaller_cards() -> None:
     cards = {
         base: as_dict(make_plan(job_of(f"adapter.base={base}")))["memory"]["smallest_card_gb"]
         for base in ("nf4", "int8", "null")
     }
     assert cards == {"nf4": 10, "int8": 16, "null": 20}
-    assert smallest_card(1) == 6 and smallest_card(1 << 40) is None
+    assert smallest_card(1) == 6
+    assert smallest_card(1 << 40) is None
 
 
 def test_a_search_proposes_no_tensor_axis() -> None:
-    found = best_plans(job_of("adapter.base=nf4", "batch.rows=32", world=8))
-    assert found and all(plan.job.layout.tensor == 1 for plan in found)
+    plans = best_plans(job_of("adapter.base=nf4", "batch.rows=32", world=8))
+    assert plans
+    assert all(plan.job.layout.tensor == 1 for plan in plans)

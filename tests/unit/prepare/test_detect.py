@@ -20,7 +20,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
@@ -104,24 +104,23 @@ def test_a_damaged_file_is_explained_by_its_reader(tmp_path: Path) -> None:
 def test_a_resolved_recipe_states_what_was_detected(tmp_path: Path) -> None:
     """So that a resumed run is compared with what it trained on, also where an older version wrote `text` for every store."""
     train_bpe(["some text of some text"], vocab_size=262, out=tmp_path / "tokenizer")
-    chat, text = (
-        write(tmp_path / "chat.jsonl", [MESSAGES]),
-        write(tmp_path / "text.jsonl", [{"text": "a"}]),
-    )
+    chat = write(tmp_path / "chat.jsonl", [MESSAGES])
+    text = write(tmp_path / "text.jsonl", [{"text": "a"}])
     recipe = load(
         Recipe,
         None,
         [f"tokenizer={tmp_path}/tokenizer", f"data.train=[{chat}, {text}, {tmp_path}/missing]"],
     )
-    found = resolve(recipe).recipe.data.train
-    assert found is not None and [one.kind for one in found] == ["chat", "text", "text"]
-    assert [one.chat_template for one in found] == ["chatml", "chatml", "chatml"]
+    sources = resolve(recipe).recipe.data.train
+    assert sources is not None
+    assert [source.kind for source in sources] == ["chat", "text", "text"]
+    assert [source.chat_template for source in sources] == ["chatml", "chatml", "chatml"]
 
 
 def test_the_tokenizers_own_template_is_used_where_it_has_one(tmp_path: Path) -> None:
     chat = write(tmp_path / "chat.jsonl", [MESSAGES])
     template = train_bpe(["some text of some text"], vocab_size=262, out=tmp_path / "tokenizer")
-    own = type(template)(
+    with_template = type(template)(
         template.backend,
         template.roles,
         template.config,
@@ -129,9 +128,11 @@ def test_the_tokenizers_own_template_is_used_where_it_has_one(tmp_path: Path) ->
     )
 
     def chosen(settings: str) -> str:
-        found = with_kinds(load(DataConfig, None, [f"train={{path: {chat}{settings}}}"]), own).train
-        assert found is not None
-        return found[0].chat_template
+        sources = with_kinds(
+            load(DataConfig, None, [f"train={{path: {chat}{settings}}}"]), with_template
+        ).train
+        assert sources is not None
+        return sources[0].chat_template
 
     assert chosen("") == "tokenizer"
     assert chosen(", chat_template: alpaca") == "alpaca"

@@ -26,7 +26,10 @@ from headway.prepare.media_inputs import ByteInput, ImageInput, content_hash
 class Means:
     """A frozen encoder: the mean of each colour."""
 
-    modality, tokens, width, identity = "image", 1, 3, "means"
+    modality = "image"
+    tokens = 1
+    width = 3
+    identity = "means"
 
     def __init__(self) -> None:
         self.input = ImageInput(ImageSpec(size=8, resize=8))
@@ -61,18 +64,23 @@ def prepared(data: Path, encoder: Means, name: str = "all.jsonl", **options: Any
 
 def test_features_are_made_once_and_equal_pictures_share_a_row(data: Path) -> None:
     encoder = Means()
-    found = prepared(data, encoder)
-    assert encoder.encoded == 7 and len(found) == 8
-    assert found.rows[0, 1] == found.rows[7, 1]
+    features = prepared(data, encoder)
+    assert encoder.encoded == 7
+    assert len(features) == 8
+    assert features.rows[0, 1] == features.rows[7, 1]
     np.testing.assert_allclose(
-        found.tables[1].rows(found.rows[:, 1])[:, 0, 0], [10 * (n % 7) for n in range(8)]
+        features.tables[1].rows(features.rows[:, 1])[:, 0, 0], [10 * (n % 7) for n in range(8)]
     )
-    assert bytes(found.tables[0].rows([found.rows[3, 0]])[0, :9].astype(np.uint8)) == b"picture 3"
+    assert (
+        bytes(features.tables[0].rows([features.rows[3, 0]])[0, :9].astype(np.uint8))
+        == b"picture 3"
+    )
     again = prepared(data, Means())
-    assert again.content_key == found.content_key
+    assert again.content_key == features.content_key
     other = Means()
     part = prepared(data, other, "some.jsonl")
-    assert other.encoded == 0 and len(part) == 3  # rows of the larger table are copied
+    assert other.encoded == 0
+    assert len(part) == 3
     other.identity = "other weights"
     prepared(data, other)
     assert other.encoded == 7
@@ -93,9 +101,9 @@ def test_a_killed_build_continues(data: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(KeyboardInterrupt):
         prepared(data, Dies())
     encoder = Means()
-    found = prepared(data, encoder)
+    rebuilt = prepared(data, encoder)
     assert encoder.encoded == 3
-    assert found.content_key == whole.content_key
+    assert rebuilt.content_key == whole.content_key
 
 
 def test_a_broken_file_is_an_error_or_counted_and_listed(
@@ -108,13 +116,11 @@ def test_a_broken_file_is_an_error_or_counted_and_listed(
     caplog.set_level(logging.WARNING, "headway")
     for _ in range(2):  # the second time from the cache: still counted
         caplog.clear()
-        found = prepared(data, Means(), skip_bad=True)
-        assert (found.rows[:, 1] < 0).tolist() == [n in (3, 5) for n in range(8)]
-        assert (found.rows[:, 0] >= 0).all()
-        assert len(found.bad) == 2 and {one.place.rsplit(":", 1)[1] for one in found.bad} == {
-            "4",
-            "6",
-        }
+        features = prepared(data, Means(), skip_bad=True)
+        assert (features.rows[:, 1] < 0).tolist() == [n in (3, 5) for n in range(8)]
+        assert (features.rows[:, 0] >= 0).all()
+        assert len(features.bad) == 2
+        assert {item.place.rsplit(":", 1)[1] for item in features.bad} == {"4", "6"}
         assert "2 items cannot be read and are left out" in caplog.text
 
 
@@ -144,12 +150,13 @@ def test_conversations_videos_and_two_pictures_are_refused(data: Path) -> None:
 
 
 def test_columns_have_zeros_where_nothing_is(data: Path) -> None:
-    found = prepared(data, Means())
-    rows = found.rows.copy()
+    features = prepared(data, Means())
+    rows = features.rows.copy()
     rows[1, 1] = -1
-    media, present = columns_of(rows, found.tables)
-    assert present[1].tolist() == [n != 1 for n in range(8)] and not media[1][1].any()
-    source = SampleSource("x", found.modalities, rows, found.tables, "k")
+    media, present = columns_of(rows, features.tables)
+    assert present[1].tolist() == [n != 1 for n in range(8)]
+    assert not media[1][1].any()
+    source = SampleSource("x", features.modalities, rows, features.tables, "k")
     assert (source.num_documents, source.num_tokens, source.lengths(0, 3).tolist()) == (
         8,
         8,

@@ -75,9 +75,8 @@ def test_what_a_refused_conversion_has_tokenized_is_not_taken_for_the_next_one(
     assert [path.name for path in tmp_path.iterdir()] == ["raw.jsonl"], "nothing is left"
     assert main([*source, "--tokenizer", str(words), "--begin-id", "0", "--no-eos"]) == 0
     capsys.readouterr()
-    assert run(capsys, "inspect", tmp_path / "out")["dtype"] == "uint16" and not list(
-        tmp_path.glob(".tmp-*")
-    )
+    assert run(capsys, "inspect", tmp_path / "out")["dtype"] == "uint16"
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_the_internlm_example_gives_offsets_0_90_208(
@@ -94,8 +93,8 @@ def test_the_internlm_example_gives_offsets_0_90_208(
         "internlm",
         "--out",
     )
-    found = run(capsys, *source, tmp_path / "cn" / "output.bin")
-    assert (found["documents"], found["tokens"]) == (3, 39)
+    report = run(capsys, *source, tmp_path / "cn" / "output.bin")
+    assert (report["documents"], report["tokens"]) == (3, 39)
     assert np.load(tmp_path / "cn" / "output.bin.meta").tolist() == [[0, 11], [90, 15], [208, 13]]
     assert (
         (tmp_path / "cn" / "output.bin")
@@ -114,7 +113,7 @@ def test_the_internlm_example_gives_offsets_0_90_208(
         inspected["bytes"] == sum(file.stat().st_size for file in (tmp_path / "cn").iterdir()) > 39
     )
     assert inspected["types"] == {"cn": {"documents": 3, "tokens": 39}}
-    found = run(capsys, *source, tmp_path / "folder", "--type", "cn")
+    report = run(capsys, *source, tmp_path / "folder", "--type", "cn")
     assert (tmp_path / "folder" / "cn" / "dataset.bin").read_bytes() == (
         tmp_path / "cn" / "output.bin"
     ).read_bytes()
@@ -124,7 +123,7 @@ def test_every_format_is_inspected_with_the_same_counts(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "hello"}\n{"text": "bye"}\n')
-    made = run(
+    report = run(
         capsys,
         "tokenize",
         "--input",
@@ -134,7 +133,7 @@ def test_every_format_is_inspected_with_the_same_counts(
         "--out",
         tmp_path / "headway",
     )
-    assert (made["documents"], made["tokens"]) == (2, 10)
+    assert (report["documents"], report["tokens"]) == (2, 10)
     store = run(capsys, "inspect", tmp_path / "headway")
     assert (
         store["kind"],
@@ -147,8 +146,8 @@ def test_every_format_is_inspected_with_the_same_counts(
     for to in ("internlm", "zero2all", "mds"):
         options = ("--begin-id", 7) if to == "zero2all" else ()
         run(capsys, "convert", tmp_path / "headway", tmp_path / to, "--to", to, *options)
-        found = run(capsys, "inspect", tmp_path / to)
-        assert (found["kind"], found["documents"], found["tokens"]) == (
+        inspected = run(capsys, "inspect", tmp_path / to)
+        assert (inspected["kind"], inspected["documents"], inspected["tokens"]) == (
             to,
             2,
             12 if to == "zero2all" else 10,
@@ -157,17 +156,15 @@ def test_every_format_is_inspected_with_the_same_counts(
     assert (raw["kind"], raw["documents"], raw["tokens"]) == ("raw", 2, None)
     assert run(capsys, "inspect", tmp_path / "t.jsonl", "--tokenizer", letters)["tokens"] == 8
     back = run(capsys, "convert", tmp_path / "mds", tmp_path / "back", "--tokenizer", letters)
-    assert (
-        back["documents"] == 2
-        and run(capsys, "inspect", tmp_path / "back")["fingerprint"] == store["fingerprint"]
-    )
+    assert back["documents"] == 2
+    assert run(capsys, "inspect", tmp_path / "back")["fingerprint"] == store["fingerprint"]
 
 
 def test_samples_show_which_tokens_are_targets(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.jsonl").write_text('{"instruction": "Hi", "output": "Hello"}\n')
-    made = run(
+    report = run(
         capsys,
         "tokenize",
         "--input",
@@ -179,7 +176,7 @@ def test_samples_show_which_tokens_are_targets(
         "--out",
         tmp_path / "chat",
     )
-    assert made["targets"] == 6
+    assert report["targets"] == 6
     assert main(["data", "inspect", str(tmp_path / "chat"), "--tokenizer", str(letters)]) == 0
     assert (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Hello<|im_end|>⟧\n"
@@ -191,7 +188,7 @@ def test_preference_pairs_are_tokenized_from_the_command_line(
     tmp_path: Path, letters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "p.json").write_text(json.dumps([{"prompt": "a", "chosen": "b", "rejected": "c"}]))
-    made = run(
+    report = run(
         capsys,
         "tokenize",
         "--input",
@@ -203,7 +200,7 @@ def test_preference_pairs_are_tokenized_from_the_command_line(
         "--out",
         tmp_path / "p",
     )
-    assert (made["train_pairs"], made["targets"]) == (1, 4)
+    assert (report["train_pairs"], report["targets"]) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +226,7 @@ def test_flags_that_mean_nothing_together_are_refused(
     message: str,
 ) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "hello"}\n')
-    given = [
+    options = [
         "--input",
         str(tmp_path / "t.jsonl"),
         "--tokenizer",
@@ -238,12 +235,12 @@ def test_flags_that_mean_nothing_together_are_refused(
         str(tmp_path / "out"),
         *flags,
     ]
-    assert main(["data", "tokenize", *given]) == 2
+    assert main(["data", "tokenize", *options]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", [["inspect"], ["convert"]])
-def test_unknown_things_end_in_one_line(
+def test_a_folder_or_format_that_is_not_known_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
 ) -> None:
     (tmp_path / "model.bin").write_bytes(b"123")

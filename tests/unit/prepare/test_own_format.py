@@ -43,11 +43,10 @@ def texts(path: Path) -> list[str]:
 def test_a_file_a_folder_and_a_glob_are_read_once(lab: Path) -> None:
     assert texts(read_own_format("in/a.pct", "./my_format.py", lab / "cache")) == ["one", "two"]
     whole = read_own_format("in", "./my_format.py", lab / "cache")
-    assert texts(whole) == ["one", "two", "three"] and len((lab / "calls").read_text()) == 3
-    assert (
-        read_own_format("in/*.pct", "./my_format.py", lab / "cache") == whole
-        and len((lab / "calls").read_text()) == 3
-    )
+    assert texts(whole) == ["one", "two", "three"]
+    assert len((lab / "calls").read_text()) == 3
+    assert read_own_format("in/*.pct", "./my_format.py", lab / "cache") == whole
+    assert len((lab / "calls").read_text()) == 3
     (lab / "in" / "b.pct").write_text("four")
     assert texts(read_own_format("in", "./my_format.py", lab / "cache")) == ["one", "two", "four"]
     code = (lab / "my_format.py").read_text().replace("part.strip(), ", "part.strip().upper(), ")
@@ -59,14 +58,20 @@ def test_a_file_a_folder_and_a_glob_are_read_once(lab: Path) -> None:
     ], "other code, other records"
 
 
-def test_faults_are_one_line(lab: Path) -> None:
+def test_an_error_of_the_users_reader_names_the_file_and_the_record(lab: Path) -> None:
     (lab / "in" / "b.pct").write_text("x % bad")
     with pytest.raises(
         DataError, match=r"in/b.pct: ./my_format.py failed after record 1: ValueError: bad part"
     ):
         read_own_format("in", "./my_format.py", lab / "cache")
+
+
+def test_a_pattern_without_files_is_refused(lab: Path) -> None:
     with pytest.raises(DataError, match="there are no files"):
         read_own_format("none/*.pct", "./my_format.py", lab / "cache")
+
+
+def test_a_module_without_a_reader_is_refused(lab: Path) -> None:
     (lab / "empty.py").write_text("")
     with pytest.raises(ConfigError, match=r"has no function read\(raw\)"):
         read_own_format("in", "./empty.py", lab / "cache")

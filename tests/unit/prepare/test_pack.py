@@ -34,12 +34,12 @@ def make_store(folder: Path, lengths: list[int], masked: bool = False) -> Path:
 
 def spans_of(store: Store) -> list[list[list[int]]]:
     """Every pack as the ids of the documents inside it."""
-    found = []
+    packs = []
     for i in range(store.num_documents):
         starts = store.span_starts(i)
         assert starts is not None
-        found.append([piece.tolist() for piece in np.split(store.document(i), starts[1:])])
-    return found
+        packs.append([piece.tolist() for piece in np.split(store.document(i), starts[1:])])
+    return packs
 
 
 def packed(
@@ -50,17 +50,14 @@ def packed(
     )
     store = open_store(folder / "out")
     store.verify()
-    assert (
-        store.fingerprint == "f"
-        and report.tokens == store.num_tokens
-        and report.packs == store.num_documents
-    )
+    assert store.fingerprint == "f"
+    assert report.tokens == store.num_tokens
+    assert report.packs == store.num_documents
     if masked:
         for i in range(store.num_documents):
             mask = store.document_mask(i)
-            assert mask is not None and mask.tolist() == [
-                int(t) % 3 == 0 for t in store.document(i)
-            ]
+            assert mask is not None
+            assert mask.tolist() == [int(t) % 3 == 0 for t in store.document(i)]
     return spans_of(store), report
 
 
@@ -92,12 +89,12 @@ def test_concat_and_best_fit_lose_nothing(
         if n >= min_length
         for t in range(first, first + n)
     ]
-    assert sorted(t for one in packs for span in one for t in span) == kept
-    assert all(span == list(range(span[0], span[0] + len(span))) for one in packs for span in one)
-    assert all(sum(map(len, one)) <= length for one in packs)
+    assert sorted(t for pack in packs for span in pack for t in span) == kept
+    assert all(span == list(range(span[0], span[0] + len(span))) for pack in packs for span in pack)
+    assert all(sum(map(len, pack)) <= length for pack in packs)
     if mode == "concat":
-        assert [t for one in packs for span in one for t in span] == kept
-        assert all(sum(map(len, one)) == length for one in packs[:-1])
+        assert [t for pack in packs for span in pack for t in span] == kept
+        assert all(sum(map(len, pack)) == length for pack in packs[:-1])
     assert report.dropped_tokens == sum(n for n in lengths if n < min_length)
     assert report.utilisation == pytest.approx(len(kept) / (len(packs) * length))
 
@@ -145,8 +142,8 @@ def test_prulong_splits_by_lengths_first(tmp_path: Path) -> None:
 def test_the_loader_keeps_the_documents_of_a_pack_apart(tmp_path: Path) -> None:
     packed(tmp_path, [3, 4, 5, 2, 9, 1] * 20, pack_length=16)
     source = [MixtureSource(Selection(open_store(tmp_path / "out")))]
-    apart = {tuple(span) for one in spans_of(open_store(tmp_path / "out")) for span in one}
-    found = set()
+    apart = {tuple(span) for pack in spans_of(open_store(tmp_path / "out")) for span in pack}
+    rows = set()
     for step, _ in Loader(
         DataConfig(seq_len=16, max_documents=17, workers=0),
         sources=source,
@@ -158,18 +155,19 @@ def test_the_loader_keeps_the_documents_of_a_pack_apart(tmp_path: Path) -> None:
         batch = step.microbatches[0]
         for row in range(2):
             starts = [b for b in batch.bounds[row].tolist() if b < 16] + [16]
-            found |= {tuple(batch.tokens[row, a:b].tolist()) for a, b in pairwise(starts)}
-    assert {span for span in found if span[0]} == apart
+            rows |= {tuple(batch.tokens[row, a:b].tolist()) for a, b in pairwise(starts)}
+    assert {span for span in rows if span[0]} == apart
 
 
 def test_packing_packs_takes_them_apart(tmp_path: Path) -> None:
     first, _ = packed(tmp_path, [3, 4, 5, 2, 9], pack_length=12)
     pack(tmp_path / "out", tmp_path / "again", PackOptions(6))
     again = spans_of(open_store(tmp_path / "again"))
-    assert [t for one in again for span in one for t in span] == [
-        t for one in first for span in one for t in span
+    assert [t for pack in again for span in pack for t in span] == [
+        t for pack in first for span in pack for t in span
     ]
-    assert again[0] == [[1, 2, 3], [4, 5, 6]] and again[1][0] == [7]
+    assert again[0] == [[1, 2, 3], [4, 5, 6]]
+    assert again[1][0] == [7]
 
 
 @pytest.mark.parametrize(
@@ -187,16 +185,24 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str
         PackOptions(**options)
 
 
-def test_the_command_line_reports(tmp_path: Path, capsys) -> None:
+def test_data_pack_prints_packs_utilisation_and_dropped_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = make_store(tmp_path / "s", [30, 50])
-    assert (
-        main(["data", "pack", str(store), str(tmp_path / "p"), "--pack-length", "16", "--json"])
-        == 0
-    )
+    arguments = ["--pack-length", "16", "--json"]
+    assert main(["data", "pack", str(store), str(tmp_path / "p"), *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["packs"], report["utilisation"], report["dropped_tokens"]) == (5, 1.0, 0)
+
+
+def test_lengths_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", [30, 50])
     arguments = ["--pack-length", "99", "--mode", "prulong", "--split-by-lengths", "1,x"]
     assert main(["data", "pack", str(store), str(tmp_path / "q"), *arguments]) == 2
+
+
+def test_a_store_shorter_than_one_pack_is_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", [30, 50])
     with pytest.raises(DataError, match="has too few tokens for a pack of 99"):
         pack(store, tmp_path / "q", PackOptions(99, "prulong"))
 
@@ -229,9 +235,11 @@ def test_an_overlap_never_leaves_its_document(
     store = open_store(folder / "out")
     owner = np.repeat(np.arange(len(lengths)), lengths)
     seen: dict[int, int] = {}
-    for one in range(store.num_documents):
-        assert store.document_mask(one).tolist() == [int(t) % 3 == 0 for t in store.document(one)]
-    for piece in (piece for one in spans_of(store) for piece in one):
+    for number in range(store.num_documents):
+        assert store.document_mask(number).tolist() == [
+            int(t) % 3 == 0 for t in store.document(number)
+        ]
+    for piece in (piece for spans in spans_of(store) for piece in spans):
         assert piece == list(range(piece[0], piece[0] + len(piece))), (
             "a piece is a stretch of the source"
         )
@@ -244,10 +252,10 @@ def test_an_overlap_never_leaves_its_document(
 
 
 def test_a_cut_in_a_documents_first_tokens_repeats_only_those(tmp_path: Path) -> None:
-    found, report = packed(
+    spans, report = packed(
         tmp_path, [9, 20], pack_length=10, mode="prulong", overlap=4, keep_last=True
     )
     # Document 2 (ids 10 to 29) is cut after its first token: the rest repeats that one, not three tokens of document 1.
-    assert found[0] == [list(range(1, 10)), [10]]
-    assert found[1][0] == list(range(10, 20))
+    assert spans[0] == [list(range(1, 10)), [10]]
+    assert spans[1][0] == list(range(10, 20))
     assert report.repeated_tokens == 1 + 4 + 4

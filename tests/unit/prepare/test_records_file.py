@@ -15,14 +15,16 @@ from headway.prepare.records_file import write_records
 
 def test_the_same_records_give_the_same_file(tmp_path: Path) -> None:
     rows = [{"text": "héllo", "n": np.int64(3), "x": np.array([1.5, 2.0])}, {"text": "二"}]
-    one = write_records(rows, tmp_path)
-    two = write_records(iter(rows), tmp_path)
-    assert one == two and one.parent == tmp_path / "records" and [*one.parent.iterdir()] == [one]
-    assert [json.loads(line) for line in one.read_text("utf-8").splitlines()] == [
+    first = write_records(rows, tmp_path)
+    second = write_records(iter(rows), tmp_path)
+    assert first == second
+    assert first.parent == tmp_path / "records"
+    assert [*first.parent.iterdir()] == [first]
+    assert [json.loads(line) for line in first.read_text("utf-8").splitlines()] == [
         {"text": "héllo", "n": 3, "x": [1.5, 2.0]},
         {"text": "二"},
     ]
-    assert write_records(rows[:1], tmp_path) != one
+    assert write_records(rows[:1], tmp_path) != first
 
 
 def test_an_iterator_is_read_once_in_bounded_memory(tmp_path: Path) -> None:
@@ -31,10 +33,10 @@ def test_an_iterator_is_read_once_in_bounded_memory(tmp_path: Path) -> None:
             yield {"text": f"{number} " * 1000}
 
     tracemalloc.start()
-    found = write_records(rows(), tmp_path)
+    path = write_records(rows(), tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.stat().st_size > 8e6 > 2 * peak
+    assert path.stat().st_size > 8e6 > 2 * peak
 
 
 class _Dataset:

@@ -39,12 +39,10 @@ def test_one_bad_line_hides_no_other(tmp_path: Path) -> None:
     ]
     assert (report.files, report.records, report.good) == (1, 6, 2)
     messages = [bad.message for bad in report.bad]
-    assert (
-        "not valid JSON" in messages[0]
-        and "not UTF-8" in messages[1]
-        and "JSON list" in messages[2]
-        and "turn 0 (user) is empty" in messages[3]
-    )
+    assert "not valid JSON" in messages[0]
+    assert "not UTF-8" in messages[1]
+    assert "JSON list" in messages[2]
+    assert "turn 0 (user) is empty" in messages[3]
     assert not any(str(tmp_path) in message for message in messages)
 
 
@@ -56,11 +54,13 @@ def test_lists_are_read_to_where_they_are_damaged(tmp_path: Path) -> None:
     ]
     text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
     (tmp_path / "a.json").write_text(text)
-    found = places([tmp_path / "a.json"], ValidateOptions("preference"))
-    assert [(name, line) for name, line, _ in found] == [("a.json", 3), ("a.json", 4)]
+    bad_places = places([tmp_path / "a.json"], ValidateOptions("preference"))
+    assert [(name, line) for name, line, _ in bad_places] == [("a.json", 3), ("a.json", 4)]
     (tmp_path / "a.json").write_text(text[:-20])
     report = validate([tmp_path / "a.json"], ValidateOptions("preference"))
-    assert report.good == 1 and len(report.bad) == 2 and report.bad[-1].line is not None
+    assert report.good == 1
+    assert len(report.bad) == 2
+    assert report.bad[-1].line is not None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def test_empty_and_damaged_files_are_bad_records(tmp_path: Path, content: bytes)
     name = "x.jsonl.gz" if content else "x.jsonl"
     (tmp_path / name).write_bytes(content)
     report = validate([tmp_path], ValidateOptions("text"))
-    assert len(report.bad) == 1 and report.bad[0].file.endswith(name)
+    assert len(report.bad) == 1
+    assert report.bad[0].file.endswith(name)
 
 
 def test_texts_are_judged_by_key_and_emptiness(tmp_path: Path) -> None:
@@ -78,8 +79,8 @@ def test_texts_are_judged_by_key_and_emptiness(tmp_path: Path) -> None:
         '{"text": "one two"}\n{"text": " "}\n{"body": "x"}\n{"text": 3}\n'
     )
     (tmp_path / "t.txt").write_text("a whole document")
-    found = places([tmp_path / "t.jsonl", tmp_path / "t.txt"], ValidateOptions("text"))
-    assert [(name, line) for name, line, _ in found] == [
+    bad_places = places([tmp_path / "t.jsonl", tmp_path / "t.txt"], ValidateOptions("text"))
+    assert [(name, line) for name, line, _ in bad_places] == [
         ("t.jsonl", 2),
         ("t.jsonl", 3),
         ("t.jsonl", 4),
@@ -110,11 +111,12 @@ def test_the_verb_prints_every_bad_record_and_a_chart_and_exits_with_1(
     assert "3 records in 1 files: 3 good, 0 bad" in capsys.readouterr().out
     assert main(["data", "validate", str(tmp_path), "--kind", "chat"]) == 1
     out = capsys.readouterr().out
-    assert f"{tmp_path}/bad.jsonl:2: instruction without output" in out and "█" in out
+    assert f"{tmp_path}/bad.jsonl:2: instruction without output" in out
+    assert "█" in out
     assert main(["data", "validate", str(tmp_path), "--kind", "chat", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["records"], found["good"], found["bad"][0]["line"]) == (5, 4, 2)
-    assert found["histogram"] == [{"low": 4, "high": 7, "records": 4}]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["records"], report["good"], report["bad"][0]["line"]) == (5, 4, 2)
+    assert report["histogram"] == [{"low": 4, "high": 7, "records": 4}]
     assert main(["data", "validate", str(tmp_path), "--kind", "poems"]) == 2
     assert main(["data", "validate", str(tmp_path / "nothing.jsonl")]) == 2
 

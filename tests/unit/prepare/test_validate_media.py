@@ -11,27 +11,34 @@ from headway.prepare.validate_media import ValidateMediaOptions, validate_media
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def media_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("set")
     write_media(folder, SyntheticMedia(12, 2, image_size=16, seconds=0.1))
     return folder
 
 
-def test_the_generated_set_is_good(made: Path) -> None:
-    report = validate_media([made / "captions.jsonl", made / "chat.jsonl"], ValidateMediaOptions())
-    lines = sum(
-        len((made / f"{name}.jsonl").read_text().splitlines()) for name in ("captions", "chat")
+def test_the_generated_set_is_good(media_set: Path) -> None:
+    report = validate_media(
+        [media_set / "captions.jsonl", media_set / "chat.jsonl"], ValidateMediaOptions()
     )
-    assert not report.bad and report.records == report.good == lines and report.captions == 12
-    assert report.media["image"] > 30 and report.media["audio"] > 30
+    lines = sum(
+        len((media_set / f"{name}.jsonl").read_text().splitlines()) for name in ("captions", "chat")
+    )
+    assert not report.bad
+    assert report.records == report.good == lines
+    assert report.captions == 12
+    assert report.media["image"] > 30
+    assert report.media["audio"] > 30
 
 
 def test_every_broken_file_is_reported_with_its_line(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    media_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "cut.png").write_bytes((made / "images").joinpath("000001.png").read_bytes()[:300])
+    (tmp_path / "cut.png").write_bytes(
+        (media_set / "images").joinpath("000001.png").read_bytes()[:300]
+    )
     (tmp_path / "cut.wav").write_bytes(b"RIFF0000WAVE")
-    (tmp_path / "ok.png").write_bytes((made / "images").joinpath("000001.png").read_bytes())
+    (tmp_path / "ok.png").write_bytes((media_set / "images").joinpath("000001.png").read_bytes())
     lines = [
         json.dumps({"text": "a", "image": "ok.png"}),
         json.dumps({"text": "a", "image": "cut.png", "audio": "cut.wav"}),
@@ -53,9 +60,9 @@ def test_every_broken_file_is_reported_with_its_line(
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(lines) + "\n")
     assert run_verb(["data", "validate", str(file), "--kind", "multimodal", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["records"], found["good"], found["bad_records"]) == (8, 2, 6)
-    assert [one["line"] for one in found["bad"]] == [2, 2, 3, 4, 5, 6, 8]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["records"], report["good"], report["bad_records"]) == (8, 2, 6)
+    assert [bad_record["line"] for bad_record in report["bad"]] == [2, 2, 3, 4, 5, 6, 8]
     assert (
         run_verb(
             ["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]
@@ -63,10 +70,8 @@ def test_every_broken_file_is_reported_with_its_line(
         == 1
     )
     shown = capsys.readouterr().out
-    assert (
-        f"{file}:7: answer has no 'diagnostic'." in shown
-        and "8 records in 1 files: 0 good, 8 bad" in shown
-    )
+    assert f"{file}:7: answer has no 'diagnostic'." in shown
+    assert "8 records in 1 files: 0 good, 8 bad" in shown
 
 
 REPORT = {
@@ -125,14 +130,14 @@ TURNS = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "cont
     ],
 )
 def test_what_purrsights_own_validator_refuses_is_refused(
-    made: Path,
+    media_set: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     record: dict[str, object],
     keys: str | None,
     problem: str | None,
 ) -> None:
-    (tmp_path / "ok.png").write_bytes((made / "images").joinpath("000001.png").read_bytes())
+    (tmp_path / "ok.png").write_bytes((media_set / "images").joinpath("000001.png").read_bytes())
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
     line = ["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]
@@ -145,8 +150,8 @@ def test_what_purrsights_own_validator_refuses_is_refused(
         assert problem in printed
 
 
-def test_options_of_other_kinds_are_refused(made: Path) -> None:
-    file = str(made / "captions.jsonl")
+def test_options_of_other_kinds_are_refused(media_set: Path) -> None:
+    file = str(media_set / "captions.jsonl")
     assert run_verb(["data", "validate", file, "--kind", "multimodal", "--tokenizer", "x"]) == 2
     assert run_verb(["data", "validate", file, "--kind", "chat", "--schema", "purrsight_v3"]) == 2
     assert run_verb(["data", "validate", file, "--kind", "multimodal", "--schema", "none"]) == 2

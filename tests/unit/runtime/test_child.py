@@ -34,7 +34,8 @@ time.sleep(30)
 def test_a_signal_goes_to_the_command_and_ends_this_one_after_it(
     number: signal.Signals, raised: type[BaseException], tmp_path: Path
 ) -> None:
-    before, mark = signal.getsignal(number), tmp_path / "mark"
+    before = signal.getsignal(number)
+    mark = tmp_path / "mark"
 
     def tell() -> None:
         while not mark.exists():

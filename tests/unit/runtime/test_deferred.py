@@ -16,7 +16,8 @@ from headway.runtime.deferred import Deferred, append_whole
 def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """A disk that is full while its `full` is true."""
     state = {"full": False}
-    plain_append, plain_write = deferred.append_whole, deferred.write_atomic
+    plain_append = deferred.append_whole
+    plain_write = deferred.write_atomic
 
     def append(path: Path, line: bytes) -> None:
         if state["full"]:
@@ -38,7 +39,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 def test_lines_wait_in_order_and_are_reported_once(tmp_path: Path, disk: dict[str, bool]) -> None:
     said: list[str] = []
     writes = Deferred(retry_seconds=0)
-    writes.report, writes.recovered = said.append, said.append
+    writes.report = said.append
+    writes.recovered = said.append
     for number in range(6):
         disk["full"] = 2 <= number < 5
         writes.append(tmp_path / "lines", b"%d\n" % number)
@@ -48,7 +50,9 @@ def test_lines_wait_in_order_and_are_reported_once(tmp_path: Path, disk: dict[st
             assert writes.waiting == 3
     assert (tmp_path / "lines").read_bytes() == b"0\n1\n2\n3\n4\n5\n"
     assert (tmp_path / "state.json").read_text() == "new"
-    assert len(said) == 2 and "the disk is full" in said[0] and "training continues" in said[0]
+    assert len(said) == 2
+    assert "the disk is full" in said[0]
+    assert "training continues" in said[0]
     assert said[1] == "the disk can be written again; all pending lines were written"
 
 
@@ -75,8 +79,10 @@ def test_nothing_is_tried_at_every_step_while_it_fails(
     writes.append(tmp_path / "lines", b"0\n")
     disk["full"] = False
     writes.append(tmp_path / "lines", b"1\n")
-    assert writes.waiting == 2 and not writes.retry(now=False)
-    assert writes.retry() and (tmp_path / "lines").read_bytes() == b"0\n1\n"
+    assert writes.waiting == 2
+    assert not writes.retry(now=False)
+    assert writes.retry()
+    assert (tmp_path / "lines").read_bytes() == b"0\n1\n"
 
 
 def test_a_line_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def test_lines_go_to_standard_error_and_to_the_run_folder(
         logging.getLogger("some.library").warning("trouble")
     LOG.info("after the run")
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err == "a line\nwarning: trouble\n"
+    assert captured.out == ""
+    assert captured.err == "a line\nwarning: trouble\n"
     kept = (tmp_path / "train.log").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in kept] == ["INFO a line", "WARNING trouble"]
     assert kept[0][:2] == "20"
@@ -101,9 +102,8 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
         advance(1000)
         advance(3000)
     assert len(caplog.messages) == 3
-    assert caplog.messages[0].startswith("tokenize: 1.0 kB/4.0 kB (25%)") and caplog.messages[
-        0
-    ].endswith(" left")
+    assert caplog.messages[0].startswith("tokenize: 1.0 kB/4.0 kB (25%)")
+    assert caplog.messages[0].endswith(" left")
     assert caplog.messages[-1].startswith("tokenize: done, 4.0 kB")
 
 

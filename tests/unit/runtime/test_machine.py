@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,12 @@ def test_what_is_recorded_is_plain_data_without_host_user_or_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "very-secret-key")
-    found = json.dumps(environment())
-    assert "very-secret-key" not in found and f'"{platform.node()}"' not in found
-    assert re.fullmatch(r"\d+\.\d+\.\d+.*", describe()["torch"]) and describe()["cores"] >= 1
-    assert json.loads(found)["packages"]["numpy"] == package_version("numpy")
+    recorded = json.dumps(environment())
+    assert "very-secret-key" not in recorded
+    assert f'"{platform.node()}"' not in recorded
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", describe()["torch"])
+    assert describe()["cores"] >= 1
+    assert json.loads(recorded)["packages"]["numpy"] == package_version("numpy")
 
 
 def test_git_state_names_the_commit_and_whether_files_changed(tmp_path: Path) -> None:
@@ -68,10 +71,13 @@ def test_git_state_names_the_commit_and_whether_files_changed(tmp_path: Path) ->
     if os.system(f"({run}) >/dev/null 2>&1") != 0:
         pytest.skip("git is not installed")
     state = git_state(tmp_path)
-    assert state is not None and len(state["commit"]) == 40 and not state["changed"]
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert not state["changed"]
     (tmp_path / "a").write_text("2")
     changed = git_state(tmp_path)
-    assert changed is not None and changed["changed"]
+    assert changed is not None
+    assert changed["changed"]
 
 
 def test_memory_is_counted_in_bytes() -> None:
@@ -79,25 +85,45 @@ def test_memory_is_counted_in_bytes() -> None:
     resident = resident_bytes()
     if total is None or resident is None:
         pytest.skip("this system does not say")
-    assert 10_000_000 < resident < total and (available is None or available <= total)
+    assert 10_000_000 < resident < total
+    assert available is None or available <= total
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@dataclass(frozen=True)
+class ControlGroups:
+    """How a version of control groups names its files."""
+
+    root: str
+    limit: str
+    used: str
+    cached: str
+    of_process: str
+
+
+VERSIONS = {
+    1: ControlGroups(
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "4:memory:/job/step\n",
+    ),
+    2: ControlGroups("", "memory.max", "memory.current", "inactive_file", "0::/job/step\n"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_memory_is_what_the_control_group_and_those_above_it_have(
     tmp_path: Path, version: int
 ) -> None:
-    root = tmp_path / "memory" if version == 1 else tmp_path
-    limit, used, cached = (
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        if version == 1
-        else ("memory.max", "memory.current", "inactive_file")
-    )
-    for group, most, now, cache in (("job", 900, 500, 100), ("job/step", None, 300, 50)):
-        (root / group).mkdir(parents=True)
-        (root / group / limit).write_text("max\n" if most is None else f"{most}\n")
-        (root / group / used).write_text(f"{now}\n")
-        (root / group / "memory.stat").write_text(f"anon 1\n{cached} {cache}\n")
-    (tmp_path / "own").write_text("4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
+    names = VERSIONS[version]
+    for group, limit, used, cached in (("job", "900", 500, 100), ("job/step", "max", 300, 50)):
+        folder = tmp_path / names.root / group
+        folder.mkdir(parents=True)
+        (folder / names.limit).write_text(f"{limit}\n")
+        (folder / names.used).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{names.cached} {cached}\n")
+    (tmp_path / "own").write_text(names.of_process)
     assert _group_limits(tmp_path, tmp_path / "own") == [(900, 400)]
     assert _group_limits(tmp_path, tmp_path / "none") == []
 
@@ -115,20 +141,22 @@ def test_a_gpu_is_described_and_its_load_is_asked_by_uuid() -> None:
     import torch
 
     driver = describe()["driver"]
-    assert driver is not None and re.fullmatch(r"\d+\.\d+.*", driver)
+    assert driver is not None
+    assert re.fullmatch(r"\d+\.\d+.*", driver)
     assert describe()["gpus"][0]["name"] == torch.cuda.get_device_name(0)
     load = gpu_load(0)
     if importlib.util.find_spec("pynvml") is None:
         assert load == GpuLoad(None, None)
     else:
-        assert load.utilisation is not None and 0 <= load.utilisation <= 1
-        assert load.power_watts is not None and load.power_watts > 10
+        assert load.utilisation is not None
+        assert 0 <= load.utilisation <= 1
+        assert load.power_watts is not None
+        assert load.power_watts > 10
 
 
 def test_a_process_may_use_what_its_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_group_limits", lambda *_: [(1 << 20, 3 << 18), (1 << 22, 0)])
     assert ram_bytes() == (1 << 20, 1 << 18)
-    monkeypatch.setattr(
-        machine, "_group_limits", lambda *_: [(1 << 20, 1 << 21)]
-    )  # more in use than allowed: nothing is left
+    # more in use than allowed: nothing is left
+    monkeypatch.setattr(machine, "_group_limits", lambda *_: [(1 << 20, 1 << 21)])
     assert ram_bytes() == (1 << 20, 0)

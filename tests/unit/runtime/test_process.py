@@ -74,7 +74,7 @@ def test_one_process_per_node_needs_no_local_rank() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "x"}, {"RANK": "8"}, {"WORLD_SIZE": "-1"}])
-def test_wrong_values_are_refused(wrong: dict[str, str]) -> None:
+def test_a_rank_outside_the_world_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(LaunchError, match=r"RANK|WORLD_SIZE"):
         from_environment({**TORCHRUN, **wrong})
 
@@ -87,12 +87,18 @@ def test_a_slurm_task_without_its_step_does_not_train_a_run_of_its_own() -> None
     assert from_environment({**BATCH_SCRIPT, "SLURM_JOB_ID": "7"}).is_first
 
 
-def test_a_function_in_a_process_of_its_own_answers_or_says_why_not() -> None:
+def test_a_function_in_a_process_of_its_own_answers() -> None:
     assert run_in_child(divmod, (7, 2), 60) == (3, 1)
+
+
+def test_an_error_or_an_early_end_in_a_process_of_its_own_is_named() -> None:
     with pytest.raises(ChildFailureError, match="by zero"):
         run_in_child(divmod, (7, 0), 60)
     with pytest.raises(ChildFailureError, match=r"ended without an answer \(exit code 3\)"):
         run_in_child(os._exit, (3,), 60)
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
     begin = time.monotonic()
     with pytest.raises(ChildFailureError, match="no answer within 1 s"):
         run_in_child(time.sleep, (100,), 1)
@@ -106,7 +112,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",
 }
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+TORCHRUN_OF_ONE_NODE = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
 
 
 @pytest.mark.parametrize("environment", [SRUN, MPIRUN, MPIEXEC])
@@ -117,7 +123,9 @@ def test_a_rank_that_sees_one_gpu_uses_it(environment: dict[str, str]) -> None:
         gpu_of_rank(3, 2, environment)
 
 
-@pytest.mark.parametrize("environment", [TORCHRUN, {**SRUN, **TORCHRUN}, {}])
+@pytest.mark.parametrize(
+    "environment", [TORCHRUN_OF_ONE_NODE, {**SRUN, **TORCHRUN_OF_ONE_NODE}, {}]
+)
 def test_ranks_that_see_the_same_gpu_do_not_share_it(environment: dict[str, str]) -> None:
     assert gpu_of_rank(0, 1, environment) == 0
     with pytest.raises(LaunchError, match="a GPU takes one rank"):
@@ -148,12 +156,13 @@ def test_the_device_of_a_task_with_one_gpu_is_number_0(monkeypatch: pytest.Monke
 def test_a_last_node_with_fewer_ranks_is_counted(
     world: int, local: int, rank: int, node: int, nodes: int
 ) -> None:
-    given = {
+    variables = {
         "OMPI_COMM_WORLD_RANK": rank,
         "OMPI_COMM_WORLD_SIZE": world,
         "OMPI_COMM_WORLD_LOCAL_RANK": rank % local,
     }
     environment = {
-        name: str(value) for name, value in (given | {"OMPI_COMM_WORLD_LOCAL_SIZE": local}).items()
+        name: str(value)
+        for name, value in (variables | {"OMPI_COMM_WORLD_LOCAL_SIZE": local}).items()
     }
     assert from_environment(environment) == Process(rank, rank % local, world, node, nodes)

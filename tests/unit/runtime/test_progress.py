@@ -63,7 +63,7 @@ def test_times_have_two_units_at_most() -> None:
         "1d 00h",
         "2d 04h",
     ]
-    assert [duration(one) for one in seconds] == shown
+    assert [duration(duration_seconds) for duration_seconds in seconds] == shown
 
 
 def test_progress_is_shown_as_done_of_total_with_one_unit() -> None:

@@ -31,7 +31,8 @@ def leave(folder: Path, holder: Holder) -> Path:
 
 
 def test_a_second_holder_is_refused_with_who_and_the_remedy(tmp_path: Path) -> None:
-    first, second = RunLock(tmp_path / "run", 60), RunLock(tmp_path / "run", 60)
+    first = RunLock(tmp_path / "run", 60)
+    second = RunLock(tmp_path / "run", 60)
     first.take()
     with pytest.raises(
         ConfigError, match=rf"in use by process {os.getpid()} on .*, since 20.*headway stop"
@@ -51,13 +52,13 @@ def test_a_killed_holder_of_this_machine_is_replaced_at_once(tmp_path: Path) -> 
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
     ) as child:
-        assert child.stdout is not None and child.stdout.readline()
+        assert child.stdout is not None
+        assert child.stdout.readline()
         with pytest.raises(ConfigError, match=f"process {child.pid} "):
             RunLock(tmp_path, 60).take()
         os.kill(child.pid, signal.SIGKILL)
-        os.waitid(
-            os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
-        )  # not collected yet: a zombie is dead
+        # not collected yet: a zombie is dead
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         lock = RunLock(tmp_path, takeover_seconds=3600)
         lock.take()
         lock.release()

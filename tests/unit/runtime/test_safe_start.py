@@ -72,12 +72,12 @@ def test_a_supervised_torchrun_is_protected_and_another_command_is_left_alone() 
 
 
 def test_every_start_of_headway_goes_through_one_function() -> None:
-    found = [
+    starters = [
         path.name
         for path in SOURCE.rglob("*.py")
         if '"-m", "headway", ' in path.read_text(encoding="utf-8")
     ]
-    assert found == ["process.py"]
+    assert starters == ["process.py"]
     pools = [
         path.name
         for path in SOURCE.rglob("*.py")
@@ -112,7 +112,9 @@ def test_no_program_that_a_repository_names_is_run(
     (folder / "file").write_text("two")
     os.utime(folder / "file", (1, 1))
     state = git_state(folder)
-    assert state is not None and len(state["commit"]) == 40 and state["changed"] is True
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert state["changed"] is True
     assert not (tmp_path / "planted").exists()
 
 

@@ -12,7 +12,7 @@ def test_numbers_are_those_of_every_earlier_release() -> None:
 
 
 def test_every_part_its_kind_and_where_it_ends_counts() -> None:
-    found = [
+    seeds = [
         derive(0, "ab", "c"),
         derive(0, "a", "bc"),
         derive(0, "abc"),
@@ -21,7 +21,7 @@ def test_every_part_its_kind_and_where_it_ends_counts() -> None:
         derive(0, 1),
         derive(0, 1, 0),
     ]
-    assert len(set(found)) == len(found)
-    assert all(0 <= number < 2**63 for number in found)
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= number < 2**63 for number in seeds)
     as_text = derive(0, (1).to_bytes(16, "little").decode())
     assert as_text != derive(0, 1)

@@ -60,7 +60,8 @@ def test_a_closed_terminal_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         line = StatusLine.on_terminal()
         assert line is not None
         descriptor = sys.stderr.fileno()
-        kept, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
+        kept = os.dup(descriptor)
+        full = os.open("/dev/full", os.O_WRONLY)
         os.dup2(full, descriptor)
         for _ in range(3):
             line.show(lambda width: "BAR")
@@ -90,10 +91,8 @@ def test_a_pipe_has_no_line_and_neither_has_a_program_of_ones_own(
 
 
 def test_colours_follow_the_environment() -> None:
-    assert (
-        wants_colour({"TERM": "xterm"})
-        and not wants_colour({"TERM": "xterm", "NO_COLOR": "1"})
-        and not wants_colour({"TERM": "dumb"})
-    )
+    assert wants_colour({"TERM": "xterm"})
+    assert not wants_colour({"TERM": "xterm", "NO_COLOR": "1"})
+    assert not wants_colour({"TERM": "dumb"})
     assert columns("\x1b[32mab\x1b[0mc漢") == 5
     assert Lossy(None).status is None

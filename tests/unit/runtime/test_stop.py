@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.signals import heeded_signals
+from support.foreground_signals import heeded_signals
 
 from headway.errors import Interrupted, Terminated
 from headway.runtime import stop as stop_module
@@ -123,9 +123,8 @@ def test_the_grace_period_ends_a_blocked_process_unless_it_saves(
     monkeypatch.setattr(stop_module, "AT_ONCE_SECONDS", 0.1)
     saving = StopSignal(grace_seconds=0.2)
     saving.is_saving = lambda: True
-    assert (
-        blocked([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], saving) == 130
-    )  # neither of the first two ended it
+    # neither of the first two ended it
+    assert blocked([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], saving) == 130
 
 
 def test_who_has_nothing_to_save_leaves_soon(monkeypatch: pytest.MonkeyPatch) -> None:

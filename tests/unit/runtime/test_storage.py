@@ -34,7 +34,8 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
         TrainingError, match=r"a\.json: the disk is full: 3 bytes needed, \d+ bytes free\."
     ):
         write_atomic(path, b"new")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
@@ -67,7 +68,8 @@ def test_what_the_file_system_refuses_is_one_line_with_a_remedy(
     monkeypatch.setattr(storage.tempfile, "TemporaryFile", refuse)
     with pytest.raises(ConfigError, match=says) as caught:
         check_writable(tmp_path)
-    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_write_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path) -> None:
@@ -102,5 +104,6 @@ def test_a_file_never_takes_the_place_of_a_device_or_a_pipe(tmp_path: Path) -> N
     for path in (pipe, tmp_path / "link"):
         with pytest.raises(ConfigError, match="is a device or a pipe"):
             write_atomic(path, "text")
-    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
+    assert pipe.is_fifo()
+    assert (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]

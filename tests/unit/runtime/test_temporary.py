@@ -41,10 +41,12 @@ def test_what_a_killed_process_left_is_cleared_and_what_a_living_one_writes_is_n
     tmp_path: Path,
 ) -> None:
     left = left_by_a_dead_process("name", tmp_path)
-    mine, other = temporary_name(tmp_path / "final"), temporary_name(tmp_path / "final-2")
+    mine = temporary_name(tmp_path / "final")
+    other = temporary_name(tmp_path / "final-2")
     for path in (mine, other):
         path.mkdir()
-    assert left.exists() and left.parent == tmp_path
+    assert left.exists()
+    assert left.parent == tmp_path
     clear_leftovers(tmp_path / "final")
     assert sorted(tmp_path.iterdir()) == sorted([mine, other])
 
@@ -59,16 +61,17 @@ def test_a_process_id_that_was_given_again_does_not_protect_a_leftover(tmp_path:
 
 
 def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
-    there, old, legacy = (
-        tmp_path / f".tmp-final-{name}"
-        for name in ("0badcafe.7.7.00000000", "0badcafe.8.8.00000000", "4711")
-    )
+    there = tmp_path / ".tmp-final-0badcafe.7.7.00000000"
+    old = tmp_path / ".tmp-final-0badcafe.8.8.00000000"
+    legacy = tmp_path / ".tmp-final-4711"
     for path in (there, old, legacy):
         path.mkdir()
     long_ago = time.time() - 25 * 3600
     os.utime(old, (long_ago, long_ago))
     clear_leftovers(tmp_path / "final")
-    assert there.exists() and legacy.exists() and not old.exists()
+    assert there.exists()
+    assert legacy.exists()
+    assert not old.exists()
 
 
 def test_folders_of_killed_launchers_go_with_the_next_of_their_kind(
@@ -86,7 +89,8 @@ def test_folders_of_killed_launchers_go_with_the_next_of_their_kind(
 def test_a_planted_link_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    victim, target = tmp_path / "victim", tmp_path / "state.json"
+    victim = tmp_path / "victim"
+    target = tmp_path / "state.json"
     victim.write_text("untouched")
     planted = temporary_name(target)
     planted.symlink_to(victim)

@@ -31,7 +31,9 @@ def test_a_deciding_header_that_is_given_twice_is_refused() -> None:
         refusal = access.check(
             [("Host", "localhost"), (name, "localhost"), (name.lower(), "evil.example")]
         )
-        assert refusal is not None and refusal.status == 400 and name.lower() in refusal.text
+        assert refusal is not None
+        assert refusal.status == 400
+        assert name.lower() in refusal.text
     cookies = [("Host", "localhost"), ("Cookie", "a=b"), ("cookie", f"headway-board={TOKEN}")]
     assert Access("127.0.0.1", TOKEN).check(cookies) is None
 
@@ -55,7 +57,8 @@ def test_connections_that_are_answered_are_never_closed() -> None:
     for number in range(2):
         assert table.add(number, "a", 0.0)[0]
         table.begin_answer(number)
-    assert table.add("new", "b", 1.0) == (False, None) and len(table) == 2
+    assert table.add("new", "b", 1.0) == (False, None)
+    assert len(table) == 2
     table.end_answer(0, 2.0)
     assert table.add("new", "b", 3.0) == (True, 0)
     table.remove("new")

@@ -17,14 +17,15 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("argv", [r"C:\\Users\\me\\Scripts\\headway.exe", "headway"])
 def test_the_command_names_wsl(argv: str) -> None:
     done = run(f"sys.argv = [{argv!r}, 'train']; from headway.__main__ import run; run()")
-    assert done.returncode == 2 and done.stderr.startswith(
+    assert done.returncode == 2
+    assert done.stderr.startswith(
         "error: headway runs on Linux and macOS. On Windows use it inside WSL"
     )
-    assert len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert not done.stdout
 
 
 def test_the_import_names_wsl() -> None:
     done = run("import headway")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(
-        "ImportError: headway runs on Linux and macOS."
-    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: headway runs on Linux and macOS.")

@@ -25,5 +25,5 @@ def server() -> Iterator[RunningServer]:
     )
     with serving(
         "--model", "m=stand-in", "--model", "plain=no-template", "--adapter", "m:ad=x", *options
-    ) as found:
-        yield found
+    ) as running:
+        yield running

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_double import PAGE
 from support.serving import RunningServer
+from support.stand_in_chat_server import PAGE
 
 from headway.serve.page_files import VENDORED
 
@@ -22,9 +22,10 @@ needs_node = pytest.mark.skipif(NODE is None, reason="needs node")
 def test_the_page_is_made_of_its_own_files_and_names_no_other_host() -> None:
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     named = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert named and all(
-        one.startswith("static/") and (PAGE / one.removeprefix("static/")).is_file()
-        for one in named
+    assert named
+    assert all(
+        path.startswith("static/") and (PAGE / path.removeprefix("static/")).is_file()
+        for path in named
     )
     assert (
         "<script>" not in page
@@ -35,11 +36,11 @@ def test_the_page_is_made_of_its_own_files_and_names_no_other_host() -> None:
         text = file.read_text(encoding="utf-8")
         assert text.count("\n") <= 400, file.name
         hosts = [
-            one
-            for one in re.findall(r"(?:https?:)?//[\w.-]+\.\w{2,}[^\s\"'`)]*", text)
-            if not one.startswith("http://www.w3.org/")
+            url
+            for url in re.findall(r"(?:https?:)?//[\w.-]+\.\w{2,}[^\s\"'`)]*", text)
+            if not url.startswith("http://www.w3.org/")
         ]
-        assert not [one for one in hosts if one.startswith("http")], f"{file.name}: {hosts}"
+        assert not [host for host in hosts if host.startswith("http")], f"{file.name}: {hosts}"
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
         ), file.name
@@ -58,23 +59,21 @@ def test_the_server_gives_every_file_under_a_policy_that_allows_its_own_alone(
             for part in answer.headers["Content-Security-Policy"].split(";")
             if part.strip()
         )
-        assert (
-            policy["default-src"] == "'none'"
-            and policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
         assert "data:" in policy["img-src"] and "data:" in policy["media-src"], "uploads are shown"
+
+
+def messages_in(script: str, name: str) -> dict[str, str]:
+    """The texts of one language, by name."""
+    table = script[script.index(f"const {name} ") :].split("\n};")[0]
+    return dict(re.findall(r'(\w+): "((?:[^"\\]|\\.)*)"', table))
 
 
 def test_both_languages_say_everything_that_the_page_says() -> None:
     text = (PAGE / "words.js").read_text(encoding="utf-8")
-    english, chinese = (
-        dict(
-            re.findall(
-                r'(\w+): "((?:[^"\\]|\\.)*)"', text[text.index(f"const {name} ") :].split("\n};")[0]
-            )
-        )
-        for name in ("EN", "ZH")
-    )
+    english = messages_in(text, "EN")
+    chinese = messages_in(text, "ZH")
     assert english.keys() == chinese.keys()
     for key, words in english.items():
         assert set(re.findall(r"\{\w+\}", words)) == set(re.findall(r"\{\w+\}", chinese[key])), key
@@ -86,13 +85,13 @@ def test_both_languages_say_everything_that_the_page_says() -> None:
     assert used <= english.keys(), used - english.keys()
 
 
-def in_node(folder: Path, script: str, given: Any = None) -> Any:
+def in_node(folder: Path, script: str, argument: Any = None) -> Any:
     """What a module beside this file prints as JSON; it can import the page's files."""
     assert NODE is not None
     for file in (*SCRIPTS, *LIBRARIES, Path(__file__).parent / script):
         shutil.copy(file, folder / file.name)
     (folder / "package.json").write_text('{"type": "module"}')
-    (folder / "given.json").write_text(json.dumps(given), encoding="utf-8")
+    (folder / "given.json").write_text(json.dumps(argument), encoding="utf-8")
     done = subprocess.run(
         [NODE, script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
@@ -106,20 +105,18 @@ def test_versions_of_questions_and_answers_keep_what_followed(tmp_path: Path) ->
     assert seen["plain"] == "q1|a1|q2|a2" and seen["regenerated"] == "q1|a1b", (
         "a new answer has no continuation yet"
     )
-    assert (
-        seen["back"] == "q1|a1|q2|a2"
-        and seen["edited"] == "q1|a1|q2b|a2b"
-        and seen["unedited"] == "q1|a1|q2|a2"
-    )
+    assert seen["back"] == "q1|a1|q2|a2"
+    assert seen["edited"] == "q1|a1|q2b|a2b"
+    assert seen["unedited"] == "q1|a1|q2|a2"
     assert seen["dog"] == "Be brief.|q1|a1|q2|a2|q3|dog 3|q4", (
         "a model that joined later takes the first one's answers before it"
     )
-    assert seen["copied"] and seen["read"] and seen["mediaRead"] == 1
-    assert (
-        seen["hostile"][:5] == [[], [], [], [], []]
-        and seen["hostile"][5] == [0, 0, 0]
-        and seen["hostile"][6] == []
-    )
+    assert seen["copied"]
+    assert seen["read"]
+    assert seen["mediaRead"] == 1
+    assert seen["hostile"][:5] == [[], [], [], [], []]
+    assert seen["hostile"][5] == [0, 0, 0]
+    assert seen["hostile"][6] == []
     assert seen["circle"] == 1
     assert seen["kept"] == [None, None, None, ["a"], 0, ["t"]]
     assert [part["type"] for part in seen["media"]] == ["image_url", "input_audio", "text"]
@@ -170,8 +167,10 @@ ADDRESSES = {
 def test_markdown_is_read_and_nothing_in_it_becomes_more_than_text(tmp_path: Path) -> None:
     lists = {"inline": [*INLINE], "blocks": [*BLOCKS], "addresses": [*ADDRESSES]}
     seen = in_node(tmp_path, "page_markdown.js", lists)
-    assert seen["inline"] == INLINE and seen["blocks"] == BLOCKS and seen["addresses"] == ADDRESSES
-    assert [(one["thoughts"], one["rest"]) for one in seen["thoughts"]] == [
+    assert seen["inline"] == INLINE
+    assert seen["blocks"] == BLOCKS
+    assert seen["addresses"] == ADDRESSES
+    assert [(passage["thoughts"], passage["rest"]) for passage in seen["thoughts"]] == [
         ("a", ""),
         ("a", "b"),
         (None, "b <think>"),
@@ -187,9 +186,10 @@ def test_streams_are_read_whatever_their_pieces_and_old_turns_are_left_out_when_
     tmp_path: Path,
 ) -> None:
     seen = in_node(tmp_path, "page_stream.js")
-    assert seen["events"] == ['{"a":"你"}', "1\n2", "[DONE]"] and seen["cuts"]
-    assert seen["fits"] == [{"leftOut": 2}, {"text": "hi"}, {"finish": "stop"}] and seen[
-        "asked"
-    ] == [0, 1, 2]
+    assert seen["events"] == ['{"a":"你"}', "1\n2", "[DONE]"]
+    assert seen["cuts"]
+    assert seen["fits"] == [{"leftOut": 2}, {"text": "hi"}, {"finish": "stop"}]
+    assert seen["asked"] == [0, 1, 2]
     assert seen["never"] == ["too long"], "the question alone is too long"
-    assert "connection ended" in seen["cutOff"][-1] and "does not answer" in seen["offline"][-1]
+    assert "connection ended" in seen["cutOff"][-1]
+    assert "does not answer" in seen["offline"][-1]

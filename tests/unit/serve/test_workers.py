@@ -83,19 +83,19 @@ async def refused(work: Awaitable[Any]) -> ApiError:
 def test_pictures_together_have_a_budget_and_no_pixel_is_decoded_above_it() -> None:
     with pytest.raises(DataError, match="2000000 pixels; at most 1999999 are decoded together"):
         decode([(bomb(1000), SPEC), (bomb(1000), SPEC)], 1_999_999)
-    found = np.frombuffer(decode([(png(value=5), SPEC), (png(value=7), SPEC)], 128), np.uint8)
-    assert found.reshape(2, -1).min(1).tolist() == [5, 7] == found.reshape(2, -1).max(1).tolist()
+    pixels = np.frombuffer(decode([(png(value=5), SPEC), (png(value=7), SPEC)], 128), np.uint8)
+    assert pixels.reshape(2, -1).min(1).tolist() == [5, 7] == pixels.reshape(2, -1).max(1).tolist()
 
 
 def test_what_a_worker_meets_is_the_error_of_one_request_and_the_next_one_is_read() -> None:
     async def work(pool: WorkerPool) -> None:
         wrong = await refused(decoded(pool, MediaRef("image", data=b"nothing", name="x.png")))
-        assert wrong.status == 400 and "x.png: not a PNG, JPEG or WebP picture" in str(wrong)
+        assert wrong.status == 400
+        assert "x.png: not a PNG, JPEG or WebP picture" in str(wrong)
         process = pool.idle[0]
         # The first answer left the process as it was: the next job is its.
-        assert await decoded(pool, png(value=3)) == bytes([3]) * ARRAY_BYTES and pool.idle == [
-            process
-        ]
+        assert await decoded(pool, png(value=3)) == bytes([3]) * ARRAY_BYTES
+        assert pool.idle == [process]
         # A process that is killed in the middle of a job.
         waiting = asyncio.create_task(decoded(pool, png(), seconds=30))
         os.kill(process.pid, signal.SIGSTOP)
@@ -103,9 +103,8 @@ def test_what_a_worker_meets_is_the_error_of_one_request_and_the_next_one_is_rea
             await asyncio.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         died = await refused(waiting)
-        assert (died.status, died.code) == (500, "worker_died") and "was killed by SIGKILL" in str(
-            died
-        )
+        assert (died.status, died.code) == (500, "worker_died")
+        assert "was killed by SIGKILL" in str(died)
         assert await decoded(pool, png(value=4)) == bytes([4]) * ARRAY_BYTES
         # A process that takes too long.
         os.kill(pool.idle[0].pid, signal.SIGSTOP)
@@ -124,7 +123,8 @@ def test_a_decoder_has_a_bound_of_memory() -> None:
 
     async def work(pool: WorkerPool) -> None:
         problem = await refused(decoded(pool, large))
-        assert problem.status == 400 and "memory" in str(problem)
+        assert problem.status == 400
+        assert "memory" in str(problem)
         assert await decoded(pool, png(value=6)) == bytes([6]) * ARRAY_BYTES
 
     with_pool(work, memory=320 << 20)
@@ -140,7 +140,8 @@ def test_a_client_that_leaves_ends_its_decoder_and_a_full_queue_refuses() -> Non
         while pool.num_waiting == 0 or pool.idle:
             await asyncio.sleep(0.01)
         full = await refused(decoded(pool, png()))
-        assert full.status == 429 and full.headers()["Retry-After"]
+        assert full.status == 429
+        assert full.headers()["Retry-After"]
         first.cancel()
         try:
             # The only slot is free again, because the process of the first job was killed.
@@ -162,11 +163,13 @@ def test_bodies_are_read_in_a_worker_as_in_the_server() -> None:
     many = b'{"model": "m", "messages": [' + b"[]," * 210_000 + b"0]}"
 
     head, packed = answer(("body", "chat", body, 4))
-    assert head == {"status": 200} and b"x" * 100_000 in packed
+    assert head == {"status": 200}
+    assert b"x" * 100_000 in packed
     head, _ = answer(("body", "chat", wrong, 4))
     assert (head["status"], head["param"]) == (400, "n")
     head, _ = answer(("body", "chat", many, 4))
-    assert head["status"] == 400 and "more than 200000 lists, objects and texts" in head["message"]
+    assert head["status"] == 400
+    assert "more than 200000 lists, objects and texts" in head["message"]
     head, _ = answer(
         (
             "body",
@@ -175,7 +178,8 @@ def test_bodies_are_read_in_a_worker_as_in_the_server() -> None:
             4,
         )
     )
-    assert head["status"] == 400 and "at most 4194304" in head["message"]
+    assert head["status"] == 400
+    assert "at most 4194304" in head["message"]
 
 
 def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +193,9 @@ def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if os.path.exists("/proc/self/environ"):
         environment = with_pool(work)
-        assert (
-            b"b" * 20 not in environment
-            and b"c" * 20 not in environment
-            and b"PATH=" in environment
-        )
+        assert b"b" * 20 not in environment
+        assert b"c" * 20 not in environment
+        assert b"PATH=" in environment
 
 
 def test_an_answer_larger_than_expected_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,4 +216,5 @@ def test_a_picture_in_a_request_is_base64(monkeypatch: pytest.MonkeyPatch) -> No
     }
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).encode()
     head, packed = answer(("body", "chat", body, 4))
-    assert head == {"status": 200} and data in packed
+    assert head == {"status": 200}
+    assert data in packed

@@ -60,7 +60,8 @@ def test_a_store_comes_back_unchanged_from_every_format(
             0,
         )
         convert(root / target, root / f"{target} back", "headway")
-        back, expected = content(root / f"{target} back"), content(store)
+        back = content(root / f"{target} back")
+        expected = content(store)
         assert [ids for ids, _ in back] == [ids for ids, _ in expected]
         if open_store(root / f"{target} back").masked:
             assert [mask for _, mask in back] == [mask for _, mask in expected]
@@ -126,14 +127,36 @@ def test_empty_documents_are_counted_where_mds_cannot_hold_them(tmp_path: Path) 
     assert (report.documents, report.empty_dropped) == (1, 1)
 
 
-def test_a_wrong_target_a_used_folder_and_raw_data_are_refused(tmp_path: Path) -> None:
-    store = native(tmp_path / "native", [[(1, True), (2, True)]], masked=False)
+@pytest.fixture
+def small_store(tmp_path: Path) -> Path:
+    return native(tmp_path / "native", [[(1, True), (2, True)]], masked=False)
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(
+    small_store: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="must be one of headway, internlm, zero2all, mds"):
-        convert(store, tmp_path / "a", "parquet")
+        convert(small_store, tmp_path / "a", "parquet")
+
+
+def test_a_folder_in_use_is_refused(small_store: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("x")
     with pytest.raises(DataError, match="not empty"):
-        convert(store, tmp_path / "full", "mds")
+        convert(small_store, tmp_path / "full", "mds")
+
+
+def test_raw_data_is_refused_with_the_command_that_tokenizes_it(tmp_path: Path) -> None:
     (tmp_path / "raw.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match="headway data tokenize"):
         convert(tmp_path / "raw.jsonl", tmp_path / "b", "headway")
+
+
+def test_a_store_of_packs_without_documents_becomes_an_empty_data_set(tmp_path: Path) -> None:
+    with StoreWriter(
+        tmp_path / "empty", dtype="uint16", tokenizer_fingerprint="abc", spans=True
+    ) as writer:
+        writer.finish()
+    report = convert(tmp_path / "empty", tmp_path / "mds", "mds")
+    assert (report.documents, report.tokens, report.empty_dropped) == (0, 0, 0)
+    assert (tmp_path / "mds" / "index.json").is_file()

@@ -52,7 +52,8 @@ def test_rows_and_keys_come_back_in_any_order_across_shards(tmp_path: Path) -> N
 def test_an_empty_table_opens(tmp_path: Path) -> None:
     write(tmp_path / "t", last=0)
     table = open_table(tmp_path / "t")
-    assert len(table) == 0 and table.indices_of(keys(0, 1)).tolist() == [-1]
+    assert len(table) == 0
+    assert table.indices_of(keys(0, 1)).tolist() == [-1]
 
 
 def test_a_killed_build_continues_and_the_bytes_are_the_same(tmp_path: Path) -> None:
@@ -66,7 +67,9 @@ def test_a_killed_build_continues_and_the_bytes_are_the_same(tmp_path: Path) -> 
     with MediaTableWriter(
         tmp_path / "killed", (2, 3), "float32", "test", shard_bytes=7 * 24
     ) as writer:
-        assert writer.known == set(keys(0, 9)) and writer.note == {"seen": 9} and len(writer) == 9
+        assert writer.known == set(keys(0, 9))
+        assert writer.note == {"seen": 9}
+        assert len(writer) == 9
         writer.add(keys(9, 20), some_rows(9, 20))
         writer.finish()
     for path in (tmp_path / "whole").iterdir():
@@ -135,12 +138,13 @@ def _build(folder: Path) -> None:
 def test_two_builders_are_kept_apart_and_damage_is_built_again(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     both = [fork.Process(target=_build, args=(tmp_path / "t",)) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-        assert one.exitcode == 0
-    assert (tmp_path / "builds").read_text() == "x" and is_table(tmp_path / "t")
+    for builder in both:
+        builder.start()
+    for builder in both:
+        builder.join()
+        assert builder.exitcode == 0
+    assert (tmp_path / "builds").read_text() == "x"
+    assert is_table(tmp_path / "t")
     path = tmp_path / "t" / "rows-00000.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     _build(tmp_path / "t")

@@ -60,15 +60,16 @@ def test_documents_and_masks_round_trip(
     assert store.max_id == max((i for doc in docs for i in doc), default=-1)
     assert store.lengths(0, len(docs)).tolist() == [len(doc) for doc in docs]
     for i in range(len(docs)):
-        found = store.document_mask(i)
+        mask = store.document_mask(i)
         assert (
-            (found is None)
+            (mask is None)
             if masks is None
-            else (found is not None and found.tolist() == masks[i].tolist())
+            else (mask is not None and mask.tolist() == masks[i].tolist())
         )
     starts = np.cumsum([0, *map(len, docs)])
     cuts = [store.first_at(token) for token in range(0, store.num_tokens + 9, 7)]
-    assert cuts == sorted(cuts) and cuts[-1] == len(docs)
+    assert cuts == sorted(cuts)
+    assert cuts[-1] == len(docs)
     for token, document in zip(range(0, store.num_tokens + 9, 7), cuts, strict=True):
         assert document == len(docs) or starts[document] >= token
         assert document == 0 or starts[document - 1] < token or len(docs[document - 1]) == 0
@@ -98,7 +99,8 @@ def test_gather_equals_reading_piece_by_piece(
     ids, mask = store.gather(pick, starts, lengths)
     pieces = [(int(i), int(s), int(s + n)) for i, s, n in zip(pick, starts, lengths, strict=True)]
     assert ids.tolist() == [t for piece in pieces for t in store.tokens(*piece).tolist()]
-    assert mask is not None and mask.tolist() == [t for piece in pieces for t in store.mask(*piece)]  # pyright: ignore[reportGeneralTypeIssues,reportOptionalIterable]
+    assert mask is not None
+    assert mask.tolist() == [t for piece in pieces for t in store.mask(*piece)]
 
 
 def test_spans_keep_the_documents_inside_a_pack(tmp_path: Path) -> None:
@@ -135,9 +137,9 @@ def test_many_at_once_writes_the_same_bytes_as_one_by_one(tmp_path: Path) -> Non
             else:
                 writer.add_many(ids[cut], lengths[first:last], mask[cut])
         writer.finish()
-    one = {p.name: p.read_bytes() for p in (tmp_path / "one").iterdir()}
-    assert one == {p.name: p.read_bytes() for p in (tmp_path / "many").iterdir()}
-    assert one == {p.name: p.read_bytes() for p in (tmp_path / "seven").iterdir()}
+    one_by_one = {p.name: p.read_bytes() for p in (tmp_path / "one").iterdir()}
+    assert one_by_one == {p.name: p.read_bytes() for p in (tmp_path / "many").iterdir()}
+    assert one_by_one == {p.name: p.read_bytes() for p in (tmp_path / "seven").iterdir()}
 
 
 @pytest.mark.parametrize("killed_at", [0, 7, 23])
@@ -237,9 +239,10 @@ def seal(folder: Path) -> None:
     manifest = read_manifest(folder)
     shards = [
         replace(
-            one, files={n: replace(f, sha256=sha256_file(folder / n)) for n, f in one.files.items()}
+            shard,
+            files={n: replace(f, sha256=sha256_file(folder / n)) for n, f in shard.files.items()},
         )
-        for one in manifest.shards
+        for shard in manifest.shards
     ]
     (folder / "store.json").write_text(replace(manifest, shards=tuple(shards)).dump())
 
@@ -292,7 +295,8 @@ def sparse_store(folder: Path, num_shards: int, shard_tokens: int, document_toke
     folder.mkdir()
     shards = []
     for number in range(num_shards):
-        tokens, docs = folder / f"tokens-{number:05}.bin", folder / f"docs-{number:05}.idx"
+        tokens = folder / f"tokens-{number:05}.bin"
+        docs = folder / f"docs-{number:05}.idx"
         with open(tokens, "wb") as file:
             file.truncate(shard_tokens * 4)
         np.arange(0, shard_tokens + 1, document_tokens, dtype="<i8").tofile(docs)
@@ -313,7 +317,8 @@ def test_a_terabyte_opens_in_under_a_second(tmp_path: Path) -> None:
     assert store.first_at(store.num_tokens - 5) == store.num_documents
     seconds = time.perf_counter() - began
     assert store.num_tokens * 4 >= 1 << 40
-    assert len(last) == 1 << 20 and last[-1] == 0
+    assert len(last) == 1 << 20
+    assert last[-1] == 0
     assert seconds < 1, f"{seconds:.2f} s"
     assert json.loads((tmp_path / "s" / "store.json").read_text())["tokens"] == store.num_tokens
 
@@ -327,7 +332,8 @@ def test_a_loader_on_a_terabyte_opens_one_block(tmp_path: Path) -> None:
     ) as loader:
         step, state = next(loader)
     assert time.perf_counter() - began < 2
-    assert step.stats.tokens == 2 * 8192 and state.mixture.cursors[0].row == 2
+    assert step.stats.tokens == 2 * 8192
+    assert state.mixture.cursors[0].row == 2
 
 
 def test_merged_packs_keep_where_their_documents_start(tmp_path: Path) -> None:
@@ -336,11 +342,11 @@ def test_merged_packs_keep_where_their_documents_start(tmp_path: Path) -> None:
         with StoreWriter(
             tmp_path / name, dtype="uint16", tokenizer_fingerprint="f", spans=True
         ) as writer:
-            for one in starts:
-                writer.add(np.arange(8), None, np.array(one))
+            for start in starts:
+                writer.add(np.arange(8), None, np.array(start))
             writer.finish()
-    found = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
-    every = [found.span_starts(document) for document in range(found.num_documents)]
+    merged = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    every = [merged.span_starts(document) for document in range(merged.num_documents)]
     assert [starts.tolist() for starts in every if starts is not None] == [*packs["a"], *packs["b"]]
 
 
@@ -354,6 +360,6 @@ def test_merged_stores_keep_large_ids_and_the_types_of_documents(tmp_path: Path)
         writer.add(np.array([70_000]), None, None, "en")
         writer.add(np.array([3]), None, None, "code")
         writer.finish()
-    found = merge([tmp_path / "small", tmp_path / "large"], tmp_path / "both")
-    assert [found.document(number).tolist() for number in range(3)] == [[1, 2], [70_000], [3]]
-    assert [found.type_of(number) for number in (1, 2)] == ["en", "code"]
+    merged = merge([tmp_path / "small", tmp_path / "large"], tmp_path / "both")
+    assert [merged.document(number).tolist() for number in range(3)] == [[1, 2], [70_000], [3]]
+    assert [merged.type_of(number) for number in (1, 2)] == ["en", "code"]

@@ -70,9 +70,11 @@ def test_a_folder_of_types_is_a_source_per_type_with_rows_of_its_own(
     if kind == "headway":
         convert(path, tmp_path / "s", "headway")
         path = tmp_path / "s"
-    found = opened(path)
-    assert [name.rsplit("/", 1)[1] for name in found.names] == list(TYPES)
-    loader = Loader(data(), sources=found.train, rows_per_step=2, micro_rows=2, seed=1, epochs=1)
+    opened_data = opened(path)
+    assert [name.rsplit("/", 1)[1] for name in opened_data.names] == list(TYPES)
+    loader = Loader(
+        data(), sources=opened_data.train, rows_per_step=2, micro_rows=2, seed=1, epochs=1
+    )
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step, _ in loader:
         for batch in step.microbatches:
@@ -89,22 +91,22 @@ def test_a_folder_of_types_is_a_source_per_type_with_rows_of_its_own(
 
 def test_weight_and_limit_of_a_folder_are_shared_out(tmp_path: Path) -> None:
     path = internlm(tmp_path / "d")
-    weights = [one.weight for one in opened(path, weight=3.0).train]
+    weights = [source.weight for source in opened(path, weight=3.0).train]
     tokens = [sum(len(ids_of(name, n)) for n in range(count)) for name, count in TYPES.items()]
     assert weights == pytest.approx([3 * size / sum(tokens) for size in tokens])
-    assert [one.selection.num_documents for one in opened(path, limit=14).train] == [12, 2]
+    assert [source.selection.num_documents for source in opened(path, limit=14).train] == [12, 2]
 
 
 def test_a_validation_folder_is_a_set_for_each_thing_in_it(tmp_path: Path) -> None:
     path = internlm(tmp_path / "valid")
     (path / "README.md").write_text("about")
     train = internlm(tmp_path / "train")
-    for given in (str(path), {"sets": str(path)}):
-        found = open_data(
-            data(train=str(train), valid=given), tokenizer=None, vocab_size=64, seed=1
+    for valid in (str(path), {"sets": str(path)}):
+        opened_data = open_data(
+            data(train=str(train), valid=valid), tokenizer=None, vocab_size=64, seed=1
         )
         assert {
-            name: many[0].selection.num_documents for name, many in found.valid.items()
+            name: many[0].selection.num_documents for name, many in opened_data.valid.items()
         } == TYPES
     (tmp_path / "empty").mkdir()
     for wrong, said in (
@@ -130,7 +132,8 @@ def test_internlm_types_come_back_from_headway_and_mds(tmp_path: Path) -> None:
         assert sorted(folder.name for folder in (tmp_path / f"{step} back").iterdir()) == list(
             TYPES
         )
-        first, second = open_source(path), open_source(tmp_path / f"{step} back")
+        first = open_source(path)
+        second = open_source(tmp_path / f"{step} back")
         assert [(item.type, item.ids.tolist()) for item in iter_documents(first)] == [
             (item.type, item.ids.tolist()) for item in iter_documents(second)
         ]
@@ -167,14 +170,15 @@ def test_packs_written_as_mds_are_those_of_headway_and_keep_their_domain(tmp_pat
     source = mds(tmp_path / "d")
     pack(source, tmp_path / "a", PackOptions(20))
     pack(source, tmp_path / "b", PackOptions(20, to="mds", compression="zstd"))
-    one, other = open_store(tmp_path / "a"), open_mds(tmp_path / "b")
-    assert one.num_documents == other.num_documents
-    for i in range(one.num_documents):
-        length = int(one.lengths(i, i + 1)[0])
-        assert one.tokens(i, 0, length).tolist() == other.tokens(i).tolist()
-        assert one.span_starts(i).tolist() == other.span_starts(i).tolist()
-        assert one.type_of(i) == other.type_of(i)
-    assert list(one.count_types()) == [
+    packed_store = open_store(tmp_path / "a")
+    other = open_mds(tmp_path / "b")
+    assert packed_store.num_documents == other.num_documents
+    for i in range(packed_store.num_documents):
+        length = int(packed_store.lengths(i, i + 1)[0])
+        assert packed_store.tokens(i, 0, length).tolist() == other.tokens(i).tolist()
+        assert packed_store.span_starts(i).tolist() == other.span_starts(i).tolist()
+        assert packed_store.type_of(i) == other.type_of(i)
+    assert list(packed_store.count_types()) == [
         "domain of cn", "domain of cn+domain of code", "domain of code+domain of en", "domain of en",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="only --to mds uses it"):
@@ -194,7 +198,7 @@ def test_chat_data_is_written_straight_to_mds(tmp_path: Path) -> None:
         }
         for i in range(9)
     ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     common = [
         "data",
         "tokenize",
@@ -208,9 +212,10 @@ def test_chat_data_is_written_straight_to_mds(tmp_path: Path) -> None:
     for to in ("headway", "mds"):
         done = headway(*common, "--out", str(tmp_path / to), "--to", to)
         assert done.returncode == 0, done.stderr
-    one, other = open_store(tmp_path / "headway"), open_mds(tmp_path / "mds")
+    direct = open_store(tmp_path / "headway")
+    other = open_mds(tmp_path / "mds")
     for i in range(9):
-        assert (one.document(i).tolist(), one.document_mask(i).tolist()) == (
+        assert (direct.document(i).tolist(), direct.document_mask(i).tolist()) == (
             other.tokens(i).tolist(),
             other.mask(i).tolist(),
         )

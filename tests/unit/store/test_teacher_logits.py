@@ -21,9 +21,8 @@ def origin(first: int, last: int, vocab: int = 100) -> LogitsOrigin:
 def test_positions_are_found_whichever_shard_they_are_in(
     tmp_path: Path, shard_positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        teacher_logits, "SHARD_BYTES", shard_positions * 12
-    )  # three fp32 numbers of a position
+    # three fp32 numbers of a position
+    monkeypatch.setattr(teacher_logits, "SHARD_BYTES", shard_positions * 12)
     ids = np.arange(20).reshape(10, 2)
     log_probs = -np.arange(30, dtype=np.float32).reshape(10, 3)
     # tokens 5 to 14 of a token store
@@ -32,14 +31,12 @@ def test_positions_are_found_whichever_shard_they_are_in(
         writer.add(ids[4:], log_probs[4:])
         writer.finish()
     store: Any = open_logits(tmp_path / "l")
-    at = np.array([14, 5, 9, 8, 5])
-    found_ids, found = store.gather(at)
-    np.testing.assert_array_equal(found_ids, ids[at - 5])
-    np.testing.assert_array_equal(found, log_probs[at - 5])
-    assert (
-        len(store.manifest.shards) == (1 if shard_positions == 100 else 4)
-        and store.manifest.max_id == 19
-    )
+    positions = np.array([14, 5, 9, 8, 5])
+    found_ids, found_logits = store.gather(positions)
+    np.testing.assert_array_equal(found_ids, ids[positions - 5])
+    np.testing.assert_array_equal(found_logits, log_probs[positions - 5])
+    assert len(store.manifest.shards) == (1 if shard_positions == 100 else 4)
+    assert store.manifest.max_id == 19
 
 
 def test_the_mass_is_that_of_the_ids_without_the_rest(tmp_path: Path) -> None:
@@ -57,4 +54,5 @@ def test_ids_are_as_wide_as_the_vocabulary_needs() -> None:
         "uint16",
         "uint32",
     ]
-    assert origin(0, 1).widths == (4, 12) and origin(0, 1, 70_000).widths == (8, 12)
+    assert origin(0, 1).widths == (4, 12)
+    assert origin(0, 1, 70_000).widths == (8, 12)

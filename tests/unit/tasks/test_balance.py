@@ -15,8 +15,8 @@ from headway.model.router import Routing, stack_routings, summarize
 from headway.tasks.balance import LOAD, Balanced, StepBalanced
 from headway.tasks.base import Collectives, Loss, SeenRows, StepInfo, Term
 from headway.tasks.kto import Config as KTO
-from headway.tasks.kto.loss import MISMATCHES
-from headway.tasks.kto.source import mismatched
+from headway.tasks.kto.loss import KL_COMPLETIONS
+from headway.tasks.kto.source import kl_completions
 
 ALONE: Collectives = None  # type: ignore[assignment] - nothing here communicates
 LN2 = log(2)
@@ -52,21 +52,19 @@ def config(**changes: Any) -> ExpertsConfig:
 
 
 def loss_of(
-    routing: Routing, experts: ExpertsConfig, kind: type[Balanced] = Balanced, **at: Any
+    routing: Routing, experts: ExpertsConfig, kind: type[Balanced] = Balanced, **settings: Any
 ) -> Loss:
     out: Any = SimpleNamespace(routing=routing)
-    return kind(Nothing(), experts).loss(out, None, StepInfo(0, 1, **at), ALONE)  # type: ignore[arg-type]
+    return kind(Nothing(), experts).loss(out, None, StepInfo(0, 1, **settings), ALONE)  # type: ignore[arg-type]
 
 
 def test_a_routers_sums_are_those_of_the_tokens_that_count() -> None:
-    found = routing_of([ROW, [[0.5, 0.25, 0.25]] * 4], [[1, 1, 1, 0], [0, 0, 0, 0]])
-    assert found.load.tolist() == [LOAD_OF_ROW, [0, 0, 0]]
-    assert (
-        found.probability[0].tolist() == pytest.approx(SHARES_OF_ROW, abs=1e-6)
-        and not found.probability[1].any()
-    )
-    assert found.z.tolist() == pytest.approx([Z_OF_ROW, 0.0], rel=1e-5)
-    assert found.entropy.tolist() == pytest.approx([ENTROPY_OF_ROW, 0.0], rel=1e-5)
+    routing = routing_of([ROW, [[0.5, 0.25, 0.25]] * 4], [[1, 1, 1, 0], [0, 0, 0, 0]])
+    assert routing.load.tolist() == [LOAD_OF_ROW, [0, 0, 0]]
+    assert routing.probability[0].tolist() == pytest.approx(SHARES_OF_ROW, abs=1e-6)
+    assert not routing.probability[1].any()
+    assert routing.z.tolist() == pytest.approx([Z_OF_ROW, 0.0], rel=1e-5)
+    assert routing.entropy.tolist() == pytest.approx([ENTROPY_OF_ROW, 0.0], rel=1e-5)
 
 
 def test_the_balancing_loss_of_sigmoid_scores_takes_their_shares() -> None:
@@ -146,9 +144,13 @@ def test_a_mixture_keeps_the_first_passes_of_its_objective_and_adds_its_own() ->
     kto = KTO().build()
     experts = ExpertsConfig(num=3, per_token=1, aux_loss=0.1)
     by_row = Balanced(kto, experts).first_passes()
-    assert [(one.name, one.rows) for one in by_row] == [(MISMATCHES, mismatched)]
+    assert [(first_pass.name, first_pass.rows) for first_pass in by_row] == [
+        (KL_COMPLETIONS, kl_completions)
+    ]
     by_step = StepBalanced(kto, experts).first_passes()
-    assert [(one.name, one.rows, one.in_evaluation) for one in by_step] == [
-        (MISMATCHES, mismatched, True),
+    assert [
+        (first_pass.name, first_pass.rows, first_pass.in_evaluation) for first_pass in by_step
+    ] == [
+        (KL_COMPLETIONS, kl_completions, True),
         (LOAD, None, False),
     ]

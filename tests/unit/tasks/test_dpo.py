@@ -6,44 +6,36 @@ from typing import Any
 
 import pytest
 import torch
-from support.pairs import pair_batch
+from support.pair_steps import PairStep, train_pairs
+from support.preference_pairs import pair_batch
 from support.trl_pairs import GOLDEN, LAYOUTS, MODEL, PAIRS, wave
 
-from headway.data.batch import Batch, StepBatch, StepStats
+from headway.data.batch import Batch
 from headway.errors import ConfigError
 from headway.model.base import build_frozen_model
-from headway.optim.adamw import Config as AdamW
-from headway.parallel.assemble import assemble
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
-from headway.parallel.engine import EngineSpec
-from headway.tasks.base import SURVEY, SeenRows, StepInfo
-from headway.tasks.dpo import DPO, Config
+from headway.tasks.base import SeenRows, StepInfo
+from headway.tasks.dpo import DPO, GAINS, Config
 from headway.tasks.preference.loss import PairColumns, Pairs, document_sums
 from headway.train.frozen_model import score_with
 
 
-def scored(
-    config: Config, micro: list[Batch], *, reference_shift: float = 0.1
-) -> tuple[float, float, dict[str, float], dict[str, Any]]:
-    """Loss, gradient norm, metrics and gradients of one step over some microbatches."""
-    device = torch.device("cpu")
-    reference = build_frozen_model(MODEL, wave(reference_shift).items(), device, torch.float32)
-    prepare = None if config.reference_free else score_with(reference, 8, PairColumns())
-    engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=prepare))
-    engine.fill(wave(0.0).items())
-    totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
-    result = engine.forward_backward(
-        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)),
-        StepInfo(0, 1),
+def train(config: Config, microbatches: list[Batch], *, reference_shift: float = 0.1) -> PairStep:
+    """One step against a reference whose weights are shifted."""
+    prepare = None
+    if not config.reference_free:
+        weights = wave(reference_shift).items()
+        reference = build_frozen_model(MODEL, weights, torch.device("cpu"), torch.float32)
+        prepare = score_with(reference, 8, PairColumns())
+    return train_pairs(
+        MODEL,
+        wave(0.0),
+        config,
+        microbatches,
+        num_pairs=len(PAIRS),
+        chunk_tokens=8,
+        prepare=prepare,
     )
-    grads = {
-        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
-    }
-    norm = torch.stack([grad.double().norm() for grad in grads.values()]).norm()
-    metrics = {
-        name: float(total) / float(weight) for name, (total, weight) in result.metrics.items()
-    }
-    return float(result.loss), float(norm), metrics, grads
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -54,12 +46,10 @@ def test_losses_gradients_and_metrics_are_trls(case: dict[str, Any], layout: str
     config = Config(
         loss_type=case["loss_type"], beta=GOLDEN["beta"], label_smoothing=case["label_smoothing"]
     )
-    loss, norm, metrics, _ = scored(
-        config, [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)]
-    )
-    assert loss == pytest.approx(case["loss"], abs=1e-6, rel=1e-6)
-    assert norm == pytest.approx(case["grad_norm"], rel=1e-5)
-    assert metrics == pytest.approx(case["metrics"], abs=2e-6, rel=1e-6)
+    step = train(config, [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)])
+    assert step.loss == pytest.approx(case["loss"], abs=1e-6, rel=1e-6)
+    assert step.gradient_norm == pytest.approx(case["grad_norm"], rel=1e-5)
+    assert step.metrics == pytest.approx(case["metrics"], abs=2e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +57,13 @@ def test_losses_gradients_and_metrics_are_trls(case: dict[str, Any], layout: str
 )
 def test_cutting_a_step_into_microbatches_changes_nothing(loss_type: Any) -> None:
     config = Config(loss_type=loss_type, beta=0.3)
-    whole = pair_batch([PAIRS[:2], PAIRS[2:3], PAIRS[3:], []], seq_len=48)
-    parts = [pair_batch([row], seq_len=48) for row in (PAIRS[:2], PAIRS[2:3], PAIRS[3:], [])]
-    right, got = scored(config, [whole]), scored(config, parts)
-    assert got[0] == pytest.approx(right[0], abs=1e-6)
-    assert got[2] == pytest.approx(right[2], abs=1e-5)
-    for name, grad in right[3].items():
-        torch.testing.assert_close(got[3][name], grad, rtol=1e-5, atol=1e-6)
+    rows = [PAIRS[:2], PAIRS[2:3], PAIRS[3:], []]
+    whole = train(config, [pair_batch(rows, seq_len=48)])
+    divided = train(config, [pair_batch([row], seq_len=48) for row in rows])
+    assert divided.loss == pytest.approx(whole.loss, abs=1e-6)
+    assert divided.metrics == pytest.approx(whole.metrics, abs=1e-5)
+    for name, gradient in whole.gradients.items():
+        torch.testing.assert_close(divided.gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def as_pairs(c: torch.Tensor, r: torch.Tensor, held: torch.Tensor) -> Pairs:
@@ -89,65 +79,67 @@ def test_kto_pair_is_its_formula_in_fp64_through_the_means_too(
     generator = torch.Generator().manual_seed(5)
     c = (torch.randn(3, 4, generator=generator, dtype=torch.float64) + shift[0]).requires_grad_()
     r = (torch.randn(3, 4, generator=generator, dtype=torch.float64) + shift[1]).requires_grad_()
-    held = torch.ones(3, 4, dtype=torch.float64)
-    held[1, 2:] = 0
-    beta, count = 0.4, held.sum()
-    ours, theirs = (x[held > 0] for x in (c, r))
-    mean_c, mean_r = ours.mean().clamp(min=0), theirs.mean().clamp(min=0)
-    up, down = (
-        1 - torch.sigmoid(beta * (ours - mean_r)),
-        1 - torch.sigmoid(beta * (mean_c - theirs)),
-    )
-    right = torch.cat([up, down]).mean()
-    wanted = torch.autograd.grad(right, [c, r])
+    is_pair = torch.ones(3, 4, dtype=torch.float64)
+    is_pair[1, 2:] = 0
+    beta = 0.4
+
+    chosen = c[is_pair > 0]
+    rejected = r[is_pair > 0]
+    mean_chosen = chosen.mean().clamp(min=0)
+    mean_rejected = rejected.mean().clamp(min=0)
+    chosen_losses = 1 - torch.sigmoid(beta * (chosen - mean_rejected))
+    rejected_losses = 1 - torch.sigmoid(beta * (mean_chosen - rejected))
+    expected = torch.cat([chosen_losses, rejected_losses]).mean()
 
     objective = Config(loss_type="kto_pair", beta=beta).build()
-    survey = torch.stack([c, r, held], -1).flatten(0, 1).detach()
+    seen = {}
+    if parts > 1:
+        # The means are those of the whole step, which a survey has seen before.
+        survey = torch.stack([c, r, is_pair], -1).flatten(0, 1).detach()
+        seen = {GAINS: SeenRows(survey)}
     total = torch.zeros((), dtype=torch.float64)
-    for piece in torch.arange(3).chunk(parts):
-        pairs = as_pairs(c[piece], r[piece], held[piece])
-        at = StepInfo(0, 1, seen={} if parts == 1 else {SURVEY: SeenRows(survey)})
-        total = total + (objective.per_pair(pairs, at) * pairs.is_pair).sum() / count
-    assert total.item() == pytest.approx(right.item(), abs=1e-12)
-    for got, one in zip(torch.autograd.grad(total, [c, r]), wanted, strict=True):
-        torch.testing.assert_close(got, one, rtol=0, atol=1e-12)
+    for rows in torch.arange(3).chunk(parts):
+        pairs = as_pairs(c[rows], r[rows], is_pair[rows])
+        losses = objective.per_pair(pairs, StepInfo(0, 1, seen=seen)) * pairs.is_pair
+        total = total + losses.sum() / is_pair.sum()
+
+    assert total.item() == pytest.approx(expected.item(), abs=1e-12)
+    gradients = torch.autograd.grad(total, [c, r])
+    expected_gradients = torch.autograd.grad(expected, [c, r])
+    torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=1e-12)
 
 
 def test_smoothed_sigmoid_is_its_formula_in_fp64() -> None:
-    c, r = (
-        torch.randn(5, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        for seed in (1, 2)
-    )
-    beta, e = 0.7, 0.15
-    s = 1 / (1 + torch.exp(-beta * (c - r)))
-    right = -(1 - e) * s.log() - e * (1 - s).log()
-    got = (
-        Config(beta=beta, label_smoothing=e)
-        .build()
-        .per_pair(as_pairs(c, r, torch.ones_like(c)), StepInfo(0, 1))
-    )
-    torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    rejected = torch.randn(5, 2, generator=generator, dtype=torch.float64)
+    beta = 0.7
+    smoothing = 0.15
+    preferred = 1 / (1 + torch.exp(-beta * (chosen - rejected)))
+    expected = -(1 - smoothing) * preferred.log() - smoothing * (1 - preferred).log()
+    objective = Config(beta=beta, label_smoothing=smoothing).build()
+    pairs = as_pairs(chosen, rejected, torch.ones_like(chosen))
+    losses = objective.per_pair(pairs, StepInfo(0, 1))
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "kto_pair"])
-def test_a_model_that_is_its_own_reference_starts_at_ln_2_or_one_half(loss_type: Any) -> None:
-    loss, _, metrics, _ = scored(
-        Config(loss_type=loss_type),
-        [pair_batch([PAIRS], seq_len=64, max_documents=12)],
-        reference_shift=0.0,
-    )
-    assert loss == pytest.approx(math.log(2) if loss_type == "sigmoid" else 0.5, abs=1e-6)
-    assert metrics["rewards/margins"] == 0.0
-    assert metrics["rewards/accuracies"] == 0.5, "neither answer is preferred"
+@pytest.mark.parametrize(("loss_type", "expected"), [("sigmoid", math.log(2)), ("kto_pair", 0.5)])
+def test_a_model_that_is_its_own_reference_starts_at_ln_2_or_one_half(
+    loss_type: Any, expected: float
+) -> None:
+    microbatches = [pair_batch([PAIRS], seq_len=64, max_documents=12)]
+    step = train(Config(loss_type=loss_type), microbatches, reference_shift=0.0)
+    assert step.loss == pytest.approx(expected, abs=1e-6)
+    assert step.metrics["rewards/margins"] == 0.0
+    assert step.metrics["rewards/accuracies"] == 0.5, "neither answer is preferred"
 
 
 def test_without_a_reference_the_log_probabilities_themselves_are_compared() -> None:
-    micro = [pair_batch([PAIRS], seq_len=64, max_documents=12)]
-    _, _, metrics, _ = scored(Config(reference_free=True, beta=0.5), micro)
+    microbatches = [pair_batch([PAIRS], seq_len=64, max_documents=12)]
+    metrics = train(Config(reference_free=True, beta=0.5), microbatches).metrics
+    expected = GOLDEN["cases"][0]["metrics"]["logps/chosen"]
+    assert metrics["logps/chosen"] == pytest.approx(expected, rel=1e-6)
     assert metrics["rewards/chosen"] == pytest.approx(0.5 * metrics["logps/chosen"])
-    assert metrics["logps/chosen"] == pytest.approx(
-        GOLDEN["cases"][0]["metrics"]["logps/chosen"], rel=1e-6
-    )
 
 
 def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
@@ -156,10 +148,10 @@ def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
     silent = replace(batch, loss_weight=torch.zeros_like(batch.loss_weight))
     model = build_frozen_model(MODEL, wave(0.0).items(), torch.device("cpu"), torch.float32)
     out = model.forward_batch(batch)
-    for one, count in ((batch, 1.0), (silent, 0.0)):
+    for microbatch, count in ((batch, 1.0), (silent, 0.0)):
         loss = objective.loss(
             out,
-            one,
+            microbatch,
             StepInfo(0, 1, training=False),
             DifferentiableCollectives(RankGroup()),
         )

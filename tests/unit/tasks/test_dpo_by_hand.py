@@ -18,8 +18,10 @@ LN2 = math.log(2)
 
 def loss(chosen: float, rejected: float, **settings: object) -> float:
     """Of one pair whose answers gained so much over the reference, 4 and 2 tokens long."""
-    c, r, one = torch.tensor([[chosen]]), torch.tensor([[rejected]]), torch.ones(1, 1)
-    pairs = Pairs(c, r, c, r, 4 * one, 2 * one, one)
+    c = torch.tensor([[chosen]])
+    r = torch.tensor([[rejected]])
+    weight = torch.ones(1, 1)
+    pairs = Pairs(c, r, c, r, 4 * weight, 2 * weight, weight)
     return float(
         Config.model_validate({"beta": 0.5, **settings}).build().per_pair(pairs, StepInfo(0, 1))
     )
@@ -78,12 +80,10 @@ def test_a_pair_needs_targets_on_both_sides() -> None:
     log_probs[0, :12:2] = torch.tensor([-1.0, -3.0, -5.0, -5.0, -5.0, -5.0])
     out: Any = SimpleNamespace(head=SimpleNamespace(scores=lambda targets: (log_probs, None)))
     objective = Config(beta=0.5).build()
-    found = objective.loss(out, replace(batch, loss_weight=weight), StepInfo(0, 1), None)  # type: ignore[arg-type]
+    loss_terms = objective.loss(out, replace(batch, loss_weight=weight), StepInfo(0, 1), None)  # type: ignore[arg-type]
     assert objective.pairs(out, replace(batch, loss_weight=weight)).is_pair.tolist() == [
         [1, 0, 0, 0]
     ]
-    assert float(found.terms["dpo"].sum) == pytest.approx(-log_sigmoid(0.5 * 2.0))
-    assert (
-        float(found.metrics["rewards/margins"][0]) == pytest.approx(1.0)
-        and float(found.metrics["rewards/margins"][1]) == 1.0
-    )
+    assert float(loss_terms.terms["dpo"].sum) == pytest.approx(-log_sigmoid(0.5 * 2.0))
+    assert float(loss_terms.metrics["rewards/margins"][0]) == pytest.approx(1.0)
+    assert float(loss_terms.metrics["rewards/margins"][1]) == 1.0

@@ -107,9 +107,8 @@ def test_the_logged_lambdas_are_those_of_the_loss_however_many_microbatches(
     result = engine.forward_backward(
         make_step(make_batch([[24], [20]], seq_len=24, vocab=32), microbatches), StepInfo(5, 10)
     )
-    engine.update(
-        hypers(AdamW(), engine.groups, 0, 10)
-    )  # moves the lambdas before the meter reads the metrics
+    # moves the lambdas before the meter reads the metrics
+    engine.update(hypers(AdamW(), engine.groups, 0, 10))
     seen = {
         name: float(result.metrics[name][0] / result.metrics[name][1])
         for name in ("lambda_1", "lambda_2")
@@ -145,7 +144,8 @@ def test_a_main_rate_of_zero_leaves_the_gates_their_own() -> None:
 
 @pytest.mark.parametrize("measure", ["sampled", "expected_z"])
 def test_the_sparsity_comes_to_its_target_within_two_hundredths(measure: str) -> None:
-    steps, gaps = 150, list[float]()
+    steps = 150
+    gaps = list[float]()
     engine = engine_of(
         Config.model_validate(
             {"target": 0.7, "warmup": 0.7, "measure": measure, "mask_lr": 0.5, "reg_lr": 0.5}
@@ -157,7 +157,8 @@ def test_the_sparsity_comes_to_its_target_within_two_hundredths(measure: str) ->
             StepInfo(index, steps),
         )
         engine.update(hypers(OPTIM, engine.groups, index, steps))
-        (seen, weight), (aim, _) = result.metrics["sparsity"], result.metrics["sparsity_target"]
+        (seen, weight) = result.metrics["sparsity"]
+        (aim, _) = result.metrics["sparsity_target"]
         gaps.append(float((seen - aim) / weight))
     log_alpha = engine.masters[GATES]
     assert float(1 - expected_z(log_alpha).mean()) == pytest.approx(0.7, abs=0.02)

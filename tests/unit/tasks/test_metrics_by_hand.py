@@ -90,6 +90,5 @@ def test_head_sparsity_counts_undecided_heads_and_both_terms() -> None:
     loss = objective.loss(out, batch_of(), StepInfo(0, 10), ALONE)
     # the mean of z is 4 / 6, so the sparsity is 1/3 and the gap -1/6
     assert float(loss.terms["sparsity"].sum.detach()) == pytest.approx(3 * -1 / 6 + 7 / 36)
-    assert float(loss.metrics["sparsity"][0]) == pytest.approx(1 / 3) and float(
-        loss.metrics["undecided_heads"][0]
-    ) == pytest.approx(2 / 6)
+    assert float(loss.metrics["sparsity"][0]) == pytest.approx(1 / 3)
+    assert float(loss.metrics["undecided_heads"][0]) == pytest.approx(2 / 6)

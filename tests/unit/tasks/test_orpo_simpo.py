@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.pairs import pair_batch
+from support.pair_steps import PairStep, train_pairs
+from support.preference_pairs import pair_batch
 from support.trl_pairs import LAYOUTS, MODEL, PAIRS, wave
 
-from headway.data.batch import Batch, StepBatch, StepStats
+from headway.data.batch import Batch
 from headway.model.base import ModelOut, build_frozen_model
-from headway.optim.adamw import Config as AdamW
-from headway.parallel.assemble import assemble
-from headway.parallel.engine import EngineSpec
-from headway.tasks.base import StepInfo, TaskConfig
+from headway.tasks.base import TaskConfig
 from headway.tasks.dpo import Config as DPOConfig
 from headway.tasks.orpo import Config as ORPOConfig
 from headway.tasks.orpo import _log_rest
@@ -26,39 +24,23 @@ CONFIGS = {
 }
 
 
-def step(
-    config: TaskConfig, micro: list[Batch]
-) -> tuple[float, dict[str, float], dict[str, torch.Tensor]]:
-    """Loss, metrics and gradients of one step over some microbatches."""
-    engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8))
-    engine.fill(wave(0.0).items())
-    totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
-    result = engine.forward_backward(
-        StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1)
-    )
-    grads = {
-        name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()
-    }
-    return (
-        float(result.loss),
-        {name: float(a) / float(b) for name, (a, b) in result.metrics.items()},
-        grads,
-    )
+def train(config: TaskConfig, microbatches: list[Batch]) -> PairStep:
+    return train_pairs(MODEL, wave(0.0), config, microbatches, num_pairs=len(PAIRS), chunk_tokens=8)
 
 
 def means() -> tuple[list[float], list[float]]:
     """Mean log-probability of a token of every chosen and of every rejected answer, one pair at a time."""
     model = build_frozen_model(MODEL, wave(0.0).items(), torch.device("cpu"), torch.float32)
     dpo = DPOConfig(reference_free=True).build()
-    found: tuple[list[float], list[float]] = ([], [])
+    averages: tuple[list[float], list[float]] = ([], [])
     for pair in PAIRS:
         batch = pair_batch([[pair]], seq_len=64)
         out = model.forward_batch(batch)
         assert isinstance(out, ModelOut)
-        one = dpo.pairs(out, batch)
-        found[0].append(float(one.chosen[0, 0] / one.chosen_length[0, 0]))
-        found[1].append(float(one.rejected[0, 0] / one.rejected_length[0, 0]))
-    return found
+        pair_sums = dpo.pairs(out, batch)
+        averages[0].append(float(pair_sums.chosen[0, 0] / pair_sums.chosen_length[0, 0]))
+        averages[1].append(float(pair_sums.rejected[0, 0] / pair_sums.rejected_length[0, 0]))
+    return averages
 
 
 def by_hand(kind: str) -> float:
@@ -74,33 +56,37 @@ def by_hand(kind: str) -> float:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_the_loss_is_the_formula_however_pairs_are_packed(kind: str, layout: str) -> None:
-    loss, metrics, _ = step(
-        CONFIGS[kind], [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)]
-    )
-    assert loss == pytest.approx(by_hand(kind), abs=1e-6)
+@pytest.mark.parametrize(("kind", "scale"), [("orpo", 0.3), ("simpo", 1.7)])
+def test_the_loss_is_the_formula_however_pairs_are_packed(
+    kind: str, scale: float, layout: str
+) -> None:
+    microbatches = [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)]
+    step = train(CONFIGS[kind], microbatches)
+    assert step.loss == pytest.approx(by_hand(kind), abs=1e-6)
     chosen, rejected = means()
-    scale = 0.3 if kind == "orpo" else 1.7
-    assert "nll" not in metrics  # a validation would report it as its loss
-    if kind == "orpo":
-        assert metrics["nll/chosen"] == pytest.approx(-sum(chosen) / len(chosen), abs=1e-6)
-    assert metrics["rewards/chosen"] == pytest.approx(scale * sum(chosen) / len(chosen), abs=1e-6)
-    assert metrics["rewards/accuracies"] == pytest.approx(
-        sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(PAIRS)
-    )
+    reward = scale * sum(chosen) / len(chosen)
+    assert step.metrics["rewards/chosen"] == pytest.approx(reward, abs=1e-6)
+    num_right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
+    assert step.metrics["rewards/accuracies"] == pytest.approx(num_right / len(PAIRS))
+    assert "nll" not in step.metrics, "a validation would report it as its loss"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_orpo_reports_the_likelihood_of_chosen_answers(layout: str) -> None:
+    step = train(CONFIGS["orpo"], [pair_batch(LAYOUTS[layout], seq_len=64, max_documents=12)])
+    chosen, _ = means()
+    assert step.metrics["nll/chosen"] == pytest.approx(-sum(chosen) / len(chosen), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_microbatches_and_empty_rows_change_nothing(kind: str) -> None:
-    whole = step(CONFIGS[kind], [pair_batch([PAIRS[:2], PAIRS[2:]], seq_len=64)])
-    parts = step(
-        CONFIGS[kind], [pair_batch([row], seq_len=64) for row in (PAIRS[:2], PAIRS[2:], [])]
-    )
-    assert parts[0] == pytest.approx(whole[0], abs=1e-6)
-    for name, gradient in whole[2].items():
-        torch.testing.assert_close(parts[2][name], gradient, rtol=1e-5, atol=1e-6)
-        assert torch.isfinite(parts[2][name]).all(), name
+def test_microbatches_and_empty_rows_do_not_change_orpo_or_simpo(kind: str) -> None:
+    rows = [PAIRS[:2], PAIRS[2:]]
+    whole = train(CONFIGS[kind], [pair_batch(rows, seq_len=64)])
+    divided = train(CONFIGS[kind], [pair_batch([row], seq_len=64) for row in (*rows, [])])
+    assert divided.loss == pytest.approx(whole.loss, abs=1e-6)
+    for name, gradient in whole.gradients.items():
+        torch.testing.assert_close(divided.gradients[name], gradient, rtol=1e-5, atol=1e-6)
+        assert torch.isfinite(divided.gradients[name]).all(), name
 
 
 def test_losses_are_those_of_trl() -> None:
@@ -124,8 +110,10 @@ def test_losses_are_those_of_trl() -> None:
 
 def test_odds_of_certain_and_of_impossible_answers_stay_finite() -> None:
     x = torch.tensor([0.0, -1e-9, -1e-3, -0.6931, -0.7, -5.0, -80.0], requires_grad=True)
-    found = _log_rest(x)
-    found.sum().backward()
-    assert x.grad is not None and torch.isfinite(found).all() and torch.isfinite(x.grad).all()
+    rest = _log_rest(x)
+    rest.sum().backward()
+    assert x.grad is not None
+    assert torch.isfinite(rest).all()
+    assert torch.isfinite(x.grad).all()
     right = torch.log(-torch.expm1(x.detach()[2:].double()))
-    torch.testing.assert_close(found[2:].double(), right, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(rest[2:].double(), right, rtol=1e-6, atol=1e-7)

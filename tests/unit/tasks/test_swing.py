@@ -13,25 +13,23 @@ from headway.model.head_gates import sample
 from headway.optim.schedule import Schedule
 from headway.tasks.head_sparsity import Config
 
-STEPS, HEADS, PULL = 400, (16, 8), 0.02
+STEPS = 400
+HEADS = (16, 8)
+PULL = 0.02
 Betas = tuple[float, float]
 
 
 def distance(config: Config, mask_betas: Betas, reg_betas: Betas) -> float:
     """Root mean square of sparsity minus aim over the second half of a run."""
     pull = PULL * torch.rand(HEADS, generator=torch.Generator().manual_seed(0))
-    log_alpha, lambdas = (
-        torch.nn.Parameter(torch.full(HEADS, 4.0)),
-        torch.nn.Parameter(torch.zeros(2)),
-    )
+    log_alpha = torch.nn.Parameter(torch.full(HEADS, 4.0))
+    lambdas = torch.nn.Parameter(torch.zeros(2))
     groups = [
         {"params": [log_alpha], "betas": mask_betas},
         {"params": [lambdas], "betas": reg_betas, "maximize": True},
     ]
-    optimizer, schedule = (
-        torch.optim.AdamW(groups, weight_decay=config.mask_weight_decay),
-        Schedule(warmup=0.1, floor=0.01),
-    )
+    optimizer = torch.optim.AdamW(groups, weight_decay=config.mask_weight_decay)
+    schedule = Schedule(warmup=0.1, floor=0.01)
     squares: list[float] = []
     for step in range(STEPS):
         for group in optimizer.param_groups:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -68,8 +69,8 @@ def edited(text: str, share: float, seed: int) -> str:
     """The text with that share of its places (each a run of 12 characters) replaced."""
     chance = random.Random(seed)
     pieces = [text[i : i + 12] for i in range(0, len(text), 12)]
-    for at in chance.sample(range(len(pieces)), int(share * len(pieces))):
-        pieces[at] = "".join(chance.choice("天地玄黄宇宙洪荒xyz ") for _ in range(12))
+    for index in chance.sample(range(len(pieces)), int(share * len(pieces))):
+        pieces[index] = "".join(chance.choice("天地玄黄宇宙洪荒xyz ") for _ in range(12))
     return "".join(pieces)
 
 
@@ -88,12 +89,14 @@ def test_signatures_estimate_what_two_texts_have_in_common(language: str) -> Non
     for seed in range(20):
         text = long_text(language, seed)
         other = edited(text, seed / 40, seed)
-        first, second = (set(run_hashes(t).tolist()) for t in (text, other))
+        first = set(run_hashes(text).tolist())
+        second = set(run_hashes(other).tolist())
         errors.append(
             (near.signature(text) == near.signature(other)).mean()
             - len(first & second) / len(first | second)
         )
-    assert abs(np.mean(errors)) < 0.03 and np.abs(errors).max() < 0.15
+    assert abs(np.mean(errors)) < 0.03
+    assert np.abs(errors).max() < 0.15
 
 
 @pytest.mark.parametrize("language", ["English", "Chinese"])
@@ -110,14 +113,7 @@ def test_short_texts_are_told_apart() -> None:
     near = NearDuplicates()
     assert [
         near.is_new(text) for text in ("甲", "乙", "甲", "甲乙丙丁戊己庚", "甲乙丙丁戊己辛", "")
-    ] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        True,
-    ]
+    ] == [True, True, False, True, True, True]
 
 
 def test_the_choice_depends_on_the_seed_alone() -> None:
@@ -138,7 +134,9 @@ def test_a_full_index_forgets_the_oldest_and_says_so(monkeypatch: pytest.MonkeyP
     near = NearDuplicates(max_memory_bytes=1)
     texts = [long_text("Chinese", seed) for seed in range(12)]
     assert all(near.is_new(text) for text in texts)
-    assert near.forgotten == 4 and near.is_new(texts[0]) and not near.is_new(texts[11])
+    assert near.forgotten == 4
+    assert near.is_new(texts[0])
+    assert not near.is_new(texts[11])
 
 
 def test_seen_hashes_are_found_after_they_settle() -> None:
@@ -147,7 +145,8 @@ def test_seen_hashes_are_found_after_they_settle() -> None:
     for number, key in enumerate(keys.tolist()):
         seen.add(key, number)
     assert all(number in seen.find(keys[number : number + 1]) for number in range(1000))
-    assert seen.find(keys + np.uint64(1)) == [] and len(seen.runs) < 8
+    assert seen.find(keys + np.uint64(1)) == []
+    assert len(seen.runs) < 8
     exact = ExactDuplicates()
     assert [exact.is_new(text) for text in ("a", "b", "a")] == [True, True, False]
 
@@ -163,7 +162,8 @@ def test_the_report_counts_every_document_once() -> None:
     report = CleanReport()
     kept = list(clean(documents(), CleanRules(), report))
     assert [d.line for d in kept] == [1, 2]
-    assert report.documents == 7 and report.kept_documents == 2
+    assert report.documents == 7
+    assert report.kept_documents == 2
     assert dict(report.removed_documents) == {"duplicate": 2, "too short": 1, "near duplicate": 2}
     assert report.examples["duplicate"] == ["f:3", "f:7"]
     assert report.bytes == sum(len(d.text.encode()) for d in documents())
@@ -191,29 +191,51 @@ def test_files_are_cleaned_into_one_with_all_their_keys(tmp_path: Path, name: st
 
 
 def test_a_failed_clean_leaves_nothing_and_an_old_output_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        json.dumps({"text": ENGLISH}) + "\n{broken\n", encoding="utf-8"
-    )
-    (tmp_path / "out.jsonl").write_text("old", encoding="utf-8")
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": ENGLISH}) + "\n{broken\n", encoding="utf-8")
+    out = tmp_path / "out.jsonl"
+    out.write_text("old", encoding="utf-8")
     with pytest.raises(DataError, match=r"a.jsonl:2"):
-        clean_files([tmp_path / "a.jsonl"], tmp_path / "out.jsonl", CleanRules())
-    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "old" and len(
-        list(tmp_path.iterdir())
-    ) == 2
+        clean_files([source], out, CleanRules())
+    assert out.read_text(encoding="utf-8") == "old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": ENGLISH}) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="one of the sources"):
-        clean_files([tmp_path], tmp_path / "a.jsonl", CleanRules())
+        clean_files([tmp_path], source, CleanRules())
+
+
+def test_an_output_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": ENGLISH}) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="must be named"):
-        clean_files([tmp_path / "a.jsonl"], tmp_path / "out.csv", CleanRules())
-    (tmp_path / "b.txt").write_text("x", encoding="utf-8")
+        clean_files([source], tmp_path / "out.csv", CleanRules())
+
+
+def test_texts_of_which_none_passes_are_refused_with_the_rule(tmp_path: Path) -> None:
+    source = tmp_path / "b.txt"
+    source.write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"no document passed the rules \(too short\)"):
-        clean_files([tmp_path / "b.txt"], tmp_path / "out2.jsonl", CleanRules())
-    for wrong in (
-        {"max_digits": 2.0},
-        {"duplicates": "some"},
-        {"min_characters": 5, "max_characters": 2},
-    ):
-        with pytest.raises(ConfigError, match=next(iter(wrong))[:3]):
-            CleanRules(**wrong)  # type: ignore[arg-type]
+        clean_files([source], tmp_path / "out2.jsonl", CleanRules())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_digits": 2.0}, "max"),
+        ({"duplicates": "some"}, "dup"),
+        ({"min_characters": 5, "max_characters": 2}, "min"),
+    ],
+)
+def test_rules_that_contradict_themselves_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        CleanRules(**settings)
+
+
+def test_a_similarity_that_would_join_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"similarity is 0.2"):
         NearDuplicates(0.2)
 
@@ -223,8 +245,8 @@ def test_the_verb_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixtur
         (tmp_path / name).write_text(text, encoding="utf-8")
     out = str(tmp_path / "out.parquet")
     assert main(["data", "clean", str(tmp_path / "*.txt"), out, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["kept_documents"], found["removed"]["duplicate"]["documents"]) == (2, 1)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["kept_documents"], report["removed"]["duplicate"]["documents"]) == (2, 1)
     assert pq.read_table(out).column("text").to_pylist() == [ENGLISH, CHINESE]
     assert main(["data", "clean", str(tmp_path / "*.txt"), out]) == 0
     assert "kept 2 of 3 documents" in capsys.readouterr().out
@@ -261,20 +283,11 @@ def test_without_opencc_one_line_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opencc", None)
     (tmp_path / "raw.jsonl").write_text('{"text": "數學是研究數量的學科"}\n')
-    assert (
-        main(
-            [
-                "data",
-                "clean",
-                str(tmp_path / "raw.jsonl"),
-                str(tmp_path / "out.jsonl"),
-                "--simplified",
-            ]
-        )
-        == 2
-    )
+    options = [str(tmp_path / "raw.jsonl"), str(tmp_path / "out.jsonl"), "--simplified"]
+    assert main(["data", "clean", *options]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "--simplified needs OpenCC" in line and install_command("zh") in line
+    assert "--simplified needs OpenCC" in line
+    assert install_command("zh") in line
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -28,7 +28,8 @@ def hub() -> Iterator[Hub]:
 
 def run(hub: Hub | str, home: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """`headway ARGUMENTS --json` against a hub: the exit code, the result, what was said."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with (
         using_hub(hub if isinstance(hub, str) else hub.url, home),
         redirect_stdout(out),
@@ -39,24 +40,26 @@ def run(hub: Hub | str, home: Path, *arguments: str) -> tuple[int, dict[str, Any
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    return {name: data for name, data in found.items() if not name.startswith(".cache")}
+    files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {name: data for name, data in files.items() if not name.startswith(".cache")}
 
 
 def test_a_model_is_fetched_into_the_cache_and_found_there_without_a_network(
     hub: Hub, tmp_path: Path
 ) -> None:
-    code, found, _ = run(hub, tmp_path, "download", "org/name")
-    assert code == 0 and content(Path(found["path"])) == FILES
-    assert Path(found["path"]).is_relative_to(tmp_path)
+    code, folder, _ = run(hub, tmp_path, "download", "org/name")
+    assert code == 0
+    assert content(Path(folder["path"])) == FILES
+    assert Path(folder["path"]).is_relative_to(tmp_path)
     code, again, _ = run(NOBODY, tmp_path, "download", "org/name")
-    assert code == 0 and again == found
+    assert code == 0
+    assert again == folder
 
 
 def test_a_dataset_is_fetched_into_a_folder_or_a_cache_of_ones_own(
     hub: Hub, tmp_path: Path
 ) -> None:
-    code, found, _ = run(
+    code, folder, _ = run(
         hub,
         tmp_path / "home",
         "download",
@@ -67,16 +70,15 @@ def test_a_dataset_is_fetched_into_a_folder_or_a_cache_of_ones_own(
         "--revision",
         "main",
     )
-    assert (
-        code == 0
-        and Path(found["path"]) == tmp_path / "mine"
-        and content(tmp_path / "mine") == FILES
-    )
+    assert code == 0
+    assert Path(folder["path"]) == tmp_path / "mine"
+    assert content(tmp_path / "mine") == FILES
     assert any("/api/datasets/org/name" in request for request in hub.requests)
-    code, found, _ = run(
+    code, folder, _ = run(
         hub, tmp_path / "home", "download", "org/name", "--cache-dir", str(tmp_path / "cache")
     )
-    assert code == 0 and Path(found["path"]).is_relative_to(tmp_path / "cache")
+    assert code == 0
+    assert Path(folder["path"]).is_relative_to(tmp_path / "cache")
 
 
 def test_only_files_that_match_are_fetched(hub: Hub, tmp_path: Path) -> None:
@@ -90,7 +92,8 @@ def test_only_files_that_match_are_fetched(hub: Hub, tmp_path: Path) -> None:
         "--to",
         str(tmp_path / "mine"),
     )
-    assert code == 0 and content(tmp_path / "mine") == {"config.json": FILES["config.json"]}
+    assert code == 0
+    assert content(tmp_path / "mine") == {"config.json": FILES["config.json"]}
     code, _, said = run(
         hub,
         tmp_path / "home",
@@ -101,14 +104,16 @@ def test_only_files_that_match_are_fetched(hub: Hub, tmp_path: Path) -> None:
         "--to",
         str(tmp_path / "none"),
     )
-    assert code == 2 and "org/name: no file of the model matches *.gguf" in said
+    assert code == 2
+    assert "org/name: no file of the model matches *.gguf" in said
 
 
 def test_a_cut_connection_is_resumed_where_it_was(hub: Hub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": bytes(range(256)) * 50_000}
     hub.cut_after = 11_000_000
-    code, found, _ = run(hub, tmp_path, "download", "org/name")
-    assert code == 0 and content(Path(found["path"])) == hub.files
+    code, folder, _ = run(hub, tmp_path, "download", "org/name")
+    assert code == 0
+    assert content(Path(folder["path"])) == hub.files
     rest = [
         int(request.rpartition("bytes=")[2].rstrip("-"))
         for request in hub.requests
@@ -127,15 +132,15 @@ def test_a_later_start_continues_inside_the_file(hub: Hub, tmp_path: Path, where
         "own cache": ("--cache-dir", str(tmp_path / "own")),
     }[where]
     hub.files = {"model.safetensors": bytes(range(256)) * 50_000, "config.json": b"{}"}
-    hub.cut_after, hub.gone_after_cut = 11_000_000, True
+    hub.cut_after = 11_000_000
+    hub.gone_after_cut = True
     code, _, said = run(hub, tmp_path / "home", "download", "org/name", *options)
-    assert code == 2 and said.strip().splitlines()[-1].startswith(
-        "error: org/name: not found locally"
-    )
+    assert code == 2
+    assert said.strip().splitlines()[-1].startswith("error: org/name: not found locally")
     hub.gone_after_cut = False
     hub.requests.clear()
-    code, found, said = run(hub, tmp_path / "home", "download", "org/name", *options)
-    assert code == 0 and content(Path(found["path"])) == hub.files, said
+    code, folder, said = run(hub, tmp_path / "home", "download", "org/name", *options)
+    assert code == 0 and content(Path(folder["path"])) == hub.files, said
     asked = [
         request
         for request in hub.requests
@@ -149,26 +154,28 @@ def test_a_later_start_continues_inside_the_file(hub: Hub, tmp_path: Path, where
 
 def test_a_damaged_part_is_noticed(hub: Hub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": bytes(range(256)) * 50_000}
-    hub.cut_after, hub.gone_after_cut = 11_000_000, True
+    hub.cut_after = 11_000_000
+    hub.gone_after_cut = True
     run(hub, tmp_path / "home", "download", "org/name", "--to", str(tmp_path / "mine"))
     (part,) = tmp_path.rglob("*.part")
     part.write_bytes(b"?" * part.stat().st_size)
     hub.gone_after_cut = False
-    code, found, said = run(
+    code, folder, said = run(
         hub, tmp_path / "home", "download", "org/name", "--to", str(tmp_path / "mine")
     )
-    assert code == 0 and content(Path(found["path"])) == hub.files, said
+    assert code == 0 and content(Path(folder["path"])) == hub.files, said
 
 
 def test_a_failed_fetch_keeps_the_files_it_has(hub: Hub, tmp_path: Path) -> None:
     hub.missing = {"config.json"}
     code, _, said = run(hub, tmp_path, "download", "org/name")
-    assert code == 2 and said.strip().splitlines()[-1].startswith(
-        "error: org/name: not found locally"
-    )
-    hub.missing, hub.requests = set(), []
-    code, found, _ = run(hub, tmp_path, "download", "org/name")
-    assert code == 0 and content(Path(found["path"])) == FILES
+    assert code == 2
+    assert said.strip().splitlines()[-1].startswith("error: org/name: not found locally")
+    hub.missing = set()
+    hub.requests = []
+    code, folder, _ = run(hub, tmp_path, "download", "org/name")
+    assert code == 0
+    assert content(Path(folder["path"])) == FILES
     assert not any(
         request.startswith("GET") and request.endswith("model.safetensors")
         for request in hub.requests
@@ -180,16 +187,18 @@ def test_a_wrong_checksum_is_noticed_and_fetched_anew(hub: Hub, tmp_path: Path) 
         ("model.safetensors", ()),
         ("config.json", ("--to", str(tmp_path / "mine"))),
     ):
-        hub.wrong, home = {name}, tmp_path / name
+        hub.wrong = {name}
+        home = tmp_path / name
         code, _, said = run(hub, home, "download", "org/name", *where)
+        assert code == 2
         assert (
-            code == 2
-            and f"org/name: {name} does not have the checksum of the hub; it was removed. Download it again."
+            f"org/name: {name} does not have the checksum of the hub; it was removed. Download it again."
             in said
         )
         hub.wrong = set()
-        code, found, _ = run(hub, home, "download", "org/name", *where)
-        assert code == 0 and content(Path(found["path"])) == FILES
+        code, folder, _ = run(hub, home, "download", "org/name", *where)
+        assert code == 0
+        assert content(Path(folder["path"])) == FILES
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,8 @@ def test_what_is_not_there_is_said_in_one_line(
     hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, _, said = run(hub, tmp_path, "download", *arguments)
-    assert code == 2 and said.strip().splitlines()[-1] == f"error: {message}"
+    assert code == 2
+    assert said.strip().splitlines()[-1] == f"error: {message}"
 
 
 def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
@@ -218,7 +228,8 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
         "run `headway download org/name --dataset --to name`, copy that folder here and give its path"
         in line
     )
-    assert str(tmp_path / "hub") in line and "HF_ENDPOINT" in line
+    assert str(tmp_path / "hub") in line
+    assert "HF_ENDPOINT" in line
 
 
 CODE = """
@@ -236,7 +247,7 @@ except HeadwayError as error:
 def test_hub_ids_are_paths_once_they_were_fetched(hub: Hub, tmp_path: Path) -> None:
     hub.files = {name: data for name, data in FILES.items() if name.startswith("data/")}
 
-    def resolve(given: str, url: str) -> str:
+    def resolve(address: str, url: str) -> str:
         environment = {
             "HF_ENDPOINT": url,
             "HF_HOME": str(tmp_path),
@@ -244,7 +255,7 @@ def test_hub_ids_are_paths_once_they_were_fetched(hub: Hub, tmp_path: Path) -> N
             "PATH": "",
         }
         done = subprocess.run(
-            [sys.executable, "-c", CODE, given],
+            [sys.executable, "-c", CODE, address],
             env=environment,
             capture_output=True,
             text=True,
@@ -273,13 +284,14 @@ def test_a_missing_path_is_not_looked_for_on_the_hub(
     assert not is_hub_id(path)
     with pytest.raises(ConfigError, match=f"^{path}: no such file or folder\\.$"):
         local_or_hub(path)
-    assert is_hub_id("Qwen/Qwen2.5-7B") and is_hub_id("princeton-nlp/prolong-data-64K")
+    assert is_hub_id("Qwen/Qwen2.5-7B")
+    assert is_hub_id("princeton-nlp/prolong-data-64K")
 
 
 def test_a_recipes_cache_is_the_one_that_download_fills(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, found, _ = run(
+    code, folder, _ = run(
         hub,
         tmp_path / "home",
         "download",
@@ -289,11 +301,11 @@ def test_a_recipes_cache_is_the_one_that_download_fills(
         str(tmp_path / "own"),
     )
     assert code == 0
-    assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "own") == Path(found["path"])
+    assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "own") == Path(folder["path"])
     assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "other") is None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "own"))
     assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "other") == Path(
-        found["path"]
+        folder["path"]
     ), "the hub's own is looked into, too"
 
 

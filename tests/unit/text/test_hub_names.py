@@ -49,28 +49,28 @@ def weights(hub: Hub) -> list[str]:
     ],
 )
 def test_an_id_may_carry_a_revision(text: str, parts: tuple[str, str | None]) -> None:
-    assert is_hub_id(text) and split_revision(text) == parts
-    assert (
-        not is_hub_id("runs/mine@v1")
-        and not is_hub_id("org/name@")
-        and not is_hub_id("org/name@../x")
-    )
+    assert is_hub_id(text)
+    assert split_revision(text) == parts
+    assert not is_hub_id("runs/mine@v1")
+    assert not is_hub_id("org/name@")
+    assert not is_hub_id("org/name@../x")
 
 
 def test_what_exists_here_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert local_or_hub("org/name") == Path("org/name") and not hub.requests
+    assert local_or_hub("org/name") == Path("org/name")
+    assert not hub.requests
 
 
 def test_each_revision_is_downloaded_once_and_found_without_a_network(
     hub: Hub, tmp_path: Path
 ) -> None:
     hub.revisions = {"v1": {**FILES, "config.json": b'{"model_type": "old"}'}}
-    new, old = local_or_hub("org/name"), local_or_hub("org/name@v1")
-    assert (new / "config.json").read_bytes() == FILES["config.json"] and (
-        old / "config.json"
-    ).read_bytes() == b'{"model_type": "old"}'
+    new = local_or_hub("org/name")
+    old = local_or_hub("org/name@v1")
+    assert (new / "config.json").read_bytes() == FILES["config.json"]
+    assert (old / "config.json").read_bytes() == b'{"model_type": "old"}'
     assert len(weights(hub)) == 1, "the same file of both revisions is one download"
     with using_hub(NOBODY, tmp_path / "home"):
         assert (local_or_hub("org/name"), local_or_hub("org/name@v1")) == (new, old)
@@ -109,9 +109,8 @@ def test_a_model_is_its_safetensors_and_its_tokenizer_and_no_pickle() -> None:
     only = HubRequest("org/name", "tokenizer").choose([*MODEL, *SHARDS, *OTHER])
     assert set(only) == set(MODEL), "no weights for a tokenizer"
     everything = HubRequest("org/name", "everything")
-    assert "pytorch_model.bin" not in everything.choose(
-        [*SHARDS, *OTHER]
-    ) and "README.md" in everything.choose([*SHARDS, *OTHER])
+    assert "pytorch_model.bin" not in everything.choose([*SHARDS, *OTHER])
+    assert "README.md" in everything.choose([*SHARDS, *OTHER])
     assert everything.choose(["pytorch_model.bin"]) == ["pytorch_model.bin"], (
         "a repository without safetensors is downloaded as it is"
     )
@@ -149,18 +148,20 @@ def test_a_tokenizer_comes_alone_and_its_model_later(hub: Hub, tmp_path: Path) -
 
 
 def test_one_of_several_processes_downloads(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
-    found: list[Path] = []
+    folders: list[Path] = []
     hub.slow_seconds = 0.02
     with caplog.at_level(logging.INFO, "headway"):
         ranks = [
-            threading.Thread(target=lambda: found.append(local_or_hub("org/name")))
+            threading.Thread(target=lambda: folders.append(local_or_hub("org/name")))
             for _ in range(3)
         ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
-    assert len(found) == 3 and len(set(found)) == 1 and len(weights(hub)) == 1
+    assert len(folders) == 3
+    assert len(set(folders)) == 1
+    assert len(weights(hub)) == 1
     said = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("downloading org/name: 1.0 MB in 1 files") for line in said) == 1
     assert "org/name: waiting for another process that downloads it" in said
@@ -168,7 +169,8 @@ def test_one_of_several_processes_downloads(hub: Hub, caplog: pytest.LogCaptureF
 
 def test_an_interrupted_download_is_not_taken_for_the_model(hub: Hub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": bytes(range(256)) * 50_000, "config.json": b"{}"}
-    hub.cut_after, hub.gone_after_cut = 11_000_000, True
+    hub.cut_after = 11_000_000
+    hub.gone_after_cut = True
     with pytest.raises(DataError, match="did not provide it"):
         local_or_hub("org/name")
     with (
@@ -176,7 +178,8 @@ def test_an_interrupted_download_is_not_taken_for_the_model(hub: Hub, tmp_path: 
         pytest.raises(DataError, match=r"an earlier download was interrupted; connect"),
     ):
         local_or_hub("org/name")
-    hub.gone_after_cut, hub.requests = False, []
+    hub.gone_after_cut = False
+    hub.requests = []
     assert (local_or_hub("org/name") / "model.safetensors").read_bytes() == hub.files[
         "model.safetensors"
     ]
@@ -190,7 +193,8 @@ def test_an_interrupted_download_is_not_taken_for_the_model(hub: Hub, tmp_path: 
 def test_ctrl_c_ends_a_download_at_once_and_keeps_what_has_arrived(
     hub: Hub, tmp_path: Path
 ) -> None:
-    hub.files, hub.slow_seconds = {"model.safetensors": bytes(1 << 26)}, 0.01
+    hub.files = {"model.safetensors": bytes(1 << 26)}
+    hub.slow_seconds = 0.01
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,
@@ -255,45 +259,58 @@ def test_without_the_hub_library_one_line_names_it(monkeypatch: pytest.MonkeyPat
         local_or_hub("org/name")
 
 
-def test_verbs_take_ids_for_models_tokenizers_and_input(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A small model with its tokenizer."""
     from headway.export.huggingface import export_huggingface
     from headway.model.base import build_model
     from headway.model.config import ModelConfig
 
-    train_bpe([Path(__file__).read_text()], vocab_size=300, out=tmp_path / "tokenizer")
+    tokenizer = tmp_path / "tokenizer"
+    train_bpe([Path(__file__).read_text()], vocab_size=300, out=tokenizer)
     config = ModelConfig(
         vocab_size=320, hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, max_seq_len=32
     )
-    export_huggingface(
-        config,
-        build_model(config).named_parameters(),
-        tmp_path / "model",
-        tokenizer=tmp_path / "tokenizer",
-    )
-    model = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    data = {"data/train-00000-of-00001.jsonl": b'{"text": "from the hub"}\n' * 20}
-    hub.files, hub.revisions = {"README.md": b"nothing"}, {"model": model, "data": data}
-    asks = ["--prompt", "def", "--max-new-tokens", "2", "--json", "--device", "cpu"]
-    assert main(["generate", "--model", "org/name", "--revision", "model", *asks]) == 0
-    given = capsys.readouterr().out
-    assert main(["generate", "--model", str(tmp_path / "model"), *asks]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(given)
-    words = [
-        "data",
-        "tokenize",
-        "--input",
-        "org/name@data",
-        "--tokenizer",
-        "org/name@model",
-        "--out",
-        str(tmp_path / "store"),
-        "--json",
-    ]
-    assert main(words) == 0
+    weights = build_model(config).named_parameters()
+    export_huggingface(config, weights, tmp_path / "model", tokenizer=tokenizer)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def hub_with_model(hub: Hub, model_folder: Path) -> Hub:
+    """A repository with a model in one revision and data in another."""
+    hub.files = {"README.md": b"nothing"}
+    hub.revisions = {
+        "model": {path.name: path.read_bytes() for path in model_folder.iterdir()},
+        "data": {"data/train-00000-of-00001.jsonl": b'{"text": "from the hub"}\n' * 20},
+    }
+    return hub
+
+
+GREEDY = ["--prompt", "def", "--max-new-tokens", "2", "--json", "--device", "cpu"]
+
+
+def test_generate_takes_a_hub_id_as_it_takes_a_folder(
+    hub_with_model: Hub, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--model", "org/name", "--revision", "model", *GREEDY]) == 0
+    from_hub = json.loads(capsys.readouterr().out)
+    assert main(["generate", "--model", str(model_folder), *GREEDY]) == 0
+    assert json.loads(capsys.readouterr().out) == from_hub
+
+
+def test_tokenize_takes_hub_ids_for_input_and_tokenizer(
+    hub_with_model: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--input", "org/name@data", "--tokenizer", "org/name@model"]
+    assert main(["data", "tokenize", *options, "--out", str(tmp_path / "store"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 20
-    assert main(["generate", "--model", str(tmp_path / "model"), "--revision", "v1", *asks]) == 2
+
+
+def test_a_revision_of_a_folder_or_a_second_one_is_refused(
+    hub_with_model: Hub, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--model", str(model_folder), "--revision", "v1", *GREEDY]) == 2
     assert "is no hub id (ORGANISATION/NAME). Leave --revision out." in capsys.readouterr().err
-    assert main(["generate", "--model", "org/name@model", "--revision", "v1", *asks]) == 2
+    assert main(["generate", "--model", "org/name@model", "--revision", "v1", *GREEDY]) == 2
     assert "Give one of them." in capsys.readouterr().err

@@ -22,10 +22,11 @@ def test_blocks_are_the_text_whatever_their_size(
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     blocks = list(text_blocks(RawFile.at(path)))
     assert "".join(blocks) == text
-    assert all(blocks) and max(map(len, blocks)) <= size + 3
+    assert all(blocks)
+    assert max(map(len, blocks)) <= size + 3
     packed = tmp_path / "b.txt.gz"
     packed.write_bytes(gzip.compress(text.encode()))
-    assert ["".join(found) for _, found in read_blocks([path, packed])] == [
+    assert ["".join(block) for _, block in read_blocks([path, packed])] == [
         d.text for d in read_documents([path, packed])
     ]
 
@@ -41,9 +42,9 @@ def test_bytes_that_are_no_text_are_reported_as_in_the_whole(
         path.write_bytes(data)
         with pytest.raises(DataError) as whole:
             decode(data, str(path), 1)
-        with pytest.raises(DataError) as found:
+        with pytest.raises(DataError) as caught:
             list(text_blocks(RawFile.at(path)))
-        assert str(found.value).split(" (")[0] == str(whole.value).split(" (")[0]
+        assert str(caught.value).split(" (")[0] == str(whole.value).split(" (")[0]
 
 
 def test_an_empty_text_file_is_refused(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def mds_shard() -> bytes:
         len(t).to_bytes(4, "little") + i.to_bytes(8, "little") + t
         for i, t in enumerate(row["text"].encode() for row in ROWS)
     ]  # type: ignore[union-attr]
-    at = 4 + 4 * (len(samples) + 1) + len(config)
-    offsets = [at]
+    offset = 4 + 4 * (len(samples) + 1) + len(config)
+    offsets = [offset]
     for sample in samples:
         offsets.append(offsets[-1] + len(sample))
     return b"".join(
@@ -113,7 +113,8 @@ def texts_if_readable(path: Path) -> list[str] | None:
         return texts(path)
     except DataError as error:
         complaint = str(error)
-    assert path.name in complaint and "\n" not in complaint
+    assert path.name in complaint
+    assert "\n" not in complaint
     return None
 
 
@@ -142,10 +143,10 @@ def test_a_file_cut_short_is_an_error_or_gives_its_whole_first_records(
     cuts = random.Random(7).sample(range(1, len(data) - 1), 40)
     for cut in cuts:
         (tmp_path / name).write_bytes(data[:cut])
-        found = texts_if_readable(tmp_path / name)
-        if found is not None:
-            unseen += found != whole
-            assert found == whole[: len(found)]
+        readable = texts_if_readable(tmp_path / name)
+        if readable is not None:
+            unseen += readable != whole
+            assert readable == whole[: len(readable)]
     line_based = name in ("a.jsonl", "a.csv", "a.arrow")
     assert unseen <= (4 if line_based else 0), f"{unseen} cuts of {name} went unseen"
 
@@ -160,8 +161,8 @@ def test_flipped_bits_never_end_in_a_traceback(tmp_path: Path, name: str) -> Non
         damaged = bytearray(data)
         damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         (tmp_path / name).write_bytes(damaged)
-        found = texts_if_readable(tmp_path / name)
-        assert found is None or name not in CHECKED or found == whole
+        readable = texts_if_readable(tmp_path / name)
+        assert readable is None or name not in CHECKED or readable == whole
 
 
 def expect(path: Path, message: str, **options: Any) -> None:

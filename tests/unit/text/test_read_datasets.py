@@ -114,24 +114,30 @@ def write_mds(
     described = json.dumps(config).encode()
     samples: list[bytes] = []
     for n, text in enumerate(texts):
-        ids, data = encode_array(np.arange(n + 1, dtype="<u2"), None), text.encode()
-        samples.append(
-            np.array([len(ids), len(data)], "<u4").tobytes() + ids + np.int64(n).tobytes() + data
-        )
+        ids = encode_array(np.arange(n + 1, dtype="<u2"), None)
+        data = text.encode()
+        sizes = np.array([len(ids), len(data)], "<u4")
+        samples.append(sizes.tobytes() + ids + np.int64(n).tobytes() + data)
     begin = 4 + 4 * (len(samples) + 1) + len(described)
     offsets = np.cumsum([begin, *map(len, samples)]).astype("<u4")
     raw = np.uint32(len(samples)).tobytes() + offsets.tobytes() + described + b"".join(samples)
-    name = "shard.00000.mds" + (".zstd" if compressed else "")
-    stored = zstandard.compress(raw) if compressed else raw
-    (folder / name).write_bytes(stored)
-    here = {"basename": prefix + name, "bytes": len(stored), "hashes": {}}
-    gone = {"basename": prefix + "shard.00000.mds", "bytes": len(raw), "hashes": {}}
-    entry = {
+    name = "shard.00000.mds"
+    entry: dict[str, Any] = {
         "format": "mds",
         "samples": len(samples),
-        "raw_data": gone if compressed else here,
-        "zip_data": here if compressed else None,
+        "raw_data": {"basename": prefix + name, "bytes": len(raw), "hashes": {}},
+        "zip_data": None,
     }
+    if compressed:
+        stored = zstandard.compress(raw)
+        (folder / f"{name}.zstd").write_bytes(stored)
+        entry["zip_data"] = {
+            "basename": f"{prefix}{name}.zstd",
+            "bytes": len(stored),
+            "hashes": {},
+        }
+    else:
+        (folder / name).write_bytes(raw)
     return {"version": 2, "shards": [entry]}
 
 
@@ -142,7 +148,8 @@ def test_mds_folders_give_all_columns_and_their_texts(tmp_path: Path, compressed
     samples = [record.data for record in read_records(tmp_path)]
     assert [s["text"] for s in samples] == ["一", "two"] == texts(tmp_path)
     assert [s["n"] for s in samples] == [0, 1]
-    assert samples[1]["ids"].tolist() == [0, 1] and samples[1]["ids"].dtype == np.uint16
+    assert samples[1]["ids"].tolist() == [0, 1]
+    assert samples[1]["ids"].dtype == np.uint16
     assert [r.data["n"] for r in read_records(tmp_path)] == [0, 1]
 
 

@@ -109,13 +109,11 @@ def test_archives_give_their_members_in_order(tmp_path: Path, name: str) -> None
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
     data = out.getvalue()
-    (tmp_path / name).write_bytes(
-        COMPRESS[".gz"](data)
-        if name.endswith("gz")
-        else COMPRESS[".zst"](data)
-        if "zst" in name
-        else data
-    )
+    if name.endswith("gz"):
+        data = COMPRESS[".gz"](data)
+    elif "zst" in name:
+        data = COMPRESS[".zst"](data)
+    (tmp_path / name).write_bytes(data)
     documents = list(read_documents(tmp_path / name))
     assert [d.text for d in documents] == [TEXTS[0], *TEXTS, "note"]
     assert documents[0].place == f"{tmp_path / name}:b/2.jsonl:1"
@@ -131,14 +129,16 @@ def test_a_large_json_list_is_read_piece_by_piece(tmp_path: Path) -> None:
     assert [r.line for r in records] == [2 + 4 * i for i in range(len(rows))]
 
 
-def test_one_object_per_file_and_pretty_objects_in_a_row(tmp_path: Path) -> None:
-    for i, row in enumerate(ROWS):
-        (tmp_path / f"{i}.json").write_text(json.dumps(row, indent=2), encoding="utf-8")
-    assert [d.text for d in read_documents(tmp_path)] == TEXTS
-    (tmp_path / "many.json").write_text(
-        "\n".join(json.dumps(row, indent=2) for row in ROWS), encoding="utf-8"
-    )
-    assert [r.line for r in read_records(tmp_path / "many.json")] == [1, 5, 9]
+def test_files_of_one_pretty_object_are_a_document_each(tmp_path: Path) -> None:
+    for index, row in enumerate(ROWS):
+        (tmp_path / f"{index}.json").write_text(json.dumps(row, indent=2), encoding="utf-8")
+    assert [document.text for document in read_documents(tmp_path)] == TEXTS
+
+
+def test_pretty_objects_in_a_row_are_a_record_each(tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    path.write_text("\n".join(json.dumps(row, indent=2) for row in ROWS), encoding="utf-8")
+    assert [record.line for record in read_records(path)] == [1, 5, 9]
 
 
 def test_a_text_file_is_one_document_or_one_per_line(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def test_the_sample_depends_on_the_seed_alone(tmp_path: Path) -> None:
     shares = [SourceShare(source(tmp_path, "a.jsonl", 2000))]
     for name, seed in (("1", 1), ("2", 1), ("3", 2)):
         sample(shares, 9_000, tmp_path / f"{name}.jsonl", seed=seed)
-    one, two, three = ((tmp_path / f"{name}.jsonl").read_bytes() for name in "123")
-    assert one == two != three
+    first, two, three = ((tmp_path / f"{name}.jsonl").read_bytes() for name in "123")
+    assert first == two != three
 
 
 def test_every_document_has_the_same_chance() -> None:
@@ -55,9 +55,12 @@ def test_every_document_has_the_same_chance() -> None:
         kept, count, _ = choose_documents(
             (Document("12345678", "f", i) for i in range(40)), 80, seed
         )
-        assert count == 40 and len(kept) == 10
+        assert count == 40
+        assert len(kept) == 10
         seen.update(document.line or 0 for _, document in kept)
-    assert set(seen) == set(range(40)) and min(seen.values()) > 60 and max(seen.values()) < 145
+    assert set(seen) == set(range(40))
+    assert min(seen.values()) > 60
+    assert max(seen.values()) < 145
 
 
 def test_a_document_that_drew_more_than_one_that_had_to_go_stays_out_however_small(
@@ -65,16 +68,17 @@ def test_a_document_that_drew_more_than_one_that_had_to_go_stays_out_however_sma
 ) -> None:
     """The sample is the documents with the lowest numbers that fit together, not whatever still fits."""
     drawn = {0: 10, 1: 30, 2: 20, 3: 40, 4: 25}
-    monkeypatch.setattr("headway.text.sample.derive", lambda seed, place: drawn[place])
+    monkeypatch.setattr("headway.text.sample.derive", lambda seed, position: drawn[position])
+    # 0 and 2 use 9 of 11 bytes; 1 (drew 30) had to go, so 3 (drew 40) may not come
     texts = [
         "a" * 5,
         "b" * 5,
         "c" * 4,
         "d",
         "e",
-    ]  # 0 and 2 use 9 of 11 bytes; 1 (drew 30) had to go, so 3 (drew 40) may not come
+    ]
     kept, count, size = choose_documents(
-        (Document(text, "f", place) for place, text in enumerate(texts)), 11, 0
+        (Document(text, "f", position) for position, text in enumerate(texts)), 11, 0
     )
     assert sorted((number, document.text) for number, document in kept) == [
         (10, "a" * 5),
@@ -141,7 +145,8 @@ def test_the_verb_writes_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)  # a test runner may have set it
-    a, b = source(tmp_path, "a.jsonl", 500), source(tmp_path, "b.jsonl", 500)
+    a = source(tmp_path, "a.jsonl", 500)
+    b = source(tmp_path, "b.jsonl", 500)
     out = str(tmp_path / "out.jsonl")
     arguments = [
         "data",
@@ -158,7 +163,8 @@ def test_the_verb_writes_and_reports(
         "3",
     ]
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["documents"] == len(list(read_records(out))) and 3800 < found["bytes"] <= 4000
+    report = json.loads(capsys.readouterr().out)
+    assert report["documents"] == len(list(read_records(out)))
+    assert 3800 < report["bytes"] <= 4000
     assert main(arguments) == 0
     assert "documents taken" in capsys.readouterr().out

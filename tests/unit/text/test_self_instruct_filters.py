@@ -23,13 +23,13 @@ from headway.text.self_instruct.tasks import (
 )
 
 
-def slow_rouge_l(one: list[str], other: list[str]) -> float:
-    table = np.zeros((len(one) + 1, len(other) + 1), dtype=int)
-    for i, j in product(range(len(one)), range(len(other))):
+def slow_rouge_l(words: list[str], other: list[str]) -> float:
+    table = np.zeros((len(words) + 1, len(other) + 1), dtype=int)
+    for i, j in product(range(len(words)), range(len(other))):
         table[i + 1, j + 1] = (
-            table[i, j] + 1 if one[i] == other[j] else max(table[i, j + 1], table[i + 1, j])
+            table[i, j] + 1 if words[i] == other[j] else max(table[i, j + 1], table[i + 1, j])
         )
-    return 2 * table[-1, -1] / (len(one) + len(other))
+    return 2 * table[-1, -1] / (len(words) + len(other))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,8 +66,11 @@ def test_tasks_written_like_the_examples_are_read_back(language: Language) -> No
     seeds = load_seeds(language)
     prompt = make_prompt(seeds, language, per_request=20, seed=1, number=7)
     tasks, dropped = parse_answer(prompt, was_cut=False)
-    assert len(tasks) == 3 and set(tasks) <= set(seeds) and not dropped
-    assert "<|4|>" in prompt and "<|23|>" in prompt
+    assert len(tasks) == 3
+    assert set(tasks) <= set(seeds)
+    assert not dropped
+    assert "<|4|>" in prompt
+    assert "<|23|>" in prompt
     assert (
         make_prompt(seeds, language, 20, 1, 7) == prompt != make_prompt(seeds, language, 20, 1, 8)
     )

@@ -52,13 +52,14 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> OneProcessExecutor:
 def test_tasks_write_the_bytes_and_the_report_of_one_process(
     corpus: list[str], tmp_path: Path, name: str, inside: OneProcessExecutor
 ) -> None:
-    one, many = tmp_path / f"one-{name}", tmp_path / name
-    report = one_process(corpus, one, CleanRules())
-    found = clean_files_on(corpus, many, CleanRules(), Placement(task_bytes=9000), LINES)
-    assert json.dumps(found.to_dict()) == report
-    assert many.read_bytes() == one.read_bytes()
+    alone = tmp_path / f"one-{name}"
+    many = tmp_path / name
+    report = one_process(corpus, alone, CleanRules())
+    report_of_tasks = clean_files_on(corpus, many, CleanRules(), Placement(task_bytes=9000), LINES)
+    assert json.dumps(report_of_tasks.to_dict()) == report
+    assert many.read_bytes() == alone.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"one-{name}", name])
-    assert sum(one.startswith("clean") for one in inside.ran) > 6
+    assert sum(task.startswith("clean") for task in inside.ran) > 6
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_duplicates_do_not_depend_on_memory(
         encoding="utf-8",
     )
     report = clean_files([tmp_path / "a.jsonl"], tmp_path / "one.jsonl", rules)
-    found = clean_files_on(
+    report_of_tasks = clean_files_on(
         [tmp_path / "a.jsonl"],
         tmp_path / "many.jsonl",
         replace(rules, max_memory_bytes=memory),
@@ -107,10 +108,11 @@ def test_duplicates_do_not_depend_on_memory(
         Reading(),
     )
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    assert found.to_dict() == report.to_dict() and report.removed_documents["duplicate"] > 20
+    assert report_of_tasks.to_dict() == report.to_dict()
+    assert report.removed_documents["duplicate"] > 20
     if rules.duplicates == "near":
         assert report.removed_documents["near duplicate"] > 30
-        assert (sum(one.startswith("near") for one in inside.ran) > 20) == (memory == 1)
+        assert (sum(task.startswith("near") for task in inside.ran) > 20) == (memory == 1)
 
 
 def test_every_line_is_in_one_part(tmp_path: Path) -> None:
@@ -119,12 +121,12 @@ def test_every_line_is_in_one_part(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     for size in (1, 2, 3, 10, 64, 700, 10**6):
         parts = [part for task in cut_files([tmp_path / "a.txt"], "line", size) for part in task]
-        found = []
+        lines = []
         for part in parts:
             with part.counted().open().open() as stream:
-                found.append(stream.read().decode())
-        assert "".join(found) == content
-        assert all(not text or text.endswith(("\n", "last")) for text in found)
+                lines.append(stream.read().decode())
+        assert "".join(lines) == content
+        assert all(not text or text.endswith(("\n", "last")) for text in lines)
 
 
 @pytest.mark.parametrize("bad", ["{broken", json.dumps({"no": "text"}), "\udcff"])
@@ -134,7 +136,7 @@ def test_a_bad_record_is_the_same_error_with_its_line(
     lines = [json.dumps({"text": text}) for text in texts(60)]
     lines[37] = lines[50] = bad
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(DataError) as one:
+    with pytest.raises(DataError) as error_alone:
         clean_files([tmp_path / "a.jsonl"], tmp_path / "one.jsonl", CleanRules())
     with pytest.raises(DataError) as many:
         clean_files_on(
@@ -144,7 +146,8 @@ def test_a_bad_record_is_the_same_error_with_its_line(
             Placement(task_bytes=900),
             Reading(),
         )
-    assert str(many.value) == str(one.value) and "a.jsonl:38" in str(one.value)
+    assert str(many.value) == str(error_alone.value)
+    assert "a.jsonl:38" in str(error_alone.value)
     assert not (tmp_path / "many.jsonl").exists()
 
 
@@ -154,7 +157,7 @@ def test_empty_files_and_blank_ranges_are_refused_as_by_one_process(
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     (tmp_path / "blank.jsonl").write_text("\n" * 5000, encoding="utf-8")
     for name in ("empty.jsonl", "blank.jsonl"):
-        with pytest.raises(DataError) as one:
+        with pytest.raises(DataError) as error_alone:
             clean_files([tmp_path / name], tmp_path / "one.jsonl", CleanRules())
         with pytest.raises(DataError, match="no documents; the file is empty") as many:
             clean_files_on(
@@ -164,7 +167,7 @@ def test_empty_files_and_blank_ranges_are_refused_as_by_one_process(
                 Placement(task_bytes=900),
                 Reading(),
             )
-        assert str(many.value) == str(one.value)
+        assert str(many.value) == str(error_alone.value)
     (tmp_path / "short.jsonl").write_text('{"text": "x"}\n', encoding="utf-8")
     with pytest.raises(DataError, match="no document passed the rules"):
         clean_files_on(
@@ -207,10 +210,15 @@ def test_a_stopped_driver_continues_and_repeats_nothing(
         match=r"finished tasks are kept in .*many.jsonl.work. Run the same command again",
     ):
         clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES)
-    done, inside.stop_after = list(inside.ran), None
-    assert len(done) == 4 and not (tmp_path / "many.jsonl").exists()
-    found = clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES)
-    assert json.dumps(found.to_dict()) == report and len(inside.ran) == len(set(inside.ran))
+    done = list(inside.ran)
+    inside.stop_after = None
+    assert len(done) == 4
+    assert not (tmp_path / "many.jsonl").exists()
+    report_of_tasks = clean_files_on(
+        corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES
+    )
+    assert json.dumps(report_of_tasks.to_dict()) == report
+    assert len(inside.ran) == len(set(inside.ran))
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -252,14 +260,12 @@ def test_a_sample_is_the_one_of_one_process(
         SourceShare(str(tmp_path / "a.jsonl"), 0.7),
         SourceShare(str(tmp_path / "b.jsonl"), 0.3),
     ]
-    one = sample(shares, size, tmp_path / "one.jsonl", seed=seed)
+    sample_alone = sample(shares, size, tmp_path / "one.jsonl", seed=seed)
     many = sample_on(
         shares, size, tmp_path / "many.jsonl", Placement(task_bytes=20_000), Reading(), seed=seed
     )
-    assert (
-        many == one
-        and (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    )
+    assert many == sample_alone
+    assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     with pytest.raises(DataError) as alone:
         sample(shares, 10**9, tmp_path / "one.jsonl")
     with pytest.raises(DataError) as together:
@@ -323,7 +329,7 @@ def test_array_jobs_write_the_bytes_of_one_process(
         ("slurm:--mem=3", "no option KEY=VALUE of sbatch"),
     ],
 )
-def test_a_wrong_place_is_one_line(
+def test_an_executor_that_is_not_known_is_refused_in_one_line(
     tmp_path: Path, on: str, says: str, slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a text that is long enough"}\n', encoding="utf-8")
@@ -332,5 +338,6 @@ def test_a_wrong_place_is_one_line(
         == 2
     )
     error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
+    assert says in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "b.jsonl.work").exists()

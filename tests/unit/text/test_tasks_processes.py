@@ -82,27 +82,23 @@ def test_a_killed_worker_and_a_killed_driver_leave_the_bytes_of_one_process(
     os.kill(children(driver.pid)[-1], signal.SIGKILL)
     until(lambda: len(finished(out)) >= 12)
     driver.kill()
-    assert (
-        driver.stderr is not None
-        and "a worker process died, perhaps out of memory; task" in driver.communicate()[1]
-    )
+    assert driver.stderr is not None
+    assert "a worker process died, perhaps out of memory; task" in driver.communicate()[1]
     before = set(finished(out))
-    assert not out.exists() and len(before) >= 12
+    assert not out.exists()
+    assert len(before) >= 12
     again = start(source, out, "--on", "local", "--workers", "2")
     until(lambda: len(finished(out)) >= len(before) + 3)
     again.send_signal(signal.SIGTERM)
     said = again.communicate()[1]
-    assert (
-        again.returncode == 143
-        and "Run the same command again to continue" in said
-        and "Traceback" not in said
-    )
+    assert again.returncode == 143
+    assert "Run the same command again to continue" in said
+    assert "Traceback" not in said
     last = start(source, out, "--on", "local", "--workers", "2")
-    assert last.communicate(timeout=WAIT_SECONDS) and last.returncode == 0
-    assert (
-        out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-        and not Path(f"{out}.work").exists()
-    )
+    assert last.communicate(timeout=WAIT_SECONDS)
+    assert last.returncode == 0
+    assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert not Path(f"{out}.work").exists()
 
 
 @pytest.mark.drill
@@ -118,29 +114,29 @@ def test_a_killed_element_is_submitted_again_and_a_stop_cancels_the_array(
     until(lambda: (tmp_path / "jobs" / "2" / "pids").exists())
     driver.send_signal(signal.SIGINT)
     said = driver.communicate(timeout=WAIT_SECONDS)[1]
-    assert (
-        driver.returncode == 130
-        and "ended without a result" in said
-        and "Run the same command again to continue" in said
-    )
-    assert (tmp_path / "jobs" / "2" / "cancelled").exists() and not out.exists()
+    assert driver.returncode == 130
+    assert "ended without a result" in said
+    assert "Run the same command again to continue" in said
+    assert (tmp_path / "jobs" / "2" / "cancelled").exists()
+    assert not out.exists()
     last = start(source, out, "--on", "slurm", "--workers", "2", PATH=path)
-    assert last.communicate(timeout=WAIT_SECONDS) and last.returncode == 0
+    assert last.communicate(timeout=WAIT_SECONDS)
+    assert last.returncode == 0
     assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path: Path, source: Path) -> None:
-    place = tmp_path / "disk"
+    disk = tmp_path / "disk"
     ended = on_small_disk(
-        place,
+        disk,
         300,
         [
             [
                 "data",
                 "clean",
                 str(source),
-                str(place / "out.jsonl"),
+                str(disk / "out.jsonl"),
                 "--on",
                 "local",
                 "--workers",
@@ -150,4 +146,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path, source: Path) -> None:
     )[0]
     assert ended.code == 2
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "the disk is full" in errors[0] and "Traceback" not in ended.stderr
+    assert len(errors) == 1
+    assert "the disk is full" in errors[0]
+    assert "Traceback" not in ended.stderr

@@ -86,9 +86,11 @@ def test_merges_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
         vocab_size=359, min_frequency=2, initial_alphabet=list(BYTE_TO_CHAR), show_progress=False
     )
     reference.train_from_iterator(TEXTS, trainer)
-    ours, theirs = (json.loads(t.to_str())["model"] for t in (tokenizer.fast, reference))
-    assert ours["merges"] == theirs["merges"] and len(ours["merges"]) == 359 - 256
-    assert ours["vocab"] == theirs["vocab"]
+    ours = json.loads(tokenizer.fast.to_str())["model"]
+    expected = json.loads(reference.to_str())["model"]
+    assert ours["merges"] == expected["merges"]
+    assert len(ours["merges"]) == 359 - 256
+    assert ours["vocab"] == expected["vocab"]
 
 
 @given(st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=60))
@@ -96,7 +98,7 @@ def test_merges_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
 def test_words_counted_in_training_are_those_cut_in_use(text: str) -> None:
     import regex
 
-    cuts = [found for found, _ in byte_level(WORDS).pre_tokenize_str(text)]
+    cuts = [word for word, _ in byte_level(WORDS).pre_tokenize_str(text)]
     assert [spell(word.encode()) for word in regex.findall(WORDS, text, flags=regex.V1)] == cuts
 
 
@@ -144,16 +146,17 @@ def counts_of(table: WordTable) -> Counter[str]:
 def test_counts_are_exact_when_the_table_goes_through_the_disk() -> None:
     with WordTable() as whole, WordTable(50_000) as small:
         assert count_words(corpus(1), WORDS, whole) == count_words(corpus(1), WORDS, small)
-        assert small.spilled and not whole.spilled
+        assert small.spilled
+        assert not whole.spilled
         assert counts_of(small) == counts_of(whole)
         assert select_words(small, None) == select_words(whole, None)
 
 
 def test_counting_in_processes_changes_nothing() -> None:
-    with WordTable() as one, WordTable() as two:
-        count_words(corpus(2), WORDS, one)
+    with WordTable() as first, WordTable() as two:
+        count_words(corpus(2), WORDS, first)
         count_words(corpus(2), WORDS, two, workers=2)
-        assert counts_of(one) == counts_of(two)
+        assert counts_of(first) == counts_of(two)
 
 
 def test_long_texts_are_counted_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +176,11 @@ def test_rare_words_give_way_and_chinese_runs_are_cut_not_lost() -> None:
         )
         words = select_words(table, 24)
     assert sum(len(word.encode()) for word in words.words) <= 24
-    found = dict(zip(words.words, words.counts, strict=True))
-    assert found["the"] == 100 and "rareword" not in found
-    assert found["孩子"] == 2 and found["河水"] == 2
+    counts = dict(zip(words.words, words.counts, strict=True))
+    assert counts["the"] == 100
+    assert "rareword" not in counts
+    assert counts["孩子"] == 2
+    assert counts["河水"] == 2
     assert 0.8 < words.covered < 1
 
 

@@ -29,10 +29,11 @@ def test_the_ids_are_the_beginning_of_the_training_example(name: str) -> None:
     ids = render_prompt(turns, name, tokenizer, continues=True)
     whole = render(turns, name, tokenizer).ids.tolist()
     words = tokenizer.encode(turns[-1].content)
-    assert ids == whole[: len(ids)] and ids[-len(words) :] == words and len(whole) > len(ids)
-    assert (
-        tokenizer.decode(whole[len(ids) :]).strip().startswith("<")
-    )  # what follows ends the answer
+    assert ids == whole[: len(ids)]
+    assert ids[-len(words) :] == words
+    assert len(whole) > len(ids)
+    # what follows ends the answer
+    assert tokenizer.decode(whole[len(ids) :]).strip().startswith("<")
 
 
 def test_what_a_template_writes_before_an_answer_stands_before_its_beginning() -> None:
@@ -46,7 +47,8 @@ def test_a_template_whose_loss_mask_is_unclear_continues_after_its_generation_pr
         "{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}{%- if add_generation_prompt %}A> {%- endif %}"
     )
     text = tokenizer.decode(render_prompt(TURNS[2:], "tokenizer", tokenizer, continues=True))
-    assert text.endswith("A>Well, 再") and text.count("Well") == 1
+    assert text.endswith("A>Well, 再")
+    assert text.count("Well") == 1
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])

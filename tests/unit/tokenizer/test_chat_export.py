@@ -42,22 +42,22 @@ def carrying(name: str) -> Tokenizer:
 
 
 def same(turns: list[Turn], name: str, tools: list[dict[str, Any]] | None = None) -> None:
-    tokenizer, given = carrying(name), tools or []
-    left, right = (
-        render(turns, name, tokenizer, given),
-        render(turns, "tokenizer", tokenizer, given),
-    )
+    tokenizer = carrying(name)
+    known_tools = tools or []
+    left = render(turns, name, tokenizer, known_tools)
+    right = render(turns, "tokenizer", tokenizer, known_tools)
     assert tokenizer.decode(right.ids.tolist()) == tokenizer.decode(left.ids.tolist())
     assert right.ids.tolist() == left.ids.tolist()
     if (
         name == "internlm"
     ):  # there the line break after an answer, and the end of text, are targets too
-        assert right.mask.any() and not (right.mask & ~left.mask).any()
+        assert right.mask.any()
+        assert not (right.mask & ~left.mask).any()
     else:
         assert right.mask.tolist() == left.mask.tolist()
     before = turns[:-1]
-    assert render_prompt(before, "tokenizer", tokenizer, given) == render_prompt(
-        before, name, tokenizer, given
+    assert render_prompt(before, "tokenizer", tokenizer, known_tools) == render_prompt(
+        before, name, tokenizer, known_tools
     )
 
 
@@ -85,9 +85,9 @@ def test_transformers_writes_the_same_text(tmp_path: Path) -> None:
     for name in AS_TEXT:
         tokenizer = carrying(name)
         tokenizer.save(tmp_path / name)
-        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
+        exported = AutoTokenizer.from_pretrained(tmp_path / name)
         talk = [{"role": turn.role, "content": turn.content} for turn in CONVERSATION[:-1]]
-        prompt = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        prompt = exported.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         assert prompt == tokenizer.decode(render_prompt(CONVERSATION[:-1], name, tokenizer))
         assert load_tokenizer(tmp_path / name).chat_template == tokenizer.chat_template
 

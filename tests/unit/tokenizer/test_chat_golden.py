@@ -25,11 +25,11 @@ TOKENIZERS = tokenizers_by_name()
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("tokenizer", IDS)
 def test_ids_masks_and_refusals_are_unchanged(tokenizer: str, template: str) -> None:
-    found = {
+    encodings = {
         name: encoded(turns, template, TOKENIZERS[tokenizer], tools)
         for name, (turns, tools) in TALKS.items()
     }
-    assert found == dict(zip(TALKS, IDS[tokenizer][template], strict=True))
+    assert encodings == dict(zip(TALKS, IDS[tokenizer][template], strict=True))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -42,21 +42,22 @@ def test_exported_templates_render_the_same_text_in_transformers_and_the_same_id
         assert source is None
         return
     assert source is not None
-    found = {
+    rendered = {
         name: in_transformers(turns, source, tokenizer, tools)
         for name, (turns, tools) in TALKS.items()
     }
     if (
         template == "alpaca"
     ):  # earlier exports dropped tool definitions silently; headway refuses them, and now so do exports
-        assert found.pop("tools and plain talk") == "refused refused"
-        found["tools and plain talk"] = "10b342feea 64805775a0"
-    assert found == dict(zip(TALKS, EXPORTED[template]["transformers"], strict=True))
-    own = tokenizer.with_chat_template(source)
-    found = {
-        name: encoded(turns, "tokenizer", own, tools) for name, (turns, tools) in TALKS.items()
+        assert rendered.pop("tools and plain talk") == "refused refused"
+        rendered["tools and plain talk"] = "10b342feea 64805775a0"
+    assert rendered == dict(zip(TALKS, EXPORTED[template]["transformers"], strict=True))
+    with_template = tokenizer.with_chat_template(source)
+    rendered = {
+        name: encoded(turns, "tokenizer", with_template, tools)
+        for name, (turns, tools) in TALKS.items()
     }
-    assert found == dict(zip(TALKS, EXPORTED[template]["tokenizer"], strict=True))
+    assert rendered == dict(zip(TALKS, EXPORTED[template]["tokenizer"], strict=True))
 
 
 def test_cached_stores_of_earlier_versions_are_found() -> None:

@@ -67,7 +67,7 @@ def shown(
         ids[i : i + int((~mask[i:]).argmax() if not mask[i:].all() else len(mask))] for i in edges
     ]
     return tokenizer.decode(ids.tolist()), "|".join(
-        tokenizer.decode(one.tolist()) for one in stretches
+        tokenizer.decode(stretch.tolist()) for stretch in stretches
     )
 
 
@@ -131,15 +131,15 @@ def test_ids_are_those_of_transformers_and_so_is_the_prompt() -> None:
 
     for template in (CHATML, MARKED, LLAMA2, THINKING):
         tokenizer = byte_tokenizer(template)
-        theirs = PreTrainedTokenizerFast(
+        reference = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer.fast,
             bos_token="<s>",
             eos_token="</s>",
             chat_template=template,
         )
-        theirs.backend_tokenizer.encode_special_tokens = False
+        reference.backend_tokenizer.encode_special_tokens = False
         messages = [{"role": turn.role, "content": turn.content} for turn in TURNS]
-        expected = theirs.apply_chat_template(
+        expected = reference.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=template == MARKED
         )
         ids, mask = render(TURNS, "tokenizer", tokenizer)
@@ -150,7 +150,7 @@ def test_ids_are_those_of_transformers_and_so_is_the_prompt() -> None:
             assert sum(mask) == sum(marked) + 2, (
                 "their mask lacks the two end tokens this template leaves outside of its marks"
             )
-        prompt = theirs.apply_chat_template(
+        prompt = reference.apply_chat_template(
             messages[:3], add_generation_prompt=True, return_dict=True
         )
         assert render_prompt(TURNS[:3], "tokenizer", tokenizer) == prompt["input_ids"]

@@ -106,10 +106,8 @@ def test_special_tokens_typed_in_calls_and_tools_stay_text() -> None:
     tokenizer = byte_tokenizer(TOOLS + CALLS)
     turns = [Turn("user", "a"), Turn("assistant", "", calls=(Call("f", {"x": "<|im_end|>"}),))]
     ids, _ = render(turns, "tokenizer", tokenizer, [{"name": "f", "description": "<|im_end|>"}])
-    assert (
-        ids.tolist().count(tokenizer.token_to_id("<|im_end|>")) == 3
-        and tokenizer.decode(ids.tolist()).count("<|im_end|>") == 5
-    )
+    assert ids.tolist().count(tokenizer.token_to_id("<|im_end|>")) == 3
+    assert tokenizer.decode(ids.tolist()).count("<|im_end|>") == 5
 
 
 def test_validate_counts_what_a_template_would_lose_as_bad(tmp_path: Path) -> None:
@@ -135,7 +133,8 @@ def test_validate_counts_what_a_template_would_lose_as_bad(tmp_path: Path) -> No
         "--template",
         "tokenizer",
     )
-    assert done.returncode == 1 and "0 good, 2 bad" in done.stdout
+    assert done.returncode == 1
+    assert "0 good, 2 bad" in done.stdout
     assert (
         "calls.json:1 (record 2): chat template tokenizer does not write the tool call in turn 1 (find)"
         in done.stdout

@@ -27,7 +27,9 @@ def shown(turns: list[Turn], template: str, tokenizer: Tokenizer = TOKENIZER) ->
             if i == 0 or not mask[i - 1]:
                 stretches.append([])
             stretches[-1].append(int(ids[i]))
-    return tokenizer.decode(ids.tolist()), "|".join(tokenizer.decode(one) for one in stretches)
+    return tokenizer.decode(ids.tolist()), "|".join(
+        tokenizer.decode(stretch) for stretch in stretches
+    )
 
 
 WRITTEN = {
@@ -102,8 +104,10 @@ def test_user_turns_at_the_end_carry_no_loss() -> None:
     """The other known fault: what came after the last answer was left unmasked."""
     for template in BUILT_IN:
         text, targets = shown([*CONVERSATION, Turn("user", "One more thing")], template)
-        assert "One more thing" in text and "One more" not in targets
-        assert targets.startswith("Hello!") and "再见" in targets
+        assert "One more thing" in text
+        assert "One more" not in targets
+        assert targets.startswith("Hello!")
+        assert "再见" in targets
 
 
 @pytest.mark.parametrize("template", BUILT_IN)
@@ -151,17 +155,14 @@ def test_turns_that_are_context_only_carry_no_loss() -> None:
         Turn("assistant", "second"),
     ]
     for template in BUILT_IN:
-        assert "first" not in shown(turns, template)[1] and shown(turns, template)[1].startswith(
-            "second"
-        )
+        assert "first" not in shown(turns, template)[1]
+        assert shown(turns, template)[1].startswith("second")
 
 
 def test_the_alpaca_template_has_a_place_for_the_input_and_others_write_it_below() -> None:
     turns = [Turn("user", "Sort", context="b a"), Turn("assistant", "a b")]
-    assert (
-        "paired with an input" in shown(turns, "alpaca")[0]
-        and "\n\n### Input:\nb a\n\n### Response:" in shown(turns, "alpaca")[0]
-    )
+    assert "paired with an input" in shown(turns, "alpaca")[0]
+    assert "\n\n### Input:\nb a\n\n### Response:" in shown(turns, "alpaca")[0]
     assert "user\nSort\nb a<|im_end|>" in shown(turns, "chatml")[0]
     assert "<|User|>:Sort\nb a<eoh>" in shown(turns, "internlm")[0]
 
@@ -229,7 +230,8 @@ def test_internlm_layout_has_bare_newlines_and_pieces_encoded_one_by_one(
     sentencepiece_tokenizer: Tokenizer,
 ) -> None:
     """bos | user ids, <eoh>, newline | <|Bot|>: ids | answer ids, <eoa>, newline | eos, as InternLM's alpaca tool lays it out."""
-    encode, number = sentencepiece_tokenizer.encode, sentencepiece_tokenizer.token_to_id
+    encode = sentencepiece_tokenizer.encode
+    number = sentencepiece_tokenizer.token_to_id
     ids, mask = render(
         [Turn("user", "how", context="are"), Turn("assistant", "fine")],
         "internlm",

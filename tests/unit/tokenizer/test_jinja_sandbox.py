@@ -130,23 +130,19 @@ MOST_BYTES = 64 << 20
 def test_a_hostile_template_ends_in_one_line_soon_and_in_little_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        jinja_sandbox, "MAX_TEXT", 100_000
-    )  # a tenth of the real budget: the same stops, sooner
+    # a tenth of the real budget: the same stops, sooner
+    monkeypatch.setattr(jinja_sandbox, "MAX_TEXT", 100_000)
     monkeypatch.setattr(jinja_sandbox, "MAX_STEPS", 20_000)
     tokenizer = byte_tokenizer(CASES[name].replace("R", MANY) + CHATML)
-    begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun = time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((DataError, ConfigError)) as caught:
         render([Turn("user", "Hi"), Turn("assistant", "Hello!")], "tokenizer", tokenizer)
-    seconds, peak = (
-        time.process_time() - begun,
-        (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10,
-    )
-    assert (
-        "\n" not in str(caught.value)
-        and len(str(caught.value)) < 600
-        and str(caught.value).startswith("chat template tokenizer")
-    )
+    seconds = time.process_time() - begun
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert str(caught.value).startswith("chat template tokenizer")
     assert seconds < 30 and peak < MOST_BYTES, f"{seconds:.1f} s, {peak >> 20} MiB"
 
 

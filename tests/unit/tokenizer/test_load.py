@@ -72,11 +72,12 @@ def test_only_allowed_special_tokens_are_recognised(
     for tokenizer in both:
         ids = tokenizer.encode(text, allowed_special=allowed)
         special = [number for number in ids if number in tokenizer.special_tokens.values()]
-        rest, expected = text, []
-        while found := [(rest.find(token), token) for token in allowed if token in rest]:
-            at, token = min(found)
+        rest = text
+        expected = []
+        while occurrences := [(rest.find(token), token) for token in allowed if token in rest]:
+            offset, token = min(occurrences)
             expected.append(tokenizer.special_tokens[token])
-            rest = rest[at + len(token) :]
+            rest = rest[offset + len(token) :]
         assert special == expected
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode(ids, skip_special=True) == tokenizer.decode(
@@ -84,18 +85,20 @@ def test_only_allowed_special_tokens_are_recognised(
         )
 
 
-def test_sizes_roles_and_fingerprint(trained: tuple[Tokenizer, Path]) -> None:
+def test_a_loaded_tokenizer_has_the_sizes_roles_and_fingerprint_of_the_trained_one(
+    trained: tuple[Tokenizer, Path],
+) -> None:
     tokenizer, folder = trained
     again = load_tokenizer(folder)
-    for found in (tokenizer, again, load_tokenizer(folder / "tokenizer.json")):
-        assert found.vocab_size in (400, 460)
-        assert found.model_vocab_size in (448, 512)
-        assert set(SPECIAL_TOKENS) <= found.special_tokens.keys()
-        assert (found.bos_id, found.eos_id, found.pad_id) == (
+    for loaded in (tokenizer, again, load_tokenizer(folder / "tokenizer.json")):
+        assert loaded.vocab_size in (400, 460)
+        assert loaded.model_vocab_size in (448, 512)
+        assert set(SPECIAL_TOKENS) <= loaded.special_tokens.keys()
+        assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (
             None,
-            *(found.special_tokens[t] for t in SPECIAL_TOKENS[:2]),
+            *(loaded.special_tokens[t] for t in SPECIAL_TOKENS[:2]),
         )
-        assert found.fingerprint == tokenizer.fingerprint
+        assert loaded.fingerprint == tokenizer.fingerprint
     assert tokenizer.with_chat_template("x").fingerprint == tokenizer.fingerprint
 
 
@@ -133,20 +136,20 @@ def test_transformers_loads_the_folder_with_the_same_ids(
     from transformers import AutoTokenizer
 
     tokenizer, folder = trained
-    theirs = AutoTokenizer.from_pretrained(folder)
+    exported = AutoTokenizer.from_pretrained(folder)
     for text in (*TEXTS, *HARD_TEXTS):
-        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        ids = exported.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ids == tokenizer.encode(text)
-        assert theirs.decode(ids) == text
-        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(
+        assert exported.decode(ids) == text
+        assert exported.encode(text, add_special_tokens=False) == tokenizer.encode(
             text, allowed_special="all"
         )
-    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (
+    assert (len(exported), exported.eos_token_id, exported.pad_token_id) == (
         tokenizer.vocab_size,
         tokenizer.eos_id,
         tokenizer.pad_id,
     )
-    theirs.save_pretrained(tmp_path)
+    exported.save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
 
 
@@ -187,18 +190,17 @@ def test_ids_cut_inside_a_character_decode_to_its_bytes(trained: tuple[Tokenizer
 def test_inspection_finds_compression_and_losses(
     trained: tuple[Tokenizer, Path], tmp_path: Path
 ) -> None:
-    found = inspect(trained[0], {"mine": [("here:1", "the river " * 20)]})
-    assert not found.lost and found.to_dict()["round_trip"]
-    assert (
-        found.compression["mine"].bytes_per_token > 2
-        and found.compression["English"].bytes_per_token > 1
-    )
-    assert len(found.longest[0][1].encode()) >= 5
+    inspection = inspect(trained[0], {"mine": [("here:1", "the river " * 20)]})
+    assert not inspection.lost
+    assert inspection.to_dict()["round_trip"]
+    assert inspection.compression["mine"].bytes_per_token > 2
+    assert inspection.compression["English"].bytes_per_token > 1
+    assert len(inspection.longest[0][1].encode()) >= 5
     content = json.loads((trained[1] / "tokenizer.json").read_text(encoding="utf-8"))
     (tmp_path / "tokenizer.json").write_text(
         json.dumps(dict(content, normalizer={"type": "Lowercase"})), encoding="utf-8"
     )
-    assert any("river" in place for place in inspect(load_tokenizer(tmp_path)).lost)
+    assert any("river" in text for text in inspect(load_tokenizer(tmp_path)).lost)
 
 
 @pytest.mark.parametrize(
@@ -219,18 +221,28 @@ def test_files_that_are_no_tokenizer_are_refused(
         load_tokenizer(tmp_path / name)
 
 
-def test_places_without_a_tokenizer_are_refused(
-    tmp_path: Path, trained: tuple[Tokenizer, Path]
-) -> None:
+def test_a_folder_that_is_missing_or_has_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(
         ConfigError, match=r"holds no tokenizer headway can read; expected tokenizer.json"
     ):
         load_tokenizer(tmp_path)
+
+
+def test_an_allowed_special_token_that_does_not_exist_is_refused(
+    trained: tuple[Tokenizer, Path],
+) -> None:
+    tokenizer, _ = trained
     with pytest.raises(ConfigError, match="allowed_special names '<x>'"):
-        trained[0].encode("text", allowed_special={"<x>"})
-    (tmp_path / "tokenizer.json").write_bytes((trained[1] / "tokenizer.json").read_bytes())
+        tokenizer.encode("text", allowed_special={"<x>"})
+
+
+def test_files_that_give_a_token_two_ids_are_refused(
+    tmp_path: Path, trained: tuple[Tokenizer, Path]
+) -> None:
+    _, folder = trained
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(
         '{"added_tokens_decoder": {"7": {"content": "<|pad|>"}}}', encoding="utf-8"
     )
@@ -239,25 +251,26 @@ def test_places_without_a_tokenizer_are_refused(
 
 
 @pytest.mark.parametrize(
-    "place", ["tokenizers/llama2/tokenizer.model", "tokenizers/gpt2", "models/minimind2-small"]
+    "repository", ["tokenizers/llama2/tokenizer.model", "tokenizers/gpt2", "models/minimind2-small"]
 )
-def test_published_tokenizers_are_saved_with_the_same_ids(place: str, tmp_path: Path) -> None:
-    if not (SHARED / place).exists():
-        pytest.skip(f"{SHARED / place} is not here")
+def test_published_tokenizers_are_saved_with_the_same_ids(repository: str, tmp_path: Path) -> None:
+    if not (SHARED / repository).exists():
+        pytest.skip(f"{SHARED / repository} is not here")
     from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(SHARED / place)
+    tokenizer = load_tokenizer(SHARED / repository)
     tokenizer.save(tmp_path)
-    again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     for text in (*TEXTS, *HARD_TEXTS, "  lead"):
         ids = tokenizer.encode(text)
         assert (
             again.encode(text)
             == ids
-            == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+            == exported.encode(text, add_special_tokens=False, split_special_tokens=True)
         )
-        assert again.encode(text, allowed_special="all") == theirs.encode(
+        assert again.encode(text, allowed_special="all") == exported.encode(
             text, add_special_tokens=False
         )
         assert not set(ids) & set(tokenizer.special_tokens.values())

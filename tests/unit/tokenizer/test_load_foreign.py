@@ -77,20 +77,19 @@ def test_a_bare_model_is_saved_as_a_folder_for_everybody(model: Path, tmp_path: 
         {"<unk>": 0, "<s>": 1, "</s>": 2},
     )
     tokenizer.save(tmp_path)
-    again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     for text in (*TEXTS, "plain text</s>", "河水 river"):
         assert (
             again.encode(text)
             == tokenizer.encode(text)
-            == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+            == exported.encode(text, add_special_tokens=False, split_special_tokens=True)
         )
         assert again.decode(tokenizer.encode(text)) == tokenizer.decode(tokenizer.encode(text))
-    assert (
-        2 not in tokenizer.encode("x</s>")
-        and tokenizer.encode("x</s>", allowed_special={"</s>"})[-1] == 2
-    )
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
+    assert 2 not in tokenizer.encode("x</s>")
+    assert tokenizer.encode("x</s>", allowed_special={"</s>"})[-1] == 2
+    assert (exported.bos_token_id, exported.eos_token_id) == (1, 2)
 
 
 def test_unigram_models_are_refused(tmp_path: Path) -> None:
@@ -152,13 +151,14 @@ def test_vocab_and_merges_give_the_ids_of_transformers(
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
-    tokenizer, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
     for text in (*TEXTS, *HARD_TEXTS):
-        assert tokenizer.encode(text) == theirs.encode(
+        assert tokenizer.encode(text) == reference.encode(
             text, add_special_tokens=False, split_special_tokens=True
         ), text
     assert tokenizer.special_tokens == {"<|endoftext|>": 316, "<|im_start|>": 317}
-    assert theirs.convert_tokens_to_ids("<|im_start|>") == 317
+    assert reference.convert_tokens_to_ids("<|im_start|>") == 317
 
 
 def test_a_rank_file_becomes_the_same_tokenizer(
@@ -207,10 +207,10 @@ def test_the_begin_token_of_a_llama_folder_is_kept_for_other_tools(
     )
     tokenizer = load_tokenizer(tmp_path)
     tokenizer.save(tmp_path / "saved")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "saved")
     for text in (" lead", "  two", "river"):
         assert (
-            theirs.encode(text)
+            exported.encode(text)
             == [1, *tokenizer.encode(text)]
             == [1, *load_tokenizer(tmp_path / "saved").encode(text)]
         )
@@ -263,12 +263,10 @@ def test_zero2alls_file_alone_gets_its_special_tokens_too(
     }
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, cuts]}
     path.write_text(json.dumps(content), encoding="utf-8")
-    for place in (path, tmp_path):
-        tokenizer = load_tokenizer(place)
-        assert (
-            list(tokenizer.special_tokens.values()) == list(range(316, 329))
-            and tokenizer.special_tokens["<|im_end|>"] == 320
-        )
+    for source in (path, tmp_path):
+        tokenizer = load_tokenizer(source)
+        assert list(tokenizer.special_tokens.values()) == list(range(316, 329))
+        assert tokenizer.special_tokens["<|im_end|>"] == 320
 
 
 def test_zero2alls_sentencepiece_folder_keeps_the_ids_of_its_pieces(tmp_path: Path) -> None:
@@ -312,10 +310,8 @@ def test_a_sentencepiece_model_with_a_null_character_is_read_in_every_version(
     (tmp_path / "V7_sft.model").write_bytes(proto.SerializeToString())
     tokenizer = load_tokenizer(tmp_path / "V7_sft.model")
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (305, 1, 2)
-    assert (
-        tokenizer.encode("\0")[-1] == 300
-        and tokenizer.decode(tokenizer.encode("river\0 had")) == "river\0 had"
-    )
+    assert tokenizer.encode("\0")[-1] == 300
+    assert tokenizer.decode(tokenizer.encode("river\0 had")) == "river\0 had"
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").encode("ice \0 river") == tokenizer.encode(
         "ice \0 river"

@@ -207,15 +207,18 @@ def encoded(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[int]:
 )
 def test_the_ids_of_pieces_are_those_of_the_whole_at_every_cut(kind: str, tmp_path: Path) -> None:
     tokenizer = MADE[kind](tmp_path)
-    cuts, places = tokenizer.split_points, 0
+    cuts = tokenizer.split_points
+    places = 0
     texts = [random_text(seed) for seed in range(250)]
     for seed, text in enumerate(texts):
         whole = tokenizer.encode_batch([text])[0]
-        for at in [at for at in range(1, len(text)) if cuts.between(text[at - 1], text[at])]:
+        for cut in [
+            index for index in range(1, len(text)) if cuts.between(text[index - 1], text[index])
+        ]:
             places += 1
-            pieces = [TextPiece(text[:at], True, False), TextPiece(text[at:], False, True)]
+            pieces = [TextPiece(text[:cut], True, False), TextPiece(text[cut:], False, True)]
             assert encoded(tokenizer, pieces) == whole, (
-                f"seed {seed}: {text[:at]!r} | {text[at:]!r}"
+                f"seed {seed}: {text[:cut]!r} | {text[cut:]!r}"
             )
         pieces = list(cuts.pieces(blocks_of(text), 12))
         assert "".join(piece.text for piece in pieces) == text

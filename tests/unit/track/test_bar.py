@@ -23,7 +23,8 @@ def test_a_wide_line_has_everything_and_a_narrow_one_the_important() -> None:
         == "━" * 10 + "─" * 30 + " 120/500  loss 2.312  valid 2.5  12.3k tok/s  mfu 41%  eta 3m 20s"
     )
     narrow = bar_line(RECORD, 500, 2.5, 59, has_colour=False)
-    assert narrow.endswith("120/500  loss 2.312  valid 2.5  eta 3m 20s") and 20 < len(narrow) <= 59
+    assert narrow.endswith("120/500  loss 2.312  valid 2.5  eta 3m 20s")
+    assert 20 < len(narrow) <= 59
     assert bar_line(RECORD, 500, 2.5, 32, has_colour=False) == "120/500  loss 2.312  eta 3m 20s"
     assert bar_line(RECORD, 500, 2.5, 20, has_colour=False) == "120/500  loss 2.312"
     for width in range(8, 201):

@@ -62,11 +62,10 @@ def test_a_callback_that_raises_is_reported_once_and_dropped_and_others_continue
         threads.record(record(step))
     threads.summary = {"steps": 49}
     threads.close()
-    assert Broken.calls == 1 and len(said) == 1
-    assert (
-        "Broken failed in on_step: AttributeError: 'float' object" in said[0]
-        and "training continues" in said[0]
-    )
+    assert Broken.calls == 1
+    assert len(said) == 1
+    assert "Broken failed in on_step: AttributeError: 'float' object" in said[0]
+    assert "training continues" in said[0]
     assert len(seen.calls) == 50
 
 
@@ -75,11 +74,11 @@ def test_a_callback_cannot_change_what_others_see() -> None:
         def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
             metrics["time"].clear()  # type: ignore[attr-defined]
 
-    given = record(1, time={"step_seconds": 0.5})
+    shared = record(1, time={"step_seconds": 0.5})
     threads = CallbackThreads([Greedy()])
-    threads.record(given)
+    threads.record(shared)
     threads.close()
-    assert given["time"] == {"step_seconds": 0.5}
+    assert shared["time"] == {"step_seconds": 0.5}
 
 
 def test_a_callback_that_hangs_is_dropped_and_delays_nothing() -> None:
@@ -99,7 +98,8 @@ def test_a_callback_that_hangs_is_dropped_and_delays_nothing() -> None:
         threads.record(record(step))
     assert time.perf_counter() - begun < 0.5
     threads.close()
-    assert len(said) == 1 and "Stuck has not returned from on_step for 0.05 s" in said[0]
+    assert len(said) == 1
+    assert "Stuck has not returned from on_step for 0.05 s" in said[0]
     release.set()
 
 
@@ -114,12 +114,14 @@ def test_a_callback_that_hangs_at_the_end_delays_it_little() -> None:
     threads = CallbackThreads([Late()], end_seconds=0.05)
     threads.report = said.append
     threads.close()
-    assert len(said) == 1 and "on_end at the end of the run" in said[0]
+    assert len(said) == 1
+    assert "on_end at the end of the run" in said[0]
     release.set()
 
 
 def test_a_slow_callback_misses_steps_but_no_validation() -> None:
-    seen, gate = Seen(), threading.Event()
+    seen = Seen()
+    gate = threading.Event()
 
     class Slow(Callback):
         def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -137,9 +139,7 @@ def test_a_slow_callback_misses_steps_but_no_validation() -> None:
     gate.set()
     threads.close()
     steps = [call[1] for call in seen.calls if call[0] == "step"]
-    assert (
-        ("validate", 1, 8.0) in seen.calls
-        and len(steps) <= module.MAX_QUEUED + 1
-        and steps[-1] == 2 * module.MAX_QUEUED - 1
-    )
+    assert ("validate", 1, 8.0) in seen.calls
+    assert len(steps) <= module.MAX_QUEUED + 1
+    assert steps[-1] == 2 * module.MAX_QUEUED - 1
     assert steps == sorted(steps)

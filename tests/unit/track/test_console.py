@@ -4,8 +4,9 @@ import logging
 from typing import get_args
 
 import pytest
+from support.step_records import STEP_RECORD
 
-from headway.track.base import Event
+from headway.track.base import Event, flatten
 from headway.track.console import Console, step_line
 
 
@@ -25,12 +26,10 @@ def test_a_line_with_every_number_still_fits_100_columns() -> None:
         "loss": 12.34567, "lr": 3.123e-5, "grad_norm": 123456.7, "tokens_per_second": 123.456e6, "mfu_full": 0.4123, "mfu_causal": 0.3812,
         "memory_bytes": 139.8e9, "eta_seconds": 187200.0, "sparsity": 0.3, "sparsity_target": 0.7, "data_wait_share": 0.2,
     })  # fmt: skip
-    assert (
-        len(line) <= 100
-        and "sparsity 0.300/0.700" in line
-        and "WAITS FOR DATA 20%" in line
-        and "eta" in line
-    )
+    assert len(line) <= 100
+    assert "sparsity 0.300/0.700" in line
+    assert "WAITS FOR DATA 20%" in line
+    assert "eta" in line
 
 
 def test_only_trouble_warns(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,3 +43,48 @@ def test_only_trouble_warns(caplog: pytest.LogCaptureFixture) -> None:
         if name not in ("start", "finish")
     }
     assert len(caplog.records) == len(get_args(Event))
+
+
+def test_a_step_is_one_readable_line() -> None:
+    line = step_line(120, 1000, flatten(STEP_RECORD))
+    assert (
+        line
+        == "120/1000  loss 3.412  lr 3.0e-4  grad 0.91  12.3k tok/s  mfu full 41% causal 38%  12 GB  eta 3m 05s"
+    )
+
+
+def test_large_numbers_fit_100_columns_and_unknown_ones_are_left_out() -> None:
+    big = {
+        "loss": 12.34567, "lr": 3.123e-5, "grad_norm": 123456.7, "tokens_per_second": 123.456e6, "mfu_full": 0.4123, "mfu_causal": 0.3812,
+        "memory_bytes": 139.8e9, "eta_seconds": 187200.0,
+    }  # fmt: skip
+    assert len(step_line(100000, 100000, flatten(big))) <= 100
+    assert (
+        step_line(1, None, {"loss": float("nan"), "mfu_full": None, "mfu_causal": None})
+        == "step 1  loss nan"
+    )
+    assert (
+        step_line(1, None, {"loss": None, "lr": 0.0, "grad_norm": None})
+        == "step 1  loss None  lr 0.0e0  grad None"
+    )
+
+
+def test_verbose_shows_every_number(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "headway"):
+        Console(1000).log(120, STEP_RECORD)
+    line, valid, rest = caplog.messages
+    assert line.startswith("120/1000")
+    assert valid == "valid/loss 3.2  valid/code/loss None"
+    assert "inf_nan_skip_batches 0" in rest
+    assert "gpu_power_watts" not in rest
+    assert "loss 3" not in rest
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "headway"):
+        Console(1000).note("hello")
+    assert caplog.messages == ["hello"]
+
+
+def test_a_validation_before_the_first_step_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headway"):
+        Console(3).log(0, {"step": 0, "valid": {"valid": {"loss": 6.325}}})
+    assert caplog.messages == ["validated at the start: valid/loss 6.325"]

@@ -46,20 +46,22 @@ def test_every_curve_is_drawn_and_rolled_back_steps_once(tmp_path: Path) -> None
     ]
     curve = TrainingCurve(records)
     assert curve.panels["loss"]["training"].points == [(1, 1.0), (2, 0.5)]
-    assert curve.panels["loss"]["valid"].points == [(2, 2.0)] and not curve.panels["gradient norm"]
-    assert {name: one.points for name, one in curve.panels["score"].items()} == {
+    assert curve.panels["loss"]["valid"].points == [(2, 2.0)]
+    assert not curve.panels["gradient norm"]
+    assert {name: curve.points for name, curve in curve.panels["score"].items()} == {
         "text_to_image/recall_at_1": [(2, 0.5)]
     }
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in records[:4]) + "{damaged\n"
+        "".join(json.dumps(record) + "\n" for record in records[:4]) + "{damaged\n"
     )
     assert write_curve(tmp_path / "metrics.jsonl", "a <run>") == tmp_path / CURVE
     texts = [
-        one.text
-        for one in ElementTree.parse(tmp_path / CURVE).iter()
-        if one.text and one.text.strip()
+        element.text
+        for element in ElementTree.parse(tmp_path / CURVE).iter()
+        if element.text and element.text.strip()
     ]
-    assert texts[0] == "a <run>" and {
+    assert texts[0] == "a <run>"
+    assert {
         "training: 0.5",
         "valid: 2",
         "text_to_image/recall_at_1: 0.5",
@@ -71,18 +73,17 @@ def test_every_curve_is_drawn_and_rolled_back_steps_once(tmp_path: Path) -> None
 def test_a_long_run_keeps_its_memory_small() -> None:
     curve = TrainingCurve(numbers(step) for step in range(1, 10 * MOST_POINTS))
     points = curve.panels["loss"]["training"].points
-    assert (
-        MOST_POINTS // 2 <= len(points) <= MOST_POINTS
-        and points[0][0] == 1
-        and points[-1][0] > 9 * MOST_POINTS
-    )
+    assert MOST_POINTS // 2 <= len(points) <= MOST_POINTS
+    assert points[0][0] == 1
+    assert points[-1][0] > 9 * MOST_POINTS
     assert [step for step, _ in points] == sorted({step for step, _ in points})
 
 
 def test_mlflow_keeps_the_files_of_a_finished_run_and_a_failed_upload_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packages, run = tmp_path / "packages/mlflow", tmp_path / "run"
+    packages = tmp_path / "packages/mlflow"
+    run = tmp_path / "run"
     packages.mkdir(parents=True)
     (packages / "__init__.py").write_text(textwrap.dedent(STAND_IN))
     (packages / "entities.py").write_text("Param = Metric = lambda *given: given\n")
@@ -97,9 +98,8 @@ def test_mlflow_keeps_the_files_of_a_finished_run_and_a_failed_upload_is_a_warni
     config = kind_config("headway.track", "mlflow").model_validate(
         {"kind": "mlflow", "uri": "http://127.0.0.1:1", "weights": True}
     )
-    assert isinstance(config, ServiceConfig) and not config.model_copy(
-        update={"artifacts": False, "weights": False}
-    ).files_of(run)
+    assert isinstance(config, ServiceConfig)
+    assert not config.model_copy(update={"artifacts": False, "weights": False}).files_of(run)
     tracker = config.build(run, "r")
     assert isinstance(tracker, KeepsFiles)
     tracker.log(1, {"step": 1, "loss": 1.0})
@@ -107,8 +107,8 @@ def test_mlflow_keeps_the_files_of_a_finished_run_and_a_failed_upload_is_a_warni
     tracker.close()
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     kept = {
-        Path(given[1]).name: given[2]
-        for name, given in calls
+        Path(arguments[1]).name: arguments[2]
+        for name, arguments in calls
         if name in ("log_artifact", "log_artifacts")
     }
     assert kept == {

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.observe import BASE
+from support.setting_runs import BASE
 
 from headway.config.load import load
 from headway.track.base import flatten
@@ -59,11 +59,12 @@ def test_a_run_logs_all_sixteen_fields_with_its_own_numbers(tmp_path: Path) -> N
     records = [flatten(record) for record in read_metrics(recipe.run.folder / "metrics.jsonl")]
     assert len(lines) == len(records) == 3
     for number, (line, record) in enumerate(zip(lines, records, strict=True)):
-        found = parse(line[line.index("tflops=") :])
-        assert list(found) == NAMES and found["step"] == str(number)
+        fields = parse(line[line.index("tflops=") :])
+        assert list(fields) == NAMES
+        assert fields["step"] == str(number)
         for name in NAMES[2:]:
             value = record["tgs" if name.startswith("tgs") else name]
-            assert float(found[name]) == pytest.approx(
+            assert float(fields[name]) == pytest.approx(
                 value, abs=0.005 if name.startswith(("tgs", "fwd")) else 0
             ), name
 
@@ -71,10 +72,8 @@ def test_a_run_logs_all_sixteen_fields_with_its_own_numbers(tmp_path: Path) -> N
 def test_what_a_run_does_not_have_is_none(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="headway"):
         Console(10, style="internlm").log(4, {"loss": 2.5, "time": {"tgs": 10.0}})
-    found = parse(caplog.messages[0])
-    assert (
-        list(found) == NAMES
-        and found["adam_beta2"] == "None"
-        and found["step"] == "3"
-        and found["loss"] == "2.5"
-    )
+    fields = parse(caplog.messages[0])
+    assert list(fields) == NAMES
+    assert fields["adam_beta2"] == "None"
+    assert fields["step"] == "3"
+    assert fields["loss"] == "2.5"

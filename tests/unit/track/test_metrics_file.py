@@ -54,7 +54,8 @@ def test_values_json_cannot_say_are_null_and_named(tmp_path: Path) -> None:
     "torn", [b"", b'{"step": 6, "lo', b'{"step": 2}'], ids=["whole", "torn", "without an end"]
 )
 def test_a_resumed_run_writes_each_step_once(tmp_path: Path, step: int, torn: bytes) -> None:
-    path, straight = tmp_path / "m.jsonl", tmp_path / "straight.jsonl"
+    path = tmp_path / "m.jsonl"
+    straight = tmp_path / "straight.jsonl"
     file = written(path, range(1, 6))
     with open(path, "ab") as raw:
         raw.write(torn)
@@ -85,7 +86,8 @@ def test_a_torn_last_line_is_not_read_and_a_damaged_one_is_named(
         MetricsFile(path).truncate_after(9)
     assert "dropped 1 damaged lines" in caplog.text
     caplog.clear()
-    assert [r["step"] for r in read_metrics(path)] == [2] and not caplog.text
+    assert [r["step"] for r in read_metrics(path)] == [2]
+    assert not caplog.text
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
@@ -104,7 +106,8 @@ def test_only_the_end_of_a_long_file_is_read(
     monkeypatch.setattr(jsonl, "_record", lambda line: (read.append(1), plain(line))[1])
     monkeypatch.setattr(jsonl, "TAIL_BYTES", 1000)
     MetricsFile(path).truncate_after(1990)
-    assert path.read_bytes() == b"".join(lines[:1990]) and len(read) < 50
+    assert path.read_bytes() == b"".join(lines[:1990])
+    assert len(read) < 50
     MetricsFile(path).truncate_after(5)
     assert path.read_bytes() == b"".join(lines[:5])
 
@@ -122,7 +125,8 @@ def test_many_damaged_lines_cost_no_more_than_reading_them(
     assert time.process_time() - began < 5, (
         "200,000 damaged lines took minutes when each was counted by reading all"
     )
-    assert path.read_bytes() == good and "200000 damaged lines" in caplog.text
+    assert path.read_bytes() == good
+    assert "200000 damaged lines" in caplog.text
 
 
 def test_a_line_without_end_is_not_held_in_memory(

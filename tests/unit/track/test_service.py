@@ -79,16 +79,15 @@ def test_numbers_events_and_the_id_arrive_and_a_resumed_run_continues_its_id(
     calls: Path, tmp_path: Path
 ) -> None:
     for step in (7, 8):
-        one = tracker(tmp_path / "run")
-        one.log(step, RECORD | {"step": step})
-        one.event("spike", "the loss rose", step)
-        one.close()
-        one.close()
-    found = read(calls)
-    name = found[0][1]
-    assert name.startswith("my-run-") and json.loads((tmp_path / "run" / IDS).read_text()) == {
-        "trackio:/headway": name
-    }
+        service = tracker(tmp_path / "run")
+        service.log(step, RECORD | {"step": step})
+        service.event("spike", "the loss rose", step)
+        service.close()
+        service.close()
+    received = read(calls)
+    name = received[0][1]
+    assert name.startswith("my-run-")
+    assert json.loads((tmp_path / "run" / IDS).read_text()) == {"trackio:/headway": name}
     values = {"loss": 3.25, "valid/loss": 3.5, "tokens_per_second": 10.0}
     expected = [
         [
@@ -99,23 +98,23 @@ def test_numbers_events_and_the_id_arrive_and_a_resumed_run_continues_its_id(
         ]
         for step in (7, 8)
     ]
-    assert found == expected[0] + expected[1]
+    assert received == expected[0] + expected[1]
     assert "may print anything" in (tmp_path / "run" / "logs" / "tracker-trackio.log").read_text()
 
 
 def test_a_signal_to_every_process_of_a_job_does_not_end_the_tracker(
     calls: Path, tmp_path: Path
 ) -> None:
-    one = tracker(tmp_path / "run")
-    one.log(7, RECORD)
+    service = tracker(tmp_path / "run")
+    service.log(7, RECORD)
     end = time.monotonic() + 30
     while time.monotonic() < end and not (calls.exists() and len(read(calls)) == 2):
         time.sleep(0.02)
-    assert one._child is not None
+    assert service._child is not None
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        os.kill(one._child.pid, number)
-    one.log(8, RECORD | {"step": 8})
-    one.close()
+        os.kill(service._child.pid, number)
+    service.log(8, RECORD | {"step": 8})
+    service.close()
     assert [call[0] for call in read(calls)] == ["init", "log", "log", "finish"]
 
 
@@ -133,12 +132,10 @@ def test_a_package_that_fails_or_hangs_is_dropped_with_one_report(
     trouble: str, reason: str, calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TROUBLE", trouble)
-    one, told, slowest = (
-        tracker(tmp_path / "run", 1.0 if trouble == "init hangs" else 30.0),
-        list[str](),
-        0.0,
-    )
-    one.on_failure(told.append)
+    service = tracker(tmp_path / "run", 1.0 if trouble == "init hangs" else 30.0)
+    told = list[str]()
+    slowest = 0.0
+    service.on_failure(told.append)
     end = time.monotonic() + 30
     step = 0
     while (
@@ -148,22 +145,24 @@ def test_a_package_that_fails_or_hangs_is_dropped_with_one_report(
     ):
         step += 1
         begun = time.perf_counter()
-        one.log(step, RECORD)
+        service.log(step, RECORD)
         slowest = max(slowest, time.perf_counter() - begun)
         time.sleep(0.05)
-    one.config = one.config.model_copy(update={"timeout_seconds": 1.0})
+    service.config = service.config.model_copy(update={"timeout_seconds": 1.0})
     begun = time.monotonic()
-    one.close()
+    service.close()
     assert time.monotonic() - begun < 4
-    assert len(told) == 1 and reason in told[0] and "training continues" in told[0]
+    assert len(told) == 1
+    assert reason in told[0]
+    assert "training continues" in told[0]
     assert slowest < 1.0, "logging never waits for the package"
-    assert one._child is not None and one._child.poll() is not None, "the process is gone"
-    one.log(step + 1, RECORD)
+    assert service._child is not None and service._child.poll() is not None, "the process is gone"
+    service.log(step + 1, RECORD)
     assert len(told) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         (
             {"kind": "wandb"},
@@ -175,17 +174,18 @@ def test_a_package_that_fails_or_hangs_is_dropped_with_one_report(
     ],
 )
 def test_a_missing_package_is_one_line_with_its_extra(
-    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.runtime.optional.is_installed", lambda package: False)
-    config: Any = kind_config("headway.track", given["kind"]).model_validate(given)
+    config: Any = kind_config("headway.track", settings["kind"]).model_validate(settings)
     with pytest.raises(ConfigError) as error:
         config.check()
-    assert words in str(error.value) and "\n" not in str(error.value)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"kind": "wandb", "mode": "online"}, "WANDB_API_KEY is not set"),
         ({"kind": "swanlab", "mode": "online"}, "SWANLAB_API_KEY is not set"),
@@ -195,13 +195,13 @@ def test_a_missing_package_is_one_line_with_its_extra(
     ],
 )
 def test_secrets_come_from_the_environment_alone(
-    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("headway.runtime.optional.is_installed", lambda package: True)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
-    config: Any = kind_config("headway.track", given["kind"]).model_validate(given)
+    config: Any = kind_config("headway.track", settings["kind"]).model_validate(settings)
     with pytest.raises(ConfigError, match=words) as error:
         config.check()
     assert "secret" not in str(error.value)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headway.runtime.status_line import columns
 from headway.train.closing import fold, plain, speed_lines, validation_lines
 from headway.train.history import total_metrics
@@ -13,8 +15,8 @@ from headway.train.meter import AT_START
 def write(path: Path, records: list[dict[str, Any]]) -> Path:
     path.write_text(
         "".join(
-            json.dumps({"loss": 1.0, "time": {}, **one, "step": step}) + "\n"
-            for step, one in enumerate(records, 1)
+            json.dumps({"loss": 1.0, "time": {}, **record, "step": step}) + "\n"
+            for step, record in enumerate(records, 1)
         )
     )
     return path
@@ -30,9 +32,9 @@ def test_a_summary_has_validation_before_at_best_and_at_last(tmp_path: Path) -> 
         {"valid": valid(0.4, 0.6), "time": memory[1]},
         {"valid": valid(0.6, 0.8), "time": memory[2]},
     ]
-    found = total_metrics(write(tmp_path / "metrics.jsonl", records))
-    assert found.peak_memory_bytes == 9
-    assert found.validation() == {
+    totals = total_metrics(write(tmp_path / "metrics.jsonl", records))
+    assert totals.peak_memory_bytes == 9
+    assert totals.validation() == {
         "valid": {
             "loss": {"before": 0.7, "best": 0.4, "best_step": 2, "last": 0.6, "improved": True},
             "rewards/accuracies": {
@@ -44,7 +46,7 @@ def test_a_summary_has_validation_before_at_best_and_at_last(tmp_path: Path) -> 
             },
         }
     }
-    assert list(validation_lines(found.validation())) == [
+    assert list(validation_lines(totals.validation())) == [
         "validation loss: 0.7000 before, 0.4000 best (step 2), 0.6000 last",
         "validation accuracy: 0.5000 before, 0.8000 best (step 3), 0.8000 last",
     ]
@@ -86,7 +88,9 @@ def test_a_validation_that_is_no_number_is_said(tmp_path: Path) -> None:
         validation = total_metrics(write(tmp_path / "metrics.jsonl", records)).validation()
         assert list(validation_lines(validation)) == [f"validation loss: {line}"]
         span = validation["valid"]["loss"]
-        assert span["last"] is None and span["best"] == best and span["improved"] is improved
+        assert span["last"] is None
+        assert span["best"] == best
+        assert span["improved"] is improved
 
 
 def test_speed_and_memory_are_said_where_they_are_known() -> None:
@@ -95,16 +99,28 @@ def test_speed_and_memory_are_said_where_they_are_known() -> None:
     assert list(speed_lines({"tokens_per_second": None, "peak_memory_bytes": 0})) == []
 
 
-def test_a_text_fits_the_screen_and_does_nothing_to_it() -> None:
-    words = "word " * 60
-    for width in (40, 80, 200):
-        lines = fold(plain(words), "  before: ", width)
-        assert len(lines) <= 3 and all(columns(line) < width for line in lines)
-        assert lines[0].startswith("  before: word") and all(
-            line.startswith(" " * 10) for line in lines[1:]
-        )
-    assert fold(plain(words), "  before: ", 80)[-1].endswith("word ...")
-    chinese = fold("你" * 100, "  after:  ", 80)
-    assert len(chinese) == 3 and all(columns(line) < 80 for line in chinese)
-    assert plain("a\x1b[31m\r\nb\u202e c\t") == "a [31m b c"
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_long_text_is_folded_to_three_lines_of_the_screen(width: int) -> None:
+    lines = fold(plain("word " * 60), "  before: ", width)
+    assert len(lines) <= 3
+    assert all(columns(line) < width for line in lines)
+    assert lines[0].startswith("  before: word")
+    assert all(line.startswith(" " * 10) for line in lines[1:])
+
+
+def test_a_folded_text_says_that_it_goes_on() -> None:
+    assert fold(plain("word " * 60), "  before: ", 80)[-1].endswith("word ...")
+
+
+def test_wide_characters_count_two_columns() -> None:
+    lines = fold("你" * 100, "  after:  ", 80)
+    assert len(lines) == 3
+    assert all(columns(line) < 80 for line in lines)
+
+
+def test_an_empty_text_has_one_line() -> None:
     assert fold("", "  after:  ", 80) == ["  after:  "]
+
+
+def test_a_text_does_nothing_to_the_screen() -> None:
+    assert plain("a\x1b[31m\r\nb\u202e c\t") == "a [31m b c"

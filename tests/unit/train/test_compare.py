@@ -17,32 +17,35 @@ def recipe(folder: Path, name: str, text: str) -> Path:
 
 
 def test_what_is_unsaid_equals_its_default(tmp_path: Path) -> None:
-    one = recipe(tmp_path, "a", "seed: 42\noptim: {lr: 1e-3}\n")
+    first = recipe(tmp_path, "a", "seed: 42\noptim: {lr: 1e-3}\n")
     other = recipe(tmp_path, "b", "optim: {kind: adamw, lr: 0.001}\nmodel: {num_layers: 4}\n")
-    assert compare_recipes(one, other) == []
+    assert compare_recipes(first, other) == []
 
 
 def test_settings_sections_and_lists_that_differ_are_named(tmp_path: Path) -> None:
-    one = recipe(tmp_path, "a", "model: {num_layers: 2}\ndata: {train: [x]}\nsteps: 5\n")
+    first = recipe(tmp_path, "a", "model: {num_layers: 2}\ndata: {train: [x]}\nsteps: 5\n")
     other = recipe(
         tmp_path,
         "b",
         "model: {num_layers: 3, rope_scaling: {factor: 2}}\ndata: {train: [x#2, y]}\nsteps: 5\n",
     )
-    found = {one.key: one for one in compare_recipes(one, other)}
-    assert list(found) == [
+    differences = {difference.key: difference for difference in compare_recipes(first, other)}
+    assert list(differences) == [
         "model.num_layers",
         "model.rope_scaling",
         "data.train.0.repeat",
         "data.train.1",
     ]
-    assert found["model.num_layers"] == Difference("model.num_layers", 2, 3)
-    assert found["model.rope_scaling"].first is None
-    assert found["model.rope_scaling"].second["factor"] == 2.0
-    assert found["data.train.0.repeat"] == Difference("data.train.0.repeat", 1, 2), (
+    assert differences["model.num_layers"] == Difference("model.num_layers", 2, 3)
+    assert differences["model.rope_scaling"].first is None
+    assert differences["model.rope_scaling"].second["factor"] == 2.0
+    assert differences["data.train.0.repeat"] == Difference("data.train.0.repeat", 1, 2), (
         "the changed leaf, not the whole list"
     )
-    assert (found["data.train.1"].first, found["data.train.1"].second["path"]) == (ABSENT, "y")
+    assert (differences["data.train.1"].first, differences["data.train.1"].second["path"]) == (
+        ABSENT,
+        "y",
+    )
 
 
 def test_a_run_folder_stands_for_its_recipe(

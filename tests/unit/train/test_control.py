@@ -45,7 +45,7 @@ def test_a_bad_step_and_a_lost_cause_are_passed_on(tmp_path: Path) -> None:
 
 
 def test_exit_codes_are_those_launchers_know() -> None:
-    assert [exit_code(one) for one in ("SIGINT", "SIGUSR1", "SIGTERM", STOP_COMMAND)] == [
+    assert [exit_code(reason) for reason in ("SIGINT", "SIGUSR1", "SIGTERM", STOP_COMMAND)] == [
         130,
         138,
         143,

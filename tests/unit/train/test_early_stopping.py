@@ -11,7 +11,8 @@ from headway.train.early_stopping import EarlyStopping
 def used(
     values: list[float | None], *, min_delta: float = 0.0, higher: bool = False
 ) -> tuple[list[int], EarlyStopping]:
-    patience, seen = EarlyStopping(), []
+    patience = EarlyStopping()
+    seen = []
     for step, value in enumerate(values, 1):
         patience = patience.after(value, step, min_delta, higher_is_better=higher)
         seen.append(patience.used)
@@ -46,8 +47,9 @@ def test_it_is_over_when_patience_is_used_up_and_never_without_the_setting() -> 
     assert EarlyStopping(**EarlyStopping(1.0, 2, 3).to_json()) == EarlyStopping(1.0, 2, 3)
 
 
-def test_what_cannot_work_is_refused() -> None:
-    for overrides, message in (
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         (["eval.stop.patience=2"], r"eval\.stop is given, but data\.valid is null"),
         (
             ["eval.stop.patience=2", "data.valid.fraction=0.1", "eval.every=null"],
@@ -58,6 +60,10 @@ def test_what_cannot_work_is_refused() -> None:
             r"checkpoint\.keep_best is 0",
         ),
         (["eval.stop.patience=0", "data.valid.fraction=0.1"], "greater than 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load(Recipe, None, [*overrides, "data.train=[store]"])
+    ],
+)
+def test_early_stopping_without_validation_or_best_checkpoints_is_refused(
+    settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(Recipe, None, [*settings, "data.train=[store]"])

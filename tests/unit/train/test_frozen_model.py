@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from support.pairs import make_pair_store
+from support.preference_pairs import make_pair_store
 
 from headway.config.load import load
 from headway.data.loader import Loader
@@ -30,10 +30,8 @@ SETTINGS = [
 
 def log_probability(model: Transformer, store: Store, document: int) -> float:
     """Of the answer of one conversation, read alone: the sum over its targets."""
-    ids, mask = (
-        torch.tensor(store.document(document).astype(np.int64)),
-        store.document_mask(document),
-    )
+    ids = torch.tensor(store.document(document).astype(np.int64))
+    mask = store.document_mask(document)
     assert mask is not None
     hidden = model(
         ids[None], torch.arange(len(ids), dtype=torch.int32)[None], causal_mask(1, len(ids))
@@ -77,12 +75,12 @@ def test_pairs_of_every_source_and_split_find_their_own_numbers(tmp_path: Path) 
         ):
             for step, _ in loader:
                 batch = reference.prepare(step.microbatches[0])
-                for row, place in (batch.extra[PAIR] >= 0).nonzero().tolist():
-                    pair = int(batch.extra[PAIR][row, place])
+                for row, column in (batch.extra[PAIR] >= 0).nonzero().tolist():
+                    pair = int(batch.extra[PAIR][row, column])
                     store, number = (stores[0], pair) if pair < 9 else (stores[1], pair - 9)
                     right = [log_probability(model, store, 2 * number + side) for side in (0, 1)]
                     torch.testing.assert_close(
-                        batch.extra[REFERENCE][row, 2 * place : 2 * place + 2].tolist(),
+                        batch.extra[REFERENCE][row, 2 * column : 2 * column + 2].tolist(),
                         right,
                         rtol=1e-5,
                         atol=1e-5,

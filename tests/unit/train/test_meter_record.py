@@ -80,23 +80,30 @@ def test_every_number_of_a_record_is_what_a_hand_count_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     meter = Meter(SETUP, consumed_tokens=1000, skipped=2)
-    one = add(meter, monkeypatch, 1, (100.0, 101.0, 102.0), 550)
+    first = add(meter, monkeypatch, 1, (100.0, 101.0, 102.0), 550)
     # 3 microbatches of 2 rows of 100 tokens, of which this rank has half, in 2 seconds: 150 tokens a second
-    assert one["time"]["step_seconds"] == 2.0 and one["time"]["fwd_bwd_time"] == 1.0
-    assert one["time"]["tgs"] == 150.0
-    assert one["time"]["tokens_per_second"] == 275.0  # of all ranks, padding not counted
-    assert one["time"]["mfu_full"] == pytest.approx(150 * 8e9 / 312e12)
-    assert one["time"]["mfu_causal"] == pytest.approx(150 * 7e9 / 312e12)
-    assert one["time"]["eta_seconds"] == 18.0  # nine more of 2 seconds
-    assert (one["num_consumed_tokens"], one["tokens"], one["micro_num"]) == (1550, 550, 3)
-    assert (one["loss"], one["grad_norm"], one["loss_scale"], one["lr"]) == (2.5, 0.5, 4.0, 0.1)
-    assert (one["nll"], one["loss/web"], one["loss/code"]) == (2.5, 2.0, 4.0)
-    assert (one["targets/web"], one["targets/code"], one["inf_nan_skip_batches"]) == (9, 3, 2)
+    assert first["time"]["step_seconds"] == 2.0
+    assert first["time"]["fwd_bwd_time"] == 1.0
+    assert first["time"]["tgs"] == 150.0
+    assert first["time"]["tokens_per_second"] == 275.0  # of all ranks, padding not counted
+    assert first["time"]["mfu_full"] == pytest.approx(150 * 8e9 / 312e12)
+    assert first["time"]["mfu_causal"] == pytest.approx(150 * 7e9 / 312e12)
+    assert first["time"]["eta_seconds"] == 18.0  # nine more of 2 seconds
+    assert (first["num_consumed_tokens"], first["tokens"], first["micro_num"]) == (1550, 550, 3)
+    assert (first["loss"], first["grad_norm"], first["loss_scale"], first["lr"]) == (
+        2.5,
+        0.5,
+        4.0,
+        0.1,
+    )
+    assert (first["nll"], first["loss/web"], first["loss/code"]) == (2.5, 2.0, 4.0)
+    assert (first["targets/web"], first["targets/code"], first["inf_nan_skip_batches"]) == (9, 3, 2)
     # the second step is timed from the end of the first, however long the data took
-    two = add(meter, monkeypatch, 2, (104.5, 105.0, 106.0), 450, skipped=1.0, verdict=2)
-    assert two["time"]["step_seconds"] == 4.0 and two["time"]["tgs"] == 75.0
-    assert two["time"]["eta_seconds"] == pytest.approx(8 * 2.2)  # 0.9 * 2 + 0.1 * 4
-    assert (two["num_consumed_tokens"], two["inf_nan_skip_batches"], two["anomaly"]) == (
+    second = add(meter, monkeypatch, 2, (104.5, 105.0, 106.0), 450, skipped=1.0, verdict=2)
+    assert second["time"]["step_seconds"] == 4.0
+    assert second["time"]["tgs"] == 75.0
+    assert second["time"]["eta_seconds"] == pytest.approx(8 * 2.2)  # 0.9 * 2 + 0.1 * 4
+    assert (second["num_consumed_tokens"], second["inf_nan_skip_batches"], second["anomaly"]) == (
         2000,
         3,
         "nan",
@@ -104,9 +111,11 @@ def test_every_number_of_a_record_is_what_a_hand_count_gives(
     # after a validation or a save the next one is timed from its own beginning
     meter.interrupt()
     three = add(meter, monkeypatch, 3, (120.0, 120.5, 121.0), 600)
-    assert three["time"]["step_seconds"] == 1.0 and three["time"]["tgs"] == 300.0
+    assert three["time"]["step_seconds"] == 1.0
+    assert three["time"]["tgs"] == 300.0
     assert three["time"]["eta_seconds"] == pytest.approx(7 * 2.08)  # 0.9 * 2.2 + 0.1 * 1
-    assert three["num_consumed_tokens"] == 2600 and "anomaly" not in three
+    assert three["num_consumed_tokens"] == 2600
+    assert "anomaly" not in three
     last = add(meter, monkeypatch, 10, (121.0, 121.5, 122.0), 600)
     assert last["time"]["eta_seconds"] == 0.0
 

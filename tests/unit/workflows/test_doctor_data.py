@@ -57,43 +57,33 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, [*settings, *MODEL]
 
 
-def test_good_conversations_pass_and_are_shown_with_their_mask(
+def test_a_sample_is_shown_with_its_targets_in_brackets(
+    chat: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, settings = chat
+    assert main(["doctor", "data", *settings, "--samples", "1", "data.valid.fraction=0.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "⟦hello!" in shown
+    assert "Say hello." in shown
+    assert "⟦Say" not in shown
+
+
+def test_good_conversations_pass_and_one_document_is_shown_as_json(
     chat: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, settings = chat
-    assert main(["doctor", "data", *settings, "--samples", "1", "data.valid.fraction=0.3"]) == 0
-    shown = capsys.readouterr().out
-    assert "⟦hello!" in shown and "Say hello." in shown and "⟦Say" not in shown
-    assert (
-        main(
-            [
-                "doctor",
-                "data",
-                f"{folder}/chat.jsonl",
-                *settings[1:],
-                "data.valid.fraction=0.3",
-                "--json",
-                "--document",
-                "1",
-            ]
-        )
-        == 0
-    )
-    found = json.loads(capsys.readouterr().out)
-    checks = {one["name"]: one for one in found["checks"]}
-    assert (
-        checks["stop token of chat.jsonl"]["state"] == "ok"
-        and "20 of 20" in checks["stop token of chat.jsonl"]["detail"]
-    )
+    arguments = [f"{folder}/chat.jsonl", *settings[1:], "data.valid.fraction=0.3"]
+    assert main(["doctor", "data", *arguments, "--json", "--document", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["stop token of chat.jsonl"]["state"] == "ok"
+    assert "20 of 20" in checks["stop token of chat.jsonl"]["detail"]
     assert {"targets of chat.jsonl", "packed = unpacked", "accumulation"} <= set(checks)
-    assert (
-        checks["duplicates"]["state"] == "warn"
-        and checks["validation set valid"]["state"] == "warn"
-    )  # every record is there four times
-    (sample,) = found["samples"]
-    assert [one["document"] for one in sample["documents"]] == [1] and any(
-        run["target"] for run in sample["documents"][0]["runs"]
-    )
+    assert checks["duplicates"]["state"] == "warn"
+    assert checks["validation set valid"]["state"] == "warn"
+    (sample,) = report["samples"]
+    assert [document["document"] for document in sample["documents"]] == [1]
+    assert any(run["target"] for run in sample["documents"][0]["runs"])
     assert not (folder / "run").exists()
 
 
@@ -111,28 +101,25 @@ def masked_store(path: Path, masks: list[list[int]]) -> Path:
 def test_samples_without_targets_and_data_without_a_stop_token_fail(tmp_path: Path) -> None:
     store = masked_store(tmp_path / "store", [[0] * 9, [0] * 12])
     settings = [*tiny_settings(tmp_path, "run"), f"data.train=[{store}]", "data.valid=null"]
-    found = by_name(check_data(load(Recipe, None, settings))[0].checks)
-    assert (
-        found["targets of store"].state == "fail"
-        and "2 of 2 samples have no target" in found["targets of store"].detail
-    )
-    assert found["stop token of store"].state == "warn"  # nothing says what ends an answer
+    checks = by_name(check_data(load(Recipe, None, settings))[0].checks)
+    assert checks["targets of store"].state == "fail"
+    assert "2 of 2 samples have no target" in checks["targets of store"].detail
+    assert checks["stop token of store"].state == "warn"  # nothing says what ends an answer
     store = masked_store(tmp_path / "all", [[1] * 9, [1] * 12])
-    found = by_name(check_data(load(Recipe, None, [*settings, f"data.train=[{store}]"]))[0].checks)
-    assert (
-        found["targets of all"].state == "warn"
-        and "prompts are learned too" in found["targets of all"].detail
-    )
+    checks = by_name(check_data(load(Recipe, None, [*settings, f"data.train=[{store}]"]))[0].checks)
+    assert checks["targets of all"].state == "warn"
+    assert "prompts are learned too" in checks["targets of all"].detail
 
 
 def test_an_answer_that_never_stops_fails(
     chat: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.diagnose.data_checks.all_stops", lambda *_: frozenset([3]))
-    found = by_name(check_data(load(Recipe, None, chat[1]), SampleOptions(0))[0].checks)[
+    check = by_name(check_data(load(Recipe, None, chat[1]), SampleOptions(0))[0].checks)[
         "stop token of chat.jsonl"
     ]
-    assert found.state == "fail" and "would not learn to stop" in found.detail
+    assert check.state == "fail"
+    assert "would not learn to stop" in check.detail
 
 
 def tiny(folder: Path, *more: str) -> Recipe:
@@ -149,8 +136,10 @@ def test_documents_that_see_each_other_fail(
     assert by_name(check_data(tiny(tmp_path))[0].checks)["packed = unpacked"].state == "ok"
     real = rows._layout
 
-    def one_document(given: Any, layout: Any) -> Any:
-        return real(given, type(layout)(layout.sources, layout.seq_len, layout.max_documents, True))
+    def one_document(position: Any, layout: Any) -> Any:
+        return real(
+            position, type(layout)(layout.sources, layout.seq_len, layout.max_documents, True)
+        )
 
     monkeypatch.setattr(rows, "_layout", one_document)
     assert by_name(check_data(tiny(tmp_path))[0].checks)["packed = unpacked"].state == "fail"
@@ -159,32 +148,30 @@ def test_documents_that_see_each_other_fail(
 def test_a_mean_of_means_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = equality._gradients
 
-    def averaged(*given: Any) -> Any:
+    def averaged(*arguments: Any) -> Any:
         """What trainers do that divide by the targets of each microbatch."""
-        loss, grads = real(*given)
-        return (
-            (loss, grads)
-            if given[-1] != 1
-            else (loss * 1.01, {name: grad * 1.01 for name, grad in grads.items()})
-        )
+        loss, grads = real(*arguments)
+        if arguments[-1] != 1:
+            return loss, grads
+        return loss * 1.01, {name: grad * 1.01 for name, grad in grads.items()}
 
     monkeypatch.setattr(equality, "_gradients", averaged)
-    found = by_name(check_data(tiny(tmp_path))[0].checks)["accumulation"]
-    assert found.state == "fail" and "1.0e-02" in found.detail
+    check = by_name(check_data(tiny(tmp_path))[0].checks)["accumulation"]
+    assert check.state == "fail"
+    assert "1.0e-02" in check.detail
 
 
 def test_a_large_model_is_tried_as_a_small_one_of_its_family() -> None:
     large = ModelConfig(family="qwen3", hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8, ffn_size=12288, vocab_size=1000,
                         max_seq_len=4096, qk_norm=True, no_rope_layers=(1, 35))  # fmt: skip
     small, words = equality.small_model(large, 128)
-    assert (
-        small.family == "qwen3"
-        and small.qk_norm
-        and small.num_layers == 2
-        and small.kv_heads == 1
-        and small.no_rope_layers == (1,)
-    )
-    assert "small random qwen3" in words and small.vocab == 1000
+    assert small.family == "qwen3"
+    assert small.qk_norm
+    assert small.num_layers == 2
+    assert small.kv_heads == 1
+    assert small.no_rope_layers == (1,)
+    assert "small random qwen3" in words
+    assert small.vocab == 1000
 
 
 def test_texts_that_a_tokenizer_loses_are_named(
@@ -203,19 +190,18 @@ def test_texts_that_a_tokenizer_loses_are_named(
             "decode_bytes",
             lambda self, ids: real(self, ids).replace(b"bad", b"b?d"),
         )
-        found = round_trip_checks(config, tokenizer)[1]
-    assert (
-        found.state == "warn"
-        and "two.jsonl:2" in found.detail
-        and "two.jsonl:1" not in found.detail
-    )
+        named = round_trip_checks(config, tokenizer)[1]
+    assert named.state == "warn"
+    assert "two.jsonl:2" in named.detail
+    assert "two.jsonl:1" not in named.detail
 
 
 def test_a_good_recipe_passes_and_one_step_trains_without_a_trace(tmp_path: Path) -> None:
     recipe = tiny(tmp_path)
     assert {check.state for check in check_recipe(recipe)} == {"ok"}
     before = sorted(tmp_path.iterdir())
-    assert check_step(recipe).state == "ok" and sorted(tmp_path.iterdir()) == before
+    assert check_step(recipe).state == "ok"
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -241,20 +227,18 @@ def test_a_good_recipe_passes_and_one_step_trains_without_a_trace(tmp_path: Path
         (["tokenizer=nowhere"], "recipe", "fail", "tokenizer is 'nowhere'"),
     ],
 )
-def test_each_mistake_is_one_line(
+def test_a_recipe_that_would_train_badly_is_reported_with_its_reason(
     tmp_path: Path, more: list[str], name: str, state: str, said: str
 ) -> None:
-    found = by_name(check_recipe(tiny(tmp_path, *more)))
-    assert found[name].state == state and said in found[name].detail, found
+    checks = by_name(check_recipe(tiny(tmp_path, *more)))
+    assert checks[name].state == state and said in checks[name].detail, checks
 
 
 def test_stages_are_checked_one_by_one(tmp_path: Path) -> None:
     stages = "stages=[{name: first, steps: 10}, {name: second, optim: {lr: 1.0}}]"
-    found = by_name(check_recipe(tiny(tmp_path, stages)))
-    assert (
-        found["first: learning rate"].state == "ok"
-        and found["second: learning rate"].state == "warn"
-    )
+    checks = by_name(check_recipe(tiny(tmp_path, stages)))
+    assert checks["first: learning rate"].state == "ok"
+    assert checks["second: learning rate"].state == "warn"
 
 
 def test_memory_is_judged_for_the_gpu_that_is_named(
@@ -270,7 +254,7 @@ def test_memory_is_judged_for_the_gpu_that_is_named(
         "--json",
     ]
     assert main([*line, "--gpu", "h100", "--world", "2"]) == 0
-    checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert "2 x" in checks["memory"]["detail"]
     huge = [
         "model.hidden_size=16384",
@@ -279,5 +263,6 @@ def test_memory_is_judged_for_the_gpu_that_is_named(
         "model.num_heads=64",
     ]
     assert main([*line, "--gpu", "4090", *huge]) == 1
-    checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["memory"]["state"] == "fail" and "does not fit" in checks["memory"]["detail"]
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["memory"]["state"] == "fail"
+    assert "does not fit" in checks["memory"]["detail"]

@@ -34,12 +34,11 @@ def test_text_alone_is_pretrained_with_a_tokenizer_of_its_own(
 ) -> None:
     cache = f"data.cache_dir={tmp_path}/cache"
     first = choose_recipe([files["text"], cache])
-    assert (
-        first.recipe is not None
-        and first.recipe.name == "pretrain.yaml"
-        and "laptop/pretrain, 20 steps" in first.lines[0]
-    )
-    assert first.tokenizer is not None and not first.tokenizer.folder.exists()
+    assert first.recipe is not None
+    assert first.recipe.name == "pretrain.yaml"
+    assert "laptop/pretrain, 20 steps" in first.lines[0]
+    assert first.tokenizer is not None
+    assert not first.tokenizer.folder.exists()
     first.tokenizer.make()
     assert load_tokenizer(first.tokenizer.folder).vocab_size < 512, (
         "a short text gets a smaller vocabulary"
@@ -54,26 +53,34 @@ def test_text_alone_is_pretrained_with_a_tokenizer_of_its_own(
     )
 
 
-def test_conversations_and_pairs_fine_tune_a_model(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_conversations_and_pairs_fine_tune_all_weights_of_a_small_model(
+    files: dict[str, str], tmp_path: Path
 ) -> None:
     model = f"init.from={write_model(tmp_path)}"
     assert read_recipe([files["chat"], model]).adapter is None
     assert read_recipe([files["preference"], model]).objective.kind == "dpo"
-    assert (
-        "laptop/sft, training all weights (0M parameters)"
-        in choose_recipe([files["chat"], model]).lines[0]
-    )
+    first_line = choose_recipe([files["chat"], model]).lines[0]
+    assert "laptop/sft, training all weights (0M parameters)" in first_line
+
+
+def test_conversations_and_pairs_train_an_adapter_of_a_large_model(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = f"init.from={write_model(tmp_path)}"
     monkeypatch.setattr(first_run, "LARGE_PARAMETERS", 100)
     assert read_recipe([files["chat"], model]).adapter is not None
-    large = read_recipe([files["preference"], model])
-    assert large.adapter is not None and large.objective.kind == "dpo"
-    for kind in ("chat", "preference"):
-        with pytest.raises(
-            ConfigError,
-            match=r"init\.from is not given; such data fine-tunes a model\. Add init\.from",
-        ):
-            choose_recipe([files[kind]])
+    preference = read_recipe([files["preference"], model])
+    assert preference.adapter is not None
+    assert preference.objective.kind == "dpo"
+
+
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_conversations_and_pairs_need_a_model(files: dict[str, str], kind: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"init\.from is not given; such data fine-tunes a model\. Add init\.from",
+    ):
+        choose_recipe([files[kind]])
 
 
 def test_commands_that_worked_without_a_recipe_stay_as_they_are(

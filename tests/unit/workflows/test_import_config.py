@@ -41,10 +41,10 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcomes(name: str) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for one in import_config(Path(name), FILES[name]).report:
-        found.setdefault(one.key, set()).add(one.outcome)
-    return found
+    outcomes_of: dict[str, set[str]] = {}
+    for entry in import_config(Path(name), FILES[name]).report:
+        outcomes_of.setdefault(entry.key, set()).add(entry.outcome)
+    return outcomes_of
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -62,9 +62,9 @@ def test_the_recipe_is_the_golden_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(("yml", "yaml"))])
 def test_every_key_of_the_file_is_in_the_report(name: str) -> None:
-    given = YAML(typ="safe").load((HERE / name).read_text(encoding="utf-8"))
+    settings = YAML(typ="safe").load((HERE / name).read_text(encoding="utf-8"))
     told = {key.split(".")[0] for key in outcomes(name)}
-    assert set(given) <= told
+    assert set(settings) <= told
 
 
 def test_every_system_has_a_golden_recipe() -> None:
@@ -73,20 +73,20 @@ def test_every_system_has_a_golden_recipe() -> None:
 
 def test_what_has_no_counterpart_is_named_with_a_reason_and_the_nearest_form() -> None:
     imported = import_config(HERE / "axolotl-qlora.yml", "axolotl")
-    lost = {one.key: one for one in imported.not_carried_over}
+    lost = {entry.key: entry for entry in imported.not_carried_over}
     assert imported.recipe["adapter"]["base"] == "nf4"
     assert lost["my_own_key"].outcome == "unknown"
     assert lost["neftune_noise_alpha"].outcome == "missing"
     assert lost["datasets.1.shards"].headway.startswith("limit")
     assert not {"adapter", "load_in_4bit"} & lost.keys()
-    assert all(one.key in imported.as_yaml() for one in imported.not_carried_over)
+    assert all(entry.key in imported.as_yaml() for entry in imported.not_carried_over)
 
 
 def test_the_other_systems_defaults_are_written_where_they_differ() -> None:
     imported = import_config(HERE / "axolotl-dpo.yml", "axolotl")
     assert imported.recipe["optim"]["weight_decay"] == 0.0
     assert imported.recipe["optim"]["betas"] == [0.9, 0.999]
-    assert {one.key for one in imported.report if one.outcome == "assumed"} >= {
+    assert {entry.key for entry in imported.report if entry.outcome == "assumed"} >= {
         "weight_decay",
         "adam_beta2",
         "lr_scheduler",
@@ -102,7 +102,7 @@ def test_internlm_files_are_read_and_never_run(tmp_path: Path) -> None:
     )
     imported = import_config(config, "internlm")
     assert not marker.exists()
-    told = {one.key: one for one in imported.report}
+    told = {entry.key: entry for entry in imported.report}
     assert (
         told["data.total_steps"].outcome == told["bad"].outcome == told["big"].outcome == "unknown"
     )
@@ -162,9 +162,8 @@ def test_variables_for_a_script_of_prulong_keep_what_the_script_freezes(
     imported = import_config(path, "prulong")
     assert imported.recipe.get("freeze") == frozen
     if name == "prulong_masksonly.sh":
-        assert (
-            imported.recipe["batch"]["rows"] == 4
-        )  # the script shares a sequence between two GPUs
+        # the script shares a sequence between two GPUs
+        assert imported.recipe["batch"]["rows"] == 4
         assert imported.recipe["optim"]["schedule"]["floor"] == 0.01
         assert "FREEZE_WEIGHTS" in {
             line.key for line in imported.report if line.outcome == "assumed"
@@ -191,7 +190,8 @@ def test_the_report_names_the_settings_that_the_recipe_has(name: str) -> None:
 
 
 def test_axes_of_internlm_become_axes_of_a_layout(tmp_path: Path) -> None:
-    config, data = tmp_path / "config.py", "data = dict(seq_len=64, micro_bsz=1)\n"
+    config = tmp_path / "config.py"
+    data = "data = dict(seq_len=64, micro_bsz=1)\n"
     config.write_text(
         data
         + "parallel = dict(zero1=dict(size=2), tensor=dict(size=4, mode='mtp'), sequence_parallel=False)\n"
@@ -268,7 +268,9 @@ def test_other_optimizers_are_imported_with_the_settings_they_have(
     imported = import_config(config, "axolotl")
     assert imported.recipe["optim"]["kind"] in name
     lost = {
-        one.key.split(".")[1] for one in imported.not_carried_over if one.key.startswith("optim.")
+        entry.key.split(".")[1]
+        for entry in imported.not_carried_over
+        if entry.key.startswith("optim.")
     }
     assert {"schedule", "betas"} <= lost | set(imported.recipe["optim"])
 
@@ -295,7 +297,7 @@ PREFERENCE: list[tuple[str, str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("system", "content", "objective", "kind"),
     PREFERENCE,
-    ids=lambda one: one if isinstance(one, str) else "",
+    ids=lambda name: name if isinstance(name, str) else "",
 )
 def test_preference_trainings_are_objectives_with_their_settings(
     tmp_path: Path, system: str, content: str, objective: dict[str, Any], kind: str
@@ -305,7 +307,7 @@ def test_preference_trainings_are_objectives_with_their_settings(
     imported = import_config(path, system)
     assert imported.recipe["objective"] == objective
     assert imported.recipe["data"]["train"][0]["kind"] == kind
-    lost = {one.key for one in imported.not_carried_over} - {"dataset"}
+    lost = {entry.key for entry in imported.not_carried_over} - {"dataset"}
     assert lost == (
         {"cpo_alpha"} if "rl: simpo" in content and "cpo_alpha" not in content else set()
     )
@@ -325,7 +327,7 @@ def test_keys_of_labelled_records_and_settings_an_objective_lacks(tmp_path: Path
         "label": "good",
         "response": "completion",
     }
-    assert {one.key for one in imported.not_carried_over} == {
+    assert {entry.key for entry in imported.not_carried_over} == {
         "simpo_gamma",
         "datasets.0.type.prompt_format",
     }
@@ -369,10 +371,10 @@ EXPRESSIONS = [
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_no_expression_breaks_the_python_reader(expression: str) -> None:
     try:
-        found: Any = read_python(f"x = {expression}", Path("c.py")).values["x"]
+        value: Any = read_python(f"x = {expression}", Path("c.py")).values["x"]
     except ConfigError:
         return
-    assert isinstance(found, Unread | int | list)
+    assert isinstance(value, Unread | int | list)
 
 
 @pytest.mark.parametrize(
@@ -399,23 +401,32 @@ def test_a_file_that_cannot_be_imported_is_refused_in_one_line(
     assert wrong in told and len(told.splitlines()) == 1, told
 
 
+IMPORT_LLAMAFACTORY = ["config", "import", "llamafactory-sft.yaml", "--from", "llamafactory"]
+
+
 def test_the_verb_prints_a_recipe_or_writes_it_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)  # a width would fold long keys
-    source, out = "llamafactory-sft.yaml", tmp_path / "recipe.yaml"
-    assert main(["config", "import", source, "--from", "llamafactory"]) == 0
+    out = tmp_path / "recipe.yaml"
+    assert main(IMPORT_LLAMAFACTORY) == 0
     printed = capfd.readouterr().out
-    assert main(["config", "import", source, "--from", "llamafactory", "--out", str(out)]) == 0
+    assert main([*IMPORT_LLAMAFACTORY, "--out", str(out)]) == 0
     assert out.read_text() == printed
     assert "loraplus_lr_ratio" in capfd.readouterr().out
-    assert main(["config", "import", source, "--from", "llamafactory", "--out", str(out)]) == 2
+    assert main([*IMPORT_LLAMAFACTORY, "--out", str(out)]) == 2
     assert "exists" in capfd.readouterr().err
-    assert main(["config", "import", source, "--from", "llamafactory", "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["recipe"]["adapter"]["rank"] == 16
-    assert found["recipe"]["data"]["train"][0]["path"] == "llamafactory-data/support.json"
-    assert {"key", "value", "outcome", "headway", "note"} == set(found["keys"][0])
+
+
+def test_the_verb_prints_recipe_and_keys_as_json(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a width would fold long keys
+    assert main([*IMPORT_LLAMAFACTORY, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["recipe"]["adapter"]["rank"] == 16
+    assert answer["recipe"]["data"]["train"][0]["path"] == "llamafactory-data/support.json"
+    assert {"key", "value", "outcome", "headway", "note"} == set(answer["keys"][0])
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
@@ -425,23 +436,11 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
     assert main(["config", "import", "prulong-sft.sh", "--from", "prulong"]) == 0
     printed = capfd.readouterr()
-    assert (
-        "wandb" in printed.err and "[wandb]" in printed.err and len(printed.err.splitlines()) == 1
-    )
-    assert (
-        main(
-            [
-                "config",
-                "import",
-                "prulong-sft.sh",
-                "--from",
-                "prulong",
-                "--out",
-                str(tmp_path / "recipe.yaml"),
-            ]
-        )
-        == 0
-    )
+    assert "wandb" in printed.err
+    assert "[wandb]" in printed.err
+    assert len(printed.err.splitlines()) == 1
+    options = ["--from", "prulong", "--out", str(tmp_path / "recipe.yaml")]
+    assert main(["config", "import", "prulong-sft.sh", *options]) == 0
     assert "[wandb]" in capfd.readouterr().err
     assert main(["config", "import", "prulong-masks.sh", "--from", "prulong"]) == 0
     assert capfd.readouterr().err == ""
@@ -488,8 +487,6 @@ def test_files_of_purrsight_are_found_from_the_working_directory(
     (tmp_path / "data/train.jsonl").write_text("{}\n" * 100 + "\n")
     (tmp_path / "data/val.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
-    found = import_config(Path("config/p.yaml"), "purrsight").recipe
-    assert (
-        found["checkpoint"] == {"every": 4}
-        and found["data"]["valid"]["sets"]["val"][0]["path"] == "data/val.jsonl"
-    )
+    recipe = import_config(Path("config/p.yaml"), "purrsight").recipe
+    assert recipe["checkpoint"] == {"every": 4}
+    assert recipe["data"]["valid"]["sets"]["val"][0]["path"] == "data/val.jsonl"

@@ -7,7 +7,7 @@ import pytest
 
 from headway.config.load import load
 from headway.train.config import Recipe
-from headway.workflows.import_config import import_config
+from headway.workflows.import_config import ImportedConfig, import_config
 
 DOCS = Path(__file__).parents[3] / "docs"
 CONFIG = """
@@ -62,39 +62,44 @@ monitor.alert.feishu_alert_address monitor.alert.light_monitor_address
 KEYS = LISTED.split()
 
 
-def test_every_key_of_the_guide_has_a_headway_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # weights that are not there are reported as missing
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImportedConfig:
+    # Weights that are not there would be reported as missing.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llm_ckpts" / "49").mkdir(parents=True)
     config = tmp_path / "7B_sft.py"
     config.write_text(CONFIG)
-    imported = import_config(config, "internlm")
-    outcomes = {
-        one.key: {two.outcome for two in imported.report if two.key == one.key}
-        for one in imported.report
-    }
+    return import_config(config, "internlm")
+
+
+def test_every_key_of_the_guide_has_a_headway_form(imported: ImportedConfig) -> None:
+    outcomes: dict[str, set[str]] = {}
+    for entry in imported.report:
+        outcomes.setdefault(entry.key, set()).add(entry.outcome)
     assert [key for key in KEYS if key not in outcomes] == []
-    assert {key: found for key in KEYS if (found := outcomes[key] & {"missing", "unknown"})} == {}
+    assert [key for key in KEYS if outcomes[key] & {"missing", "unknown"}] == []
     assert set(outcomes) - set(KEYS) == {"model", "tokenizer"}  # the file names no tokenizer
+
+
+def test_keys_of_the_guide_become_settings_of_the_recipe(imported: ImportedConfig) -> None:
     recipe = imported.recipe
     assert recipe["batch"] == {
         "accumulate": 4,
         "rows_per_rank": 2,
         "rampup": {"start": 4, "add": 4, "every": 3, "per_rank": True},
     }
-    assert recipe["log"] == {"slow_every": 10, "slow_ratio": 1.1} and recipe["data"]["train"] == [
-        {"path": "/data/train", "min_length": 50}
-    ]
-    assert (
-        recipe["parallel"]["tensor"] == recipe["parallel"]["pipeline"] == 2
-        and recipe["parallel"]["sequence"] is True
-    )
-    assert [one["kind"] for one in recipe["track"]] == ["tensorboard", "alert", "heartbeat"]
-    made = tmp_path / "recipe.yaml"
-    made.write_text(imported.as_yaml())
-    assert load(Recipe, made, []).batch.resolve(2048, ranks=8).rows == 64
+    assert recipe["log"] == {"slow_every": 10, "slow_ratio": 1.1}
+    assert recipe["data"]["train"] == [{"path": "/data/train", "min_length": 50}]
+    assert recipe["parallel"]["tensor"] == 2
+    assert recipe["parallel"]["pipeline"] == 2
+    assert recipe["parallel"]["sequence"] is True
+    assert [tracker["kind"] for tracker in recipe["track"]] == ["tensorboard", "alert", "heartbeat"]
+
+
+def test_the_recipe_of_the_guides_file_is_loaded(imported: ImportedConfig, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(imported.as_yaml())
+    assert load(Recipe, path, []).batch.resolve(2048, ranks=8).rows == 64
 
 
 @pytest.mark.parametrize("page", ["coming-from-internlm.md", "coming-from-internlm.zh-CN.md"])
@@ -116,4 +121,5 @@ def test_a_batch_that_grows_counts_rows_of_a_rank_or_of_all() -> None:
     )
     assert grown.batch.rampup is not None
     over = grown.batch.rampup.over(8)
-    assert (over.start, over.add, over.every) == (16, 16, 3) and over.over(8) == over
+    assert (over.start, over.add, over.every) == (16, 16, 3)
+    assert over.over(8) == over

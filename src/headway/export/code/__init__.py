@@ -1,4 +1,6 @@
-"""Files that `headway export hf --remote-code` puts next to the weights of a model without a transformers class, one per model_type.
+"""Files that `headway export hf --remote-code` puts next to the weights of a model without a
+transformers class, one per model_type.
 
-They are read as text, never imported by headway, and do not import headway: a user of the folder may not have it installed.
+They are read as text, never imported by headway, and do not import headway: a user of the folder
+may not have it installed.
 """

@@ -1,6 +1,13 @@
-"""Slots and pages of sequences: who gets them, what is shared, and what is kept for later. Bytes are fixed at the start.
+"""Slots and pages of sequences: who gets them, what is shared, and what is kept for later. Bytes
+are fixed at the start.
 
-budget -> CacheShape (bytes of a page, bytes of one slot's rings) -> slots, pages, snapshots -> PagedCache
+budget -> CacheShape (bytes of a page, bytes of one slot's rings) -> slots, pages, snapshots ->
+PagedCache
+
+slot       a sequence that runs
+page       keys and values of `page_tokens` positions, for heads that attend to everything; sequences share pages of a common prefix
+ring       keys and values of heads with a window: of the same size for each slot, overwritten as the sequence grows
+snapshot   a copy of a slot's rings at the end of a page, from which another sequence with the same prefix may start
 """
 
 from __future__ import annotations
@@ -18,66 +25,96 @@ from headway.model.paged_cache import CacheShape, PagedCache
 if TYPE_CHECKING:
     from headway.infer.engine.sequence import EngineSequence
 
-CUDA_SHARE, CPU_SHARE = 0.8, 0.25
-"""Of the free memory, where no budget is given."""
+CUDA_SHARE = 0.8
+CPU_SHARE = 0.25
+"""Shares of the free memory that a cache takes, where no budget is given."""
+UNKNOWN_FREE_BYTES = 4 << 30
+"""Taken where the system does not say how much memory is free."""
+MIN_SNAPSHOTS = 4
+PAGES_OVER_NEED = 2
+"""At most this many times the pages that all slots need at full length: what is over keeps prefixes
+for later."""
 FEW = 4
 """Requests that should run at once in the smallest budgets."""
 SLOTS_PER_SNAPSHOT = 2
-"""One snapshot of rings has room for this many slots."""
+"""There is one snapshot for this many slots."""
 
 
 def build_cache(
     loaded: LoadedModel, options: EngineOptions, context: int, spare: int = 0
 ) -> PagedCache:
-    """A cache within the budget."""
+    """A cache within the budget. `context`: tokens of the longest sequence. `spare`: positions that
+    speculation may take back."""
     dtype = loaded.model.head_weight.dtype
+    # Where several ranks share the layers, each has some of the heads.
     part = loaded.part
-    parts = (
-        [(loaded.config, loaded.masks)] if part is None else part.heads(loaded.config, loaded.masks)
-    )
+    if part is None:
+        heads_by_rank = [(loaded.config, loaded.masks)]
+        rank = 0
+    else:
+        heads_by_rank = part.heads(loaded.config, loaded.masks)
+        rank = part.group.rank
     shapes = [
         CacheShape(config, masks, context, options.page_tokens, dtype, spare)
-        for config, masks in parts
+        for config, masks in heads_by_rank
     ]
-    shape = shapes[0 if part is None else part.group.rank]
-    # Of ranks that share the heads, one may have more full heads than another; all have the same slots and pages.
-    ring, page, per_slot = (
-        max(one.ring_bytes for one in shapes),
-        max(one.page_bytes for one in shapes),
-        shape.pages_per_slot,
-    )
-    slots, kept = options.max_running, 0
-    if ring and options.prefix_reuse:
-        kept = max(4, slots // SLOTS_PER_SNAPSHOT)
+    shape = shapes[rank]
+    # A rank may have more full heads than another. All must have the same slots and pages, so the largest sizes count.
+    ring_bytes = max(rank_shape.ring_bytes for rank_shape in shapes)
+    page_bytes = max(rank_shape.page_bytes for rank_shape in shapes)
+
+    # What is wanted: rings of sequences that run, and of snapshots that let others start from a shared prefix.
+    slots = options.max_running
+    snapshots = 0
+    if ring_bytes and options.prefix_reuse:
+        snapshots = max(MIN_SNAPSHOTS, slots // SLOTS_PER_SNAPSHOT)
+    slot_page_bytes = shape.pages_per_slot * page_bytes
+    wanted_bytes = (slots + snapshots) * ring_bytes + slots * slot_page_bytes
+
     budget = options.cache_bytes
     if budget is None:
         free = _free_bytes(loaded.device)
-        if part is not None:  # ranks on the CPU share its memory
-            free = part.least(free if loaded.device.type == "cuda" else free // part.group.size)
-        budget = min((slots + kept) * ring + slots * per_slot * page, free)
-    if ring and budget < (slots + kept) * ring + slots * per_slot * page:
-        # Fewer requests run at once. Rings take a quarter, so that long requests find pages, or what whole contexts need beside them;
-        # for a few requests they may take half.
-        shares = (
-            budget // 4 // ring,
-            budget // (ring + per_slot * page),
-            min(FEW, budget // 2 // ring),
+        if part is not None:
+            if loaded.device.type != "cuda":
+                free //= part.group.size  # ranks on the CPU share its memory
+            free = part.least(free)
+        budget = min(wanted_bytes, free)
+
+    if ring_bytes and budget < wanted_bytes:
+        # Fewer requests run at once. The number of rings is the largest of three:
+        # - a quarter of the budget in rings, which leaves pages for long requests;
+        # - as many as can all have the pages of a whole context;
+        # - a few requests, whose rings may take half of the budget.
+        num_rings = max(
+            budget // 4 // ring_bytes,
+            budget // (ring_bytes + slot_page_bytes),
+            min(FEW, budget // 2 // ring_bytes),
         )
-        room = budget // ring if page == 0 else max(shares)
-        slots = min(slots, room - kept) if room > 2 * kept else min(slots, room)
-        kept = min(kept, max(0, room - slots))
-    pages = (
-        slots * per_slot * 2
-        if page == 0
-        else min((budget - (slots + kept) * ring) // page, slots * per_slot * 2)
-    )
+        if page_bytes == 0:
+            # every head has a ring
+            num_rings = budget // ring_bytes
+        # Requests that run come before snapshots, unless there is room for plenty of both.
+        if num_rings > 2 * snapshots:
+            slots = min(slots, num_rings - snapshots)
+        else:
+            slots = min(slots, num_rings)
+        snapshots = min(snapshots, max(0, num_rings - slots))
+
+    pages = slots * shape.pages_per_slot * PAGES_OVER_NEED
+    if page_bytes > 0:
+        pages = min((budget - (slots + snapshots) * ring_bytes) // page_bytes, pages)
     if slots < 1 or pages < 1:
         raise ConfigError(
-            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page} bytes and one request's rings {ring}. "
-            f"Give at least {ring + per_slot * page}."
+            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page_bytes} bytes and one request's rings "
+            f"{ring_bytes}. Give at least {ring_bytes + slot_page_bytes}."
         )
     return PagedCache(
-        shape, slots=slots, pages=pages, snapshots=kept, device=loaded.device, needs_state=ring > 0
+        shape,
+        slots=slots,
+        pages=pages,
+        snapshots=snapshots,
+        device=loaded.device,
+        needs_state=ring_bytes > 0,
     )
 
 
@@ -86,8 +123,8 @@ def _free_bytes(device: torch.device) -> int:
         return int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
     try:
         return int(CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (ValueError, OSError):  # a system that does not say
-        return 4 << 30
+    except (ValueError, OSError):
+        return UNKNOWN_FREE_BYTES
 
 
 class EngineMemory:
@@ -112,83 +149,92 @@ class EngineMemory:
         rings = self.cache.slots - len(self._free_slots) + self.states.num_snapshots
         return self.pool.num_used * shape.page_bytes + rings * shape.ring_bytes
 
-    def admit(self, one: EngineSequence, reserve: int) -> bool:
-        """Give a slot and the pages of its prompt, the first of them shared where possible; False where there is no room now.
+    def admit(self, sequence: EngineSequence, reserve: int) -> bool:
+        """Give a slot and the pages of its prompt, the first of them shared where possible; False
+        where there is no room now.
 
         `reserve`: pages that stay free for the sequences that run."""
         if not self._free_slots:
             return False
-        shares = self._reuse and not (one.request.embed or one.request.prompt_logprobs)
-        # The last token is always computed: its hidden state gives the next token.
-        names = one.page_names(self._page_tokens, one.target - 1) if shares else []
+        # Embeddings and log-probabilities of a prompt need the hidden states of all its tokens.
+        needs_all_states = sequence.request.embed or sequence.request.prompt_logprobs
+        names = []
+        if self._reuse and not needs_all_states:
+            # The last token is always computed: its hidden state gives the next token.
+            names = sequence.page_names(self._page_tokens, sequence.target - 1)
+        # Pages alone are of no use to heads with rings: sharing ends where a snapshot of these was kept.
         known = self.pool.match(names)
         shared = known
         if self.cache.needs_state:
             shared = known[: self.states.last_kept(names[: len(known)])]
+
+        # Taken before anything is allocated: a free page that only keeps a prefix may be given away.
         for page in shared:
             self.pool.take(page)
-        wanted = self.table.num_pages(one.target) - len(shared)
+        wanted = self.table.num_pages(sequence.target) - len(shared)
         if wanted + reserve > self.pool.num_available:
             self.pool.release(shared)
             return False
-        one.slot = self._free_slots.pop()
-        one.computed = len(shared) * self._page_tokens
-        one.keep_at = 0
+        sequence.slot = self._free_slots.pop()
+        sequence.computed = len(shared) * self._page_tokens
+        sequence.keep_at = 0
         if len(known) > len(shared):
             # Another sequence has the same beginning: where it ends, a snapshot will be of use.
-            one.keep_at = len(known) * self._page_tokens
-        self.table.append(one.slot, shared)
+            sequence.keep_at = len(known) * self._page_tokens
+        self.table.append(sequence.slot, shared)
         for _ in range(wanted):
-            self._add_page(one)
+            self._add_page(sequence)
         if self.cache.needs_state and shared:
-            self.states.restore(names[len(shared) - 1], one.slot)
+            self.states.restore(names[len(shared) - 1], sequence.slot)
         return True
 
-    def may_grow(self, one: EngineSequence) -> bool:
+    def may_grow(self, sequence: EngineSequence) -> bool:
         """It will need another page if it runs to its end."""
-        longest = len(one.request.prompt) + one.most
-        return self.table.num_pages(longest) > len(self.table.pages(one.slot))
+        longest = len(sequence.request.prompt) + sequence.most
+        return self.table.num_pages(longest) > len(self.table.pages(sequence.slot))
 
-    def holds(self, one: EngineSequence, tokens: int) -> bool:
+    def holds(self, sequence: EngineSequence, tokens: int) -> bool:
         """Its pages have room for some tokens."""
-        return tokens <= len(self.table.pages(one.slot)) * self._page_tokens
+        return tokens <= len(self.table.pages(sequence.slot)) * self._page_tokens
 
-    def grow(self, one: EngineSequence, tokens: int) -> bool:
+    def grow(self, sequence: EngineSequence, tokens: int) -> bool:
         """Room for some tokens; False where no page is left."""
-        while self.table.num_pages(tokens) > len(self.table.pages(one.slot)):
+        while self.table.num_pages(tokens) > len(self.table.pages(sequence.slot)):
             if self.pool.num_available == 0:
                 return False
-            self._add_page(one)
+            self._add_page(sequence)
         return True
 
-    def _add_page(self, one: EngineSequence) -> None:
+    def _add_page(self, sequence: EngineSequence) -> None:
         page = self.pool.allocate()
         self.cache.clear_page(page)
-        self.table.append(one.slot, [page])
+        self.table.append(sequence.slot, [page])
 
     def flush(self) -> None:
         """Bring the block table up to date on the device, before anything is launched."""
         self.table.flush()
 
-    def keep(self, one: EngineSequence, length: int) -> None:
+    def keep(self, sequence: EngineSequence, length: int) -> None:
         """Name the whole pages of the first `length` tokens, so that others may share them.
 
         A snapshot of the state at their end is kept with them."""
         if not self._reuse:
             return
-        names = one.page_names(self._page_tokens, length)
-        for page, name in zip(self.table.pages(one.slot), names, strict=False):
+        names = sequence.page_names(self._page_tokens, length)
+        for page, name in zip(self.table.pages(sequence.slot), names, strict=False):
             self.pool.name(page, name)
         if names and self.cache.needs_state:
-            self.states.snapshot(one.slot, names[-1])
+            self.states.snapshot(sequence.slot, names[-1])
 
-    def release(self, one: EngineSequence) -> None:
-        """Take back the slot and the pages; whole pages are kept for others as long as there is room."""
-        if one.slot < 0:
+    def release(self, sequence: EngineSequence) -> None:
+        """Take back the slot and the pages; whole pages are kept for others as long as there is
+        room."""
+        if sequence.slot < 0:
             return
-        # A token that was chosen but not fed has no keys; rings can be taken back by a page at most.
-        self.keep(one, min(one.computed, len(one.tokens) - 1))
-        self.pool.release(self.table.clear(one.slot))
-        self._free_slots.append(one.slot)
-        one.slot = -1
-        one.computed = 0
+        # A token that was chosen but not fed has no keys. The rings are at the last token, the name is that of the last
+        # whole page, less than a page before: rings hold a page more than their window, so the snapshot serves there.
+        self.keep(sequence, min(sequence.computed, len(sequence.tokens) - 1))
+        self.pool.release(self.table.clear(sequence.slot))
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.computed = 0

@@ -1,8 +1,11 @@
-"""One rank's part of a model that several ranks share: a group of ranks and weights in, its matrices and the heads of its cache out.
+"""One rank's part of a model that several ranks share: a group of ranks and weights in, its
+matrices and the heads of its cache out.
 
-model    heads, feed-forward and vocabulary are split as in training (parallel/tensor.py); hidden states and logits are whole
-cache    each rank stores its KV heads. Slots and pages are counted by the rank that needs most bytes, so that all count the same
-tokens   what was drawn by chance is the first rank's draw on every rank
+    model     heads, feed-forward and vocabulary are split as in training (parallel/tensor.py);
+              hidden states and logits are whole
+    cache     each rank stores its KV heads. Slots and pages are counted by the rank that needs most
+              bytes, so that all count the same
+    tokens    what was drawn by chance is the first rank's draw on every rank
 """
 
 from __future__ import annotations
@@ -43,32 +46,30 @@ class ModelPart:
     def heads(
         self, config: ModelConfig, masks: HeadMasks | None
     ) -> list[tuple[ModelConfig, HeadMasks | None]]:
-        """The KV heads that each rank stores, as the shape of a model of these alone, and their masks."""
-        found: list[tuple[ModelConfig, HeadMasks | None]] = []
+        """The KV heads that each rank stores, as the shape of a model of these alone, and their
+        masks."""
+        parts: list[tuple[ModelConfig, HeadMasks | None]] = []
         for rank in range(self.group.size):
-            own = local_heads(config, RankGroup(rank, self.group.size))
-            kept = range(config.kv_heads)[own]
-            local = config.with_(
+            rank_heads = local_heads(config, RankGroup(rank, self.group.size))
+            local_config = config.with_(
                 num_heads=config.num_heads // self.group.size,
-                num_kv_heads=len(kept),
+                num_kv_heads=len(range(config.kv_heads)[rank_heads]),
                 head_dim=config.head_size,
             )
-            found.append(
-                (
-                    local,
-                    None
-                    if masks is None
-                    else replace(masks, full=tuple(row[own] for row in masks.full)),
-                )
-            )
-        return found
+            local_masks = None
+            if masks is not None:
+                local_masks = replace(masks, full=tuple(row[rank_heads] for row in masks.full))
+            parts.append((local_config, local_masks))
+        return parts
 
     def least(self, value: int) -> int:
         """The smallest of the ranks' numbers."""
+        # Groups have a maximum only.
         return -self.group.max(-value)
 
     def agree(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The first rank's tokens, on every rank: kernels that draw may round differently from GPU to GPU."""
+        """The first rank's tokens, on every rank: kernels that draw may round differently from GPU
+        to GPU."""
         self.group.broadcast(tokens, 0).wait()
         return tokens
 
@@ -77,15 +78,18 @@ class ModelPart:
         several = f"--tensor is {self.group.size}"
         if adapters:
             raise ConfigError(
-                f"{several} and adapters are loaded; they are chosen per request on one rank only. Merge one: `export hf`."
+                f"{several} and adapters are loaded; they are chosen per request on one rank "
+                "only. Merge one: `export hf`."
             )
         if options.speculation is not None and options.speculation.draft is not None:
             raise ConfigError(
-                f"{several} and --speculate is {options.speculation.draft}; ranks share no draft model. Use ngram."
+                f"{several} and --speculate is {options.speculation.draft}; ranks share no draft "
+                "model. Use ngram."
             )
         if options.record is True:
             raise ConfigError(
-                f"{several} and record is true; steps that exchange between ranks are not recorded. Use auto."
+                f"{several} and record is true; steps that exchange between ranks are not "
+                "recorded. Use auto."
             )
 
 
@@ -93,11 +97,13 @@ def check_part(config: ModelConfig, size: int) -> None:
     """Refuse a model that cannot be shared by so many ranks."""
     if config.hf_config is not None:
         raise ConfigError(
-            f"--tensor is {size} and the model is of family transformers, whose layers headway cannot divide. Leave it out."
+            f"--tensor is {size} and the model is of family transformers, whose layers headway "
+            "cannot divide. Leave it out."
         )
     if config.media is not None:
         raise ConfigError(
-            f"--tensor is {size} and the model takes pictures and sounds, which one rank reads. Leave --tensor out."
+            f"--tensor is {size} and the model takes pictures and sounds, which one rank reads. "
+            "Leave --tensor out."
         )
 
     def broken(tensor: int) -> list[str]:
@@ -109,6 +115,7 @@ def check_part(config: ModelConfig, size: int) -> None:
         )
 
     for rule in broken(size):
+        # The largest number of ranks that breaks no rule; one rank never does.
         fitting = next(n for n in range(min(size, config.num_heads), 0, -1) if not broken(n))
         raise ConfigError(f"{rule.replace('parallel.tensor', '--tensor')}. Use {fitting}.")
 
@@ -121,6 +128,8 @@ def build_part(
     group: RankGroup,
 ) -> Model:
     """This rank's part of a model with given weights; all ranks of the group call this together."""
+    # The cutting of training is used, whose spec names a task and an optimizer; a frozen part has
+    # neither. No sequence parallelism: the few tokens of a decoding step are whole on every rank.
     ranks = form_groups(Mesh(group.rank, tensor=group.size), group)
     parallel = ParallelConfig(tensor=group.size, sequence=False)
     return build_frozen_part(

@@ -1,6 +1,8 @@
-"""A further rank of an engine: `python -m headway.infer.engine.rank_process`. A `RankSetup` and then commands on stdin; nothing goes out.
+"""A further rank of an engine: `python -m headway.infer.engine.rank_process`. A `RankSetup` and
+then commands on stdin; nothing goes out.
 
-The end of stdin is the end of the process, also in the middle of an exchange. Signals are the first rank's business.
+The end of stdin is the end of the process, also in the middle of an exchange. Signals are the first
+rank's business.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ log = logging.getLogger("headway")
 
 def main() -> int:
     """Follow the first rank until it closes the pipe."""
+    # Ctrl-C reaches the whole process group; the first rank decides what it means.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # A thread reads, so that the end of stdin is seen also while this rank waits in an exchange.
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands,), daemon=True).start()
     setup = commands.get()
     if setup is None:
         return 0
+
+    # Imported late: torch takes seconds, and a rank whose parent has gone by now ends without it.
     from headway.infer.engine.ranks import LOST_CONTACT, WAIT_SECONDS, end_group, follow
     from headway.infer.load import load_model
     from headway.parallel.collectives import start_group
@@ -61,12 +67,14 @@ def _until_none(commands: queue.SimpleQueue[Any]) -> Iterator[Any]:
 
 
 def _read(commands: queue.SimpleQueue[Any]) -> None:
-    """Commands of the first rank, whose own process this is."""
+    """Queue the commands of the first rank, which has started this process: what is unpickled is
+    its own. None marks the end."""
     try:
         while True:
             commands.put(pickle.load(sys.stdin.buffer))
     except (EOFError, pickle.UnpicklingError):
         commands.put(None)
+    # Long enough for `main` to end in order; then for good, also out of an exchange.
     time.sleep(END_SECONDS)
     os._exit(0)
 

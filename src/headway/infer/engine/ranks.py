@@ -1,14 +1,18 @@
-"""An engine whose layers several ranks of this machine share. The first rank is the caller's process; it starts the others.
+"""An engine whose layers several ranks of this machine share. The first rank is the caller's
+process; it starts the others.
 
     load_on_ranks    starts them, joins them, and every rank reads its part of the weights
-    build_engine     the engine of a model: on the first of several ranks one that tells the others what it does
+    build_engine     the engine of a model: on the first of several ranks one that tells the others
+                     what it does
     Followers        the other processes: commands go through their stdin, whose end is theirs
 
     first rank   submit, cancel -> noted        step -> notes to all -> the same round
-    others                                      notes -> submit, cancel -> the same round, events dropped
+    others                                      notes -> submit, cancel -> the same round, events
+                                                dropped
 
-Schedules depend on requests and their order alone, so all ranks have the same pages and exchange the same tensors. A rank that ends
-ends the engine with one line, also where the first rank waits for it in an exchange.
+Schedules depend on requests and their order alone, so all ranks have the same pages and exchange
+the same tensors. A rank that ends ends the engine with one line, also where the first rank waits
+for it in an exchange.
 """
 
 from __future__ import annotations
@@ -72,7 +76,8 @@ class RankSetup:
 def load_on_ranks(
     path: str | Path, size: int, device: str = "auto", precision: str = "auto"
 ) -> LoadedModel:
-    """Read a model onto `size` ranks of this machine, one per GPU, or processes on the CPU. `close_ranks` ends the others."""
+    """Read a model onto `size` ranks of this machine, one per GPU, or processes on the CPU.
+    `close_ranks` ends the others."""
     from headway.infer.load import load_model
 
     if size < 1:
@@ -83,13 +88,16 @@ def load_on_ranks(
     kind = compute.device.type
     if kind == "mps":
         raise ConfigError(
-            f"--tensor is {size} and the device is mps, of which there is one. Leave --tensor out, or use --device cpu."
+            f"--tensor is {size} and the device is mps, of which there is one. Leave --tensor "
+            "out, or use --device cpu."
         )
     if kind == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
-            f"--tensor is {size}; torch sees {torch.cuda.device_count()} GPUs here, and each takes one rank. Use fewer."
+            f"--tensor is {size}; torch sees {torch.cuda.device_count()} GPUs here, and each "
+            "takes one rank. Use fewer."
         )
     check_part(find_model(path).config, size)
+    # The other processes start before this rank reads weights: all ranks read theirs at once.
     followers = Followers(str(path), size, kind, precision)
     with followers.watched():
         loaded = load_model(
@@ -142,13 +150,13 @@ class LeadingEngine(InferenceEngine):
             )
 
     def warm_up(self) -> None:
-        """On every rank."""
+        """Warm up all ranks together: they exchange in every launch."""
         with self._followers.watched():
             self._followers.send(("warm_up",))
             super().warm_up()
 
     def submit(self, request: EngineRequest) -> int:
-        """The others take what this rank has taken."""
+        """Submit here first; the others get only what was not refused, with the next round."""
         number = super().submit(request)
         self._notes.append(("submit", request))
         return number
@@ -161,7 +169,9 @@ class LeadingEngine(InferenceEngine):
     def step(self) -> list[EngineEvent]:
         """One round of every rank."""
         with self._followers.watched():
-            notes, self._notes = self._notes, []
+            # Sent before the round, so that all ranks schedule the same requests in it.
+            notes = self._notes
+            self._notes = []
             self._followers.send(("step", notes))
             return super().step()
 
@@ -173,7 +183,9 @@ def follow(commands: Iterator[Any], loaded: LoadedModel) -> None:
         if kind == "open":
             options, masks, make_constraints = values
             engine = None  # the memory of the one before goes first
-            factory = None if make_constraints is None else make_constraints(loaded)
+            factory = None
+            if make_constraints is not None:
+                factory = make_constraints(loaded)
             try:
                 engine = InferenceEngine(loaded.with_masks(masks), options, constraints=factory)
             except ConfigError:  # the first rank says it
@@ -182,8 +194,11 @@ def follow(commands: Iterator[Any], loaded: LoadedModel) -> None:
         if kind == "warm_up":
             engine.warm_up()
         elif kind == "step":
-            for what, value in values[0]:
-                engine.submit(value) if what == "submit" else engine.cancel(value)
+            for command, value in values[0]:
+                if command == "submit":
+                    engine.submit(value)
+                else:
+                    engine.cancel(value)
             engine.step()
 
 
@@ -191,15 +206,18 @@ class Followers:
     """The processes of the other ranks."""
 
     def __init__(self, path: str, size: int, device: str, precision: str) -> None:
-        self.size, self.lost = size, ""
+        self.size = size
+        self.lost = ""
         self._closed = self._reported = False
         self._on_cuda = device == "cuda"
         self._port = _free_port()
         environment = {**os.environ, **_at(self._port)}
+        # Ranks on the CPU share its cores.
         if device == "cpu":
             threads = max(1, torch.get_num_threads() // size)
             torch.set_num_threads(threads)
             environment["OMP_NUM_THREADS"] = str(threads)
+        # Their stdout is our stderr: stdout belongs to the results of the caller.
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE, stdout=2, env=environment
@@ -213,6 +231,7 @@ class Followers:
 
     def join(self, device: str) -> RankGroup:
         """The group of all ranks."""
+        # Put back afterwards: the caller's own job may use the same variables.
         before = {name: os.environ.get(name) for name in _at(0)}
         os.environ.update(_at(self._port))
         try:
@@ -226,7 +245,7 @@ class Followers:
                     os.environ[name] = value
 
     def send(self, command: tuple[Any, ...]) -> None:
-        """To every rank."""
+        """Send a command to every other rank."""
         for process in self.processes:
             self._write(process, command)
 
@@ -241,6 +260,7 @@ class Followers:
         try:
             yield
         except (OSError, RuntimeError, CommunicationError):
+            # The failure may be seen here before the watching thread has seen the process end.
             end = time.monotonic() + 2.0
             while not self.lost and time.monotonic() < end:
                 time.sleep(0.05)
@@ -250,16 +270,19 @@ class Followers:
             raise CommunicationError(f"{self.lost}; the engine cannot continue.") from None
 
     def _watch(self) -> None:
+        """See whether a rank has ended; a thread of its own runs this until `close`."""
         while not self._closed:
             time.sleep(0.1)
-            dead = [(rank, process.poll()) for rank, process in enumerate(self.processes, 1)]
-            dead = [(rank, code) for rank, code in dead if code is not None]
+            codes = [(rank, process.poll()) for rank, process in enumerate(self.processes, 1)]
+            dead = [(rank, code) for rank, code in codes if code is not None]
             if dead and not self._closed:
                 # The first cause: a rank that others have lost ends after them at times.
-                rank, code = min(dead, key=lambda one: (one[1] == LOST_CONTACT, one[0]))
+                rank, code = min(dead, key=lambda end: (end[1] == LOST_CONTACT, end[0]))
                 if code == LOST_CONTACT and len(dead) < len(self.processes):
-                    continue
+                    continue  # the rank that caused it has not been seen yet
                 self.lost = f"rank {rank} of {self.size} has ended with exit code {code}"
+                # An exchange that waits for the rank does not return by itself: if nobody has
+                # reported the loss after a while, the whole process ends.
                 time.sleep(GRACE_SECONDS)
                 if not (self._reported or self._closed):
                     log.error("%s; the engine cannot continue.", self.lost)
@@ -300,7 +323,8 @@ def end_group() -> None:
 
 
 def _leave() -> None:
-    """End at once: what NCCL waits for at the end of a process does not come from a rank that is gone."""
+    """End at once: what NCCL waits for at the end of a process does not come from a rank that is
+    gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(CommunicationError.exit_code)
@@ -309,10 +333,14 @@ def _leave() -> None:
 def _at(port: int) -> dict[str, str]:
     """Where ranks meet, on this machine alone."""
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {**here, "GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else here
+    if sys.platform == "linux":
+        # Otherwise gloo looks up the host's name, which need not resolve to an address of its own.
+        return {**here, "GLOO_SOCKET_IFNAME": "lo"}
+    return here
 
 
 def _free_port() -> int:
+    """A port that nobody uses now; the system chooses it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

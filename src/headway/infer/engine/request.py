@@ -1,7 +1,8 @@
-"""What goes into the inference engine and what comes out: requests, events, options and counters. Imports no torch, so that a process
-without a device can make and read them.
+"""What goes into the inference engine and what comes out: requests, events, options and counters.
+Imports no torch, so that a process without a device can make and read them.
 
-    EngineRequest (ids, limits, sampling) -> InferenceEngine -> EngineEvent (new ids, and at the end why it ended)
+    EngineRequest (ids, limits, sampling) -> InferenceEngine -> EngineEvent (new ids; the last one
+                                                                says why it ended)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from headway.config.options import option
 from headway.errors import ConfigError, HeadwayError, first_line
 from headway.infer.sampling import Sampling
 
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
     from headway.store.media_items import MediaItem
 
 StopReason = Literal["eos", "stop", "grammar", "length", "context", "cancelled", "error"]
-"""eos: an end id; stop: one of stop_ids or a stop text; grammar: the text of its grammar is complete, and the last token belongs to it;
-length: max_new_tokens; context: the model's max_seq_len; error: its own grammar, sampling or media failed (`EngineEvent.error`)."""
+"""eos: an end id; stop: one of stop_ids or a stop text; grammar: the text of its grammar is
+complete, and the last token belongs to it; length: max_new_tokens; context: the model's
+max_seq_len; error: its own grammar, sampling or media failed (`EngineEvent.error`).
+"""
 
 
 class RequestTooLarge(ConfigError):
-    """A request that can never fit: its prompt leaves no room in the model's context or in the cache."""
+    """A request that can never fit: its prompt leaves no room in the model's context or in the
+    cache."""
 
 
 class QueueFull(HeadwayError):
@@ -33,6 +38,7 @@ class QueueFull(HeadwayError):
 
 def failure_line(problem: BaseException) -> str:
     """An exception that ended a request, as one line for its client."""
+    # Our own messages are written for users; others need the name of their type to be understood.
     if isinstance(problem, HeadwayError):
         return str(problem)
     return f"{type(problem).__name__}: {first_line(problem)}."
@@ -63,7 +69,8 @@ class EngineRequest:
     adapter: str | None = None
     """The name of a loaded adapter."""
     logprobs: int | None = None
-    """n: log-probabilities of the chosen token and of the n likeliest; 0: of the chosen one only."""
+    """n: log-probabilities of the chosen token and of the n likeliest; 0: of the chosen one
+    only."""
     prompt_logprobs: bool = False
     """Log-probabilities of the prompt's tokens too, in the first event."""
     constraint: str | None = None
@@ -75,6 +82,7 @@ class EngineRequest:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ConfigError("prompt is empty; it must have at least one token.")
+        # Embeddings and the scores of a prompt need no new token.
         if self.max_new_tokens < 1 and not (self.embed or self.prompt_logprobs):
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more.")
         if self.logprobs is not None and self.logprobs < 0:
@@ -105,7 +113,8 @@ class EngineEvent:
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had; in the first event."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """Of every token of the prompt; None for the first one, which nothing precedes. In the first event."""
+    """Of every token of the prompt; None for the first one, which nothing precedes. In the first
+    event."""
     error: str | None = None
     """One line, where `finished` is "error"."""
     proposed_tokens: int = 0
@@ -115,14 +124,16 @@ class EngineEvent:
 
 
 class TokenConstraint(Protocol):
-    """Which tokens may follow. The engine asks before each token of a row, and reports the token that was chosen."""
+    """Which tokens may follow. The engine asks before each token of a row, and reports the token
+    that was chosen."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Set the bits of allowed tokens in a zeroed int32 [ceil(vocab / 32)]: token t is bit t % 32 of mask[t // 32]."""
+        """Set the bits of allowed tokens in a zeroed int32 [ceil(vocab / 32)]: token t is bit t %
+        32 of mask[t // 32]."""
         ...
 
     def accept(self, token: int) -> None:
-        """The row's next token."""
+        """Advance by the token that was chosen for the row."""
         ...
 
     @property
@@ -132,10 +143,12 @@ class TokenConstraint(Protocol):
 
 
 ConstraintFactory = Callable[[str], TokenConstraint]
-"""`EngineRequest.constraint` -> a fresh constraint; raises where it cannot be read. Called in a thread of its own."""
+"""`EngineRequest.constraint` -> a fresh constraint; raises where it cannot be read. Called in a
+thread of its own."""
 
 
 MAX_SPECULATED = 32
+"""Tokens that may be guessed at a time, at most."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,8 @@ class Speculation:
     """Some next tokens are guessed and checked in one step. The result is that of single steps."""
 
     draft: str | None = None
-    """A small model of the same tokenizer that guesses; None: guesses are what followed the last tokens earlier in the sequence."""
+    """A small model of the same tokenizer that guesses; None: guesses are what followed the last
+    tokens earlier in the sequence."""
     tokens: int = 4
     """Most tokens that are guessed at a time; a sequence whose guesses fail has fewer."""
 
@@ -154,29 +168,47 @@ class Speculation:
             )
 
 
+def _gibibytes(size: float | None) -> int | None:
+    if size is None:
+        return None
+    if not size > 0:  # refuses NaN too
+        raise ConfigError(f"--cache-gib is {size}; it must be above 0.")
+    return int(size * (1 << 30))
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How much the engine keeps and does at once."""
 
-    cache_bytes: int | None = None
-    """Bytes of keys and values that are never exceeded; None: what `max_running` requests of full length need, at most a share of the
-    free memory."""
-    max_running: int = 64
-    """Requests that are computed at once."""
-    max_waiting: int = 1024
-    """Requests that may wait; more are refused with QueueFull."""
-    prefill_tokens: int = 8192
-    """Prompt tokens of one round."""
-    max_context: int | None = None
-    """Tokens of a request, prompt included; None: the model's max_seq_len."""
+    cache_bytes: int | None = option(
+        None,
+        "GiB of keys and values per model and rank, never exceeded; default: from free memory.",
+        "--cache-gib",
+        read=_gibibytes,
+        written_type=float | None,
+    )
+    """None: what `max_running` requests of full length need, at most a share of the free memory."""
+    max_running: int = option(64, "Requests that are computed at once, per model.", min=1)
+    max_waiting: int = option(1024, "Requests that may wait, per model; more get 429.", min=0)
+    """More are refused with QueueFull."""
+    prefill_tokens: int = option(
+        8192, "Prompt tokens that are computed between two steps of decoding.", min=1
+    )
+    max_context: int | None = option(
+        None, "Tokens of a request, prompt included; default: the model's.", min=2
+    )
     page_tokens: int = 64
     """Positions of one page."""
-    prefix_reuse: bool = True
-    """Requests that begin with the same tokens compute them once."""
+    prefix_reuse: bool = option(True, "Compute what prompts begin with only once.")
     record: bool | Literal["auto"] = "auto"
     """Record decoding steps as CUDA graphs; auto: on CUDA."""
-    compile_blocks: bool | Literal["auto"] = False
-    """Compile the blocks of decoding steps: faster steps after a minute of compiling; auto: on CUDA."""
+    compile_blocks: bool | Literal["auto"] = option(
+        False,
+        "Compile decoding steps: faster on GPUs, after a minute or more at the start.",
+        "--compile",
+        read=bool,
+    )
+    """auto: on CUDA."""
     lag: bool | Literal["auto"] = "auto"
     """Start a step before the tokens of the last one are read; auto: on CUDA."""
 
@@ -191,7 +223,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made, and what it holds now."""
+    """Counters since the engine was made, and the requests and memory it has now."""
 
     running: int
     waiting: int
@@ -208,7 +240,8 @@ class EngineStats:
     """How often a request gave its memory back and was computed again."""
     steps: int
     first_token_seconds: tuple[float, ...] = ()
-    """From submission to the first token, of the requests whose first token came since `stats` was last called."""
+    """From submission to the first token, of the requests whose first token came since `stats` was
+    last called."""
     proposed_tokens: int = 0
     """Tokens that speculation guessed."""
     accepted_tokens: int = 0

@@ -1,4 +1,5 @@
-"""Tokens on their way from the device to the host, with what was asked about them. Nothing waits until `read`."""
+"""Tokens on their way from the device to the host, with what was asked about them. Nothing waits
+until `read`."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import numpy as np
 import torch
 
 from headway.infer.engine.device import EngineDevice
+from headway.infer.engine.prefill_batches import PieceOf
 from headway.infer.engine.request import TokenLogprobs, failure_line
-from headway.infer.engine.rounds import PieceOf
 from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.sampling import Sampling
@@ -25,7 +26,7 @@ NOTHING_FOLLOWS = (
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """What one sequence gained."""
+    """What one sequence gained in a launch: a token, an embedding, or the reason why it fails."""
 
     sequence: EngineSequence
     token: int | None
@@ -40,28 +41,30 @@ class SequenceResult:
 def chosen_token(
     sequence: EngineSequence, token: int, logprobs: TokenLogprobs | None = None
 ) -> SequenceResult:
-    """A token as the sampler gives it."""
+    """A token as the sampler gives it; NO_TOKEN becomes an error of its sequence."""
     if token == NO_TOKEN:
         return SequenceResult(sequence, None, error=NOTHING_FOLLOWS)
     return SequenceResult(sequence, token, logprobs)
 
 
 class HostTensors:
-    """Tensors on their way to the host."""
+    """Copies of tensors on their way to the host. On CUDA nothing waits until `read`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].is_cuda:
+            # Only a copy into pinned memory is asynchronous; the event marks its end on the stream.
             self._tensors = [
-                torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(
-                    one, non_blocking=True
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                    tensor, non_blocking=True
                 )
-                for one in tensors
+                for tensor in tensors
             ]
             event = self._event = torch.cuda.Event()
             event.record()
         else:
-            self._tensors = [one.clone() for one in tensors]
+            # A copy here too: what later launches write in place must not reach what is read later.
+            self._tensors = [tensor.clone() for tensor in tensors]
 
     def read(self) -> list[torch.Tensor]:
         """The tensors; waits until they have arrived."""
@@ -81,23 +84,27 @@ class PendingTokens:
         scores: list[torch.Tensor],
         failures: Mapping[int, str] = {},
     ) -> None:
-        """`scored`: the rows whose log-probabilities are in `scores`; `failures`: why some rows have no token."""
+        """`scored`: the rows whose log-probabilities are in `scores`; `failures`: why some rows
+        have no token."""
         self.rows = list(rows)
         self._scored = scored
         self._failures = failures
         self._copy = HostTensors([tokens, *scores])
 
     def read(self) -> list[SequenceResult]:
-        """Of every sequence."""
+        """One token of every sequence, in the order of the rows; waits for the device."""
         tokens, *scores = self._copy.read()
         values: list[int] = tokens.tolist()
+
+        # All rows were scored with the largest count that one of them asks for.
         logprobs: list[TokenLogprobs | None] = [None] * len(values)
         if self._scored:
-            chosen, ids, tops = (one.tolist() for one in scores)
-            for place, row in enumerate(self._scored):
+            chosen, ids, tops = (part.tolist() for part in scores)
+            for index, row in enumerate(self._scored):
                 count = self.rows[row].request.logprobs or 0
-                top = tuple(zip(ids[place][:count], tops[place][:count], strict=True))
-                logprobs[row] = TokenLogprobs(values[row], chosen[place], top)
+                top = tuple(zip(ids[index][:count], tops[index][:count], strict=True))
+                logprobs[row] = TokenLogprobs(values[row], chosen[index], top)
+
         results: list[SequenceResult] = []
         for row, sequence in enumerate(self.rows):
             if row in self._failures:
@@ -115,14 +122,17 @@ def choose_tokens(
     *,
     chosen: bool = False,
 ) -> PendingTokens:
-    """The next token of each sequence, of logits [n,V]; it becomes the last token of its slot. `chosen`: the likeliest ones already are."""
-    last, on = device.last_token, device.cache.device
-    if chosen and all(one.is_plain for one in rows):
-        for one in rows:
-            one.in_flight += 1
-        return PendingTokens(
-            rows, last[to_device(torch.tensor([one.slot for one in rows]), on)], [], []
-        )
+    """The next token of each sequence, of logits [n,V]; it becomes the last token of its slot.
+    `chosen`: the likeliest ones already are."""
+    last = device.last_token
+    on = device.cache.device
+    slots = to_device(torch.tensor([sequence.slot for sequence in rows]), on)
+    if chosen and all(sequence.is_plain for sequence in rows):
+        # The usual case of decoding: the recorded step has chosen already.
+        for sequence in rows:
+            sequence.in_flight += 1
+        return PendingTokens(rows, last[slots], [], [])
+
     failures: dict[int, str] = {}
     choices: list[RowChoice] = []
     for row, sequence in enumerate(rows):
@@ -130,42 +140,50 @@ def choose_tokens(
             choice = sequence.choice(_mask(sequence, logits.shape[-1]))
         except Exception as problem:  # its grammar or its draw; the others of the batch have theirs
             failures[row] = failure_line(problem)
+            # The row stays in the batch as a greedy one; `failures` ends it when it is read.
             choice = RowChoice(sequence.slot, Sampling(), 0.0)
         choices.append(choice)
-    scored = [row for row, one in enumerate(rows) if one.request.logprobs is not None]
-    raw = logits[to_device(torch.tensor(scored), on)] if scored else logits
+
+    # Taken before the sampler changes logits in place: log-probabilities are the model's own.
+    scored = [row for row, sequence in enumerate(rows) if sequence.request.logprobs is not None]
+    raw = logits
+    if scored:
+        raw = logits[to_device(torch.tensor(scored), on)]
+
     others = [row for row, choice in enumerate(choices) if not choice.is_greedy]
-    slots = to_device(torch.tensor([one.slot for one in rows]), on)
     if not chosen:
         last[slots] = logits.argmax(-1)
     tokens = last[slots]
     if others:
         drawn, problems = draw_rows(sampler, logits, others, [choices[row] for row in others])
         failures = {**problems, **failures}
+        # Kernels may round differently from GPU to GPU; ranks that share the layers need one token.
         tokens[to_device(torch.tensor(others), on)] = device.agree(drawn)
-        # A row without a token ends when it is read; a step may be launched before, and needs an id that exists.
+        # A row without a token ends when it is read; a step may be launched before, and needs an id
+        # that exists.
         last[slots] = tokens.clamp(min=0)
+
     scores = []
     if scored:
-        scores = _logprobs(
-            raw, tokens.clamp(min=0), scored, max(rows[row].request.logprobs or 0 for row in scored)
-        )
-    for one in rows:
-        one.in_flight += 1
+        most = max(rows[row].request.logprobs or 0 for row in scored)
+        scores = _logprobs(raw, tokens.clamp(min=0), scored, most)
+    for sequence in rows:
+        sequence.in_flight += 1
     return PendingTokens(rows, tokens, scored, scores, failures)
 
 
 def draw_rows(
     sampler: Sampler, logits: torch.Tensor, rows: Sequence[int], choices: Sequence[RowChoice]
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    """The sampler's tokens [n] of some rows of logits [N,V], and the rows that it cannot choose for, with the reason."""
+    """The sampler's tokens [n] of some rows of logits [N,V], and the rows that it cannot choose
+    for, with the reason."""
     try:
         return sampler.choose(logits[to_device(torch.tensor(rows), logits.device)], choices), {}
     except Exception as problem:
         if len(rows) == 1:
-            return torch.full((1,), NO_TOKEN, device=logits.device), {
-                rows[0]: failure_line(problem)
-            }
+            no_token = torch.full((1,), NO_TOKEN, device=logits.device)
+            return no_token, {rows[0]: failure_line(problem)}
+
     # One of the rows is to blame, or all of them together take more memory than there is.
     tokens: list[torch.Tensor] = []
     problems: dict[int, str] = {}
@@ -176,18 +194,20 @@ def draw_rows(
     return torch.cat(tokens), problems
 
 
-def _mask(one: EngineSequence, vocab: int) -> np.ndarray | None:
-    if one.constraint is None:
+def _mask(sequence: EngineSequence, vocab: int) -> np.ndarray | None:
+    """int32 [ceil(vocab / 32)]: the bits of the tokens that its grammar allows next."""
+    if sequence.constraint is None:
         return None
     mask = np.zeros(-(-vocab // 32), dtype=np.int32)
-    one.constraint.fill_mask(mask)
+    sequence.constraint.fill_mask(mask)
     return mask
 
 
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, scored: list[int], count: int
 ) -> list[torch.Tensor]:
-    """Log-probability of the chosen tokens [n], ids and log-probabilities of the likeliest [n, count]."""
+    """Log-probability of the chosen tokens [n], ids and log-probabilities of the likeliest [n,
+    count]."""
     chosen = tokens[to_device(torch.tensor(scored), tokens.device)]
     scores = logits.log_softmax(-1)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1)
@@ -203,8 +223,12 @@ class PendingPrefill:
         embedded: list[EngineSequence],
         only: list[EngineSequence],
     ) -> None:
-        self._tokens, self._embedded, self._only = tokens, embedded, only
-        self._sums = HostTensors([one.hidden_sum for one in embedded if one.hidden_sum is not None])
+        self._tokens = tokens
+        self._embedded = embedded
+        self._only = only
+        self._sums = HostTensors(
+            [sequence.hidden_sum for sequence in embedded if sequence.hidden_sum is not None]
+        )
         self._scores: list[tuple[EngineSequence, int, HostTensors]] = []
         self._failures: list[SequenceResult] = []
 
@@ -212,74 +236,90 @@ class PendingPrefill:
     def of(
         device: EngineDevice, sampler: Sampler, hidden: torch.Tensor, work: Sequence[PieceOf]
     ) -> PendingPrefill:
-        """Of the hidden states [N,D] of packed pieces."""
+        """What is launched for the hidden states [N,D] of packed pieces: sums, log-probabilities,
+        first tokens."""
         begin = 0
         last: list[int] = []
         scores: list[tuple[EngineSequence, int, HostTensors]] = []
         failures: list[SequenceResult] = []
-        for one, piece in work:
+        for sequence, piece in work:
             part = hidden[begin : begin + piece.count]
             begin += piece.count
-            if one.request.embed:
+            if sequence.request.embed:
+                # The mean over the prompt is summed up piece by piece, in fp32 as bf16 would lose
+                # terms.
                 total = part.float().sum(0)
-                one.hidden_sum = total if one.hidden_sum is None else one.hidden_sum + total
+                if sequence.hidden_sum is None:
+                    sequence.hidden_sum = total
+                else:
+                    sequence.hidden_sum = sequence.hidden_sum + total
+            # A prompt's last token predicts none of its tokens. A preempted sequence reads its
+            # prompt again, but its first event, which has the scores, may have been sent.
             if (
-                one.request.prompt_logprobs
-                and piece.start < len(one.request.prompt) - 1
-                and not one.sent_any
+                sequence.request.prompt_logprobs
+                and piece.start < len(sequence.request.prompt) - 1
+                and not sequence.sent_any
             ):
                 try:
-                    scores += _prompt_scores(device, part, one, piece.start)
+                    scores += _prompt_scores(device, part, sequence, piece.start)
                 except Exception as problem:  # scores of the whole vocabulary may find no memory
                     failures.append(
-                        SequenceResult(one, None, error=failure_line(problem), was_chosen=False)
+                        SequenceResult(
+                            sequence, None, error=failure_line(problem), was_chosen=False
+                        )
                     )
-            if not one.is_reading and one.most > 0:
+            if not sequence.is_reading and sequence.most > 0:
+                # the hidden state of the prompt's last token gives the first new one
                 last.append(begin - 1)
-        ended = [one for one, _ in work if not one.is_reading]
-        rows = [one for one in ended if one.most > 0]
+
+        ended = [sequence for sequence, _ in work if not sequence.is_reading]
+        rows = [sequence for sequence in ended if sequence.most > 0]
         tokens = None
         if rows:
-            at = to_device(torch.tensor(last), hidden.device)
-            tokens = choose_tokens(device, sampler, device.logits(hidden[at]), rows)
-        found = PendingPrefill(
+            last_positions = to_device(torch.tensor(last), hidden.device)
+            tokens = choose_tokens(device, sampler, device.logits(hidden[last_positions]), rows)
+        pending = PendingPrefill(
             tokens,
-            [one for one in ended if one.request.embed],
-            [one for one in ended if one.most == 0],
+            [sequence for sequence in ended if sequence.request.embed],
+            [sequence for sequence in ended if sequence.most == 0],
         )
-        found._scores = scores
-        found._failures = failures
-        return found
+        pending._scores = scores
+        pending._failures = failures
+        return pending
 
     def read(self) -> list[SequenceResult]:
-        """Of every sequence whose prompt is complete or cannot be read."""
-        for one, start, copy in self._scores:
+        """One result for every sequence whose prompt is complete or cannot be read."""
+        for sequence, start, copy in self._scores:
             chosen, ids, tops = (part.tolist() for part in copy.read())
-            for place, value in enumerate(chosen):
-                top = tuple(zip(ids[place], tops[place], strict=True))
-                one.prompt_logprobs.append(
-                    TokenLogprobs(one.request.prompt[start + place + 1], value, top)
+            for index, value in enumerate(chosen):
+                top = tuple(zip(ids[index], tops[index], strict=True))
+                sequence.prompt_logprobs.append(
+                    TokenLogprobs(sequence.request.prompt[start + index + 1], value, top)
                 )
-        sums = dict(zip([one.number for one in self._embedded], self._sums.read(), strict=True))
-        found = list(self._failures)
-        for one in self._only:
-            mean = (
-                None
-                if one.number not in sums
-                else tuple((sums[one.number] / len(one.request.prompt)).tolist())
-            )
-            found.append(SequenceResult(one, None, embedding=mean, was_chosen=False))
-        return found + ([] if self._tokens is None else self._tokens.read())
+        sums = dict(
+            zip([sequence.number for sequence in self._embedded], self._sums.read(), strict=True)
+        )
+        results = list(self._failures)
+        for sequence in self._only:
+            mean = None
+            if sequence.number in sums:
+                mean = tuple((sums[sequence.number] / len(sequence.request.prompt)).tolist())
+            results.append(SequenceResult(sequence, None, embedding=mean, was_chosen=False))
+        return results + ([] if self._tokens is None else self._tokens.read())
 
 
 def _prompt_scores(
-    device: EngineDevice, hidden: torch.Tensor, one: EngineSequence, start: int
+    device: EngineDevice, hidden: torch.Tensor, sequence: EngineSequence, start: int
 ) -> list[tuple[EngineSequence, int, HostTensors]]:
-    prompt = one.request.prompt
-    found: list[tuple[EngineSequence, int, HostTensors]] = []
+    """Log-probabilities of a prompt's tokens after hidden states [n,D], the first at `start`; each
+    entry is (sequence, position, copies)."""
+    prompt = sequence.request.prompt
+    copies: list[tuple[EngineSequence, int, HostTensors]] = []
     stop = min(len(hidden), len(prompt) - 1 - start)
+    # In chunks: the scores of a whole piece, fp32 [n,V], could be larger than the cache.
     for begin in range(0, stop, LOGPROB_TOKENS):
         end = min(begin + LOGPROB_TOKENS, stop)
+        # The hidden state at a position predicts the token after it.
         targets = to_device(
             torch.tensor(prompt[start + begin + 1 : start + end + 1]), hidden.device
         )
@@ -287,7 +327,7 @@ def _prompt_scores(
             device.logits(hidden[begin:end]),
             targets,
             list(range(end - begin)),
-            one.request.logprobs or 0,
+            sequence.request.logprobs or 0,
         )
-        found.append((one, start + begin, HostTensors(scores)))
-    return found
+        copies.append((sequence, start + begin, HostTensors(scores)))
+    return copies

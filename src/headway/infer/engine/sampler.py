@@ -1,6 +1,8 @@
-"""Scores of several rows come in, one token per row goes out, each row with its own rule. The same token as `sampling.choose` gives.
+"""Scores of several rows come in, one token per row goes out, each row with its own rule. The same
+token as `sampling.choose` gives.
 
-    scores -> penalties, biases, masks (rows that have them) -> temperature -> top-k, top-p, min-p -> the token at the row's draw
+    scores -> penalties, biases, masks (rows that have them) -> temperature -> top-k, top-p, min-p
+           -> the token at the row's draw
 
 Where every row has a top-k the vocabulary is not sorted: its largest scores are enough.
 """
@@ -15,12 +17,15 @@ import torch
 
 from headway.infer.sampling import Sampling
 from headway.model.cache_blocks import to_device
-from headway.runtime.device import wide
+from headway.runtime.device import to_float64
 
 MOST_LISTED = 1024
 """Up to this top-k the largest scores are selected; above, the vocabulary is sorted."""
 NO_TOKEN = -1
-"""Stands for the token of a row whose largest score is no finite number: nothing is allowed, or its penalties made infinities."""
+"""Stands for the token of a row whose largest score is no finite number: nothing is allowed, or its
+penalties made infinities."""
+NO_TOP_P = 2.0
+"""Stands for no top_p: no sum of probabilities reaches it."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +49,27 @@ class RowChoice:
 
 
 class Occurrences:
-    """How often each token occurred in each slot; memory is taken when the first request with penalties comes."""
+    """How often each token occurred in each slot; memory is taken when the first request with
+    penalties comes."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        self._shape, self._device = (slots + 1, vocab), device
+        self._shape = (slots + 1, vocab)
+        self._device = device
+        # Two tables, as OpenAI's penalties count generated tokens, and the repetition penalty the
+        # prompt too.
         self._generated: torch.Tensor | None = None
         self._seen = torch.empty(0)
 
     def start(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """A sequence with penalties takes a slot."""
+        """Count the tokens of a sequence with penalties that has taken a slot."""
         counts = self._generated
         if counts is None:
             counts = self._generated = torch.zeros(
                 self._shape, dtype=torch.int32, device=self._device
             )
             self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+
+        # The slot may have counts of a sequence before, and this one tokens of before a preemption.
         counts[slot] = 0
         self._seen[slot] = False
         self._seen[slot, to_device(torch.tensor([*prompt, *generated]), self._device)] = True
@@ -77,8 +88,11 @@ class Occurrences:
     ) -> torch.Tensor:
         """Scores [n,V] under the penalties of each row: [n, 3] repetition, presence, frequency."""
         assert self._generated is not None
-        seen, count = self._seen[slots], self._generated[slots]
+        seen = self._seen[slots]
+        count = self._generated[slots]
         repetition, presence, frequency = (numbers[:, i : i + 1].to(scores.dtype) for i in range(3))
+        # Positive scores are divided, negative ones multiplied: above 1 both get smaller (CTRL,
+        # arXiv:1909.05858).
         scores = torch.where(
             seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores
         )
@@ -99,31 +113,37 @@ class Sampler:
         slots = to_device(torch.tensor([row.slot for row in rows]), device)
         penalised = [i for i, row in enumerate(rows) if has_penalties(row.sampling)]
         if penalised:
-            at = to_device(torch.tensor(penalised), device)
+            where = to_device(torch.tensor(penalised), device)
             numbers = to_device(
                 torch.tensor(
                     [_penalties(rows[i].sampling) for i in penalised], dtype=torch.float64
                 ),
                 device,
             )
-            scores[at] = self.occurrences.penalise(scores[at], slots[at], numbers)
+            scores[where] = self.occurrences.penalise(scores[where], slots[where], numbers)
+
         for i, row in enumerate(rows):
             if row.sampling.logit_bias:
                 ids, biases = zip(*row.sampling.logit_bias, strict=True)
-                place = to_device(torch.tensor(ids), device)
+                biased = to_device(torch.tensor(ids), device)
                 scores[i].index_add_(
-                    0, place, to_device(torch.tensor(biases, dtype=scores.dtype), device)
+                    0, biased, to_device(torch.tensor(biases, dtype=scores.dtype), device)
                 )
+
+        # Masks come after biases, which so cannot bring back what a grammar forbids.
         masked = [i for i, row in enumerate(rows) if row.mask is not None]
         if masked:
-            bits = to_device(torch.from_numpy(np.stack([rows[i].mask for i in masked])), device)  # pyright: ignore
+            masks = np.stack([rows[i].mask for i in masked])  # pyright: ignore
+            bits = to_device(torch.from_numpy(masks), device)
+            # bit t % 32 of word t // 32
             allowed = (bits[:, self._bit >> 5] >> (self._bit & 31).int()) & 1
-            at = to_device(torch.tensor(masked), device)
-            scores[at] = scores[at].masked_fill(allowed == 0, -torch.inf)
+            where = to_device(torch.tensor(masked), device)
+            scores[where] = scores[where].masked_fill(allowed == 0, -torch.inf)
+
         tokens = choose_rows(scores, rows)
         if penalised:
-            at = to_device(torch.tensor(penalised), device)
-            self.occurrences.add(slots[at], tokens[at].clamp(min=0))
+            where = to_device(torch.tensor(penalised), device)
+            self.occurrences.add(slots[where], tokens[where].clamp(min=0))
         return tokens
 
 
@@ -147,35 +167,42 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
     greedy = scores.argmax(-1).where(largest > -torch.inf, NO_TOKEN)  # NaN is not above either
     if all(row.sampling.temperature == 0 for row in rows):
         return greedy
-    limits = [
-        1 if row.sampling.temperature == 0 else min(row.sampling.top_k or vocab, vocab)
-        for row in rows
-    ]
-    numbers = [
-        (
-            row.sampling.temperature or 1.0,
-            2.0 if row.sampling.top_p is None else row.sampling.top_p,
-            row.sampling.min_p or 0.0,
-            row.draw,
-            float(limit),
+
+    # All rows in one pass: what a row does not set has a value that changes nothing.
+    limits: list[int] = []
+    numbers: list[tuple[float, ...]] = []
+    for row in rows:
+        sampling = row.sampling
+        limit = min(sampling.top_k or vocab, vocab)
+        if sampling.temperature == 0:
+            limit = 1  # its token is the greedy one, taken at the end
+        top_p = NO_TOP_P if sampling.top_p is None else sampling.top_p
+        limits.append(limit)
+        numbers.append(
+            (sampling.temperature or 1.0, top_p, sampling.min_p or 0.0, row.draw, float(limit))
         )
-        for row, limit in zip(rows, limits, strict=True)
-    ]
-    exact = wide(scores)
-    place = to_device(torch.tensor(numbers, dtype=torch.float64), exact.device).t()[..., None]
-    temperature, top_p, min_p, draw, top_k = place
+    exact = to_float64(scores)
+    # One copy to the device for the numbers of all rows: [5, n, 1].
+    settings = to_device(torch.tensor(numbers, dtype=torch.float64), exact.device).t()[..., None]
+    temperature, top_p, min_p, draw, top_k = settings
+
     # Double, so that the running sum over a large vocabulary gives the same choice on every device.
     # The greatest is subtracted first: a tiny temperature would make it infinite.
     probability = ((exact - exact.amax(-1, keepdim=True)) / temperature).softmax(-1)
+
+    # By decreasing score, ids and probabilities [n, largest top-k].
     token = _likeliest(scores.to(exact.device), max(limits))
     likely = probability.gather(-1, token)
     reached = likely.cumsum(-1)
     rank = torch.arange(likely.shape[-1], device=likely.device)
-    likely = likely.masked_fill(
-        (reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1]), 0.0
-    )
+    # The token that reaches top_p is kept: what counts is the sum before it.
+    excluded = (reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1])
+    likely = likely.masked_fill(excluded, 0.0)
+
+    # The draw falls into one of the kept tokens, in proportion to their probabilities.
     reached = likely.cumsum(-1)
     choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
+    # Rounding may carry a draw behind the last kept token, which is then taken.
     # A row without a token has no likely one, and -1 is no place to gather from.
     last = ((likely > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     chosen = token.gather(-1, torch.minimum(choice, last)).squeeze(-1).to(scores.device)
@@ -191,8 +218,11 @@ def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
     vocab = scores.shape[-1]
     if count > MOST_LISTED:
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    # One number that has the order of (score, lowest id): topk alone does not say which of equal scores it takes.
+    # One number that has the order of (score, lowest id): topk alone does not say which of equal
+    # scores it takes.
     bits = (scores + 0.0).view(torch.int32).long()  # + 0.0: -0.0 and 0.0 are equal scores
+    # The bits of positive floats grow with the value, those of negative ones fall: the latter are
+    # turned round.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = (ordered << 32) | (vocab - 1 - torch.arange(vocab, device=scores.device))
     return vocab - 1 - (key.topk(count, dim=-1).values & 0xFFFFFFFF)

@@ -1,4 +1,5 @@
-"""One request while the engine works on it. Numbers of the host; what is on the device belongs to `EngineDevice` and the cache."""
+"""One request while the engine works on it. Numbers of the host; what is on the device belongs to
+`EngineDevice` and the cache."""
 
 from __future__ import annotations
 
@@ -28,14 +29,19 @@ class EngineSequence:
     def __init__(
         self, number: int, request: EngineRequest, room: int, ends: frozenset[int]
     ) -> None:
-        self.number, self.request = number, request
+        self.number = number
+        self.request = request
         self.tokens = list(request.prompt)
-        self._prompt_length = len(request.prompt)
         """The prompt and every token that was read from the device."""
-        self.most = 0 if request.embed else min(request.max_new_tokens, room)
+        self._prompt_length = len(request.prompt)
+        self.most = 0
+        """Tokens that are generated at most."""
+        if not request.embed:
+            self.most = min(request.max_new_tokens, room)
         # A grammar says where the text ends; an end id that it allows is such a place.
-        ignores_ends = request.ignore_eos and request.constraint is None
-        self._ends = frozenset[int]() if ignores_ends else ends
+        self._ends = ends
+        if request.ignore_eos and request.constraint is None:
+            self._ends = frozenset()
         self.constraint: TokenConstraint | None = None
         sampling = request.sampling
         self.is_plain = (
@@ -49,7 +55,8 @@ class EngineSequence:
         self.computed = 0
         """Tokens whose keys and values are stored, by all that was launched."""
         self.target = len(self.tokens)
-        """Tokens that are read before the next one is chosen: the prompt, and what was generated before a preemption."""
+        """Tokens that are read before the next one is chosen: the prompt, and what was generated
+        before a preemption."""
         self.in_flight = 0
         """Tokens that were launched and not read."""
         self.keep_at = 0
@@ -69,9 +76,11 @@ class EngineSequence:
         self._names: list[bytes] = []
 
     def restart(self) -> None:
-        """Its memory was given back, and everything launched was read: all tokens will be computed again.
+        """Its memory was given back, and everything launched was read: all tokens will be computed
+        again.
 
-        What was summed up or collected of the prompt belongs to pieces that will come again."""
+        What was summed up or collected of the prompt belongs to pieces that will come again.
+        """
         assert self.slot < 0 and self.in_flight == 0
         self.target = len(self.tokens)
         self.hidden_sum = None
@@ -79,28 +88,28 @@ class EngineSequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were read."""
+        """New tokens that were read from the device; those in flight are not among them."""
         return len(self.tokens) - self._prompt_length
 
     @property
     def is_reading(self) -> bool:
-        """Its prompt is not complete."""
+        """Its prompt, and what a preemption took back, is not computed yet."""
         return self.computed < self.target
 
     @property
     def is_ready(self) -> bool:
         """A decoding step may include it."""
-        if (
-            self.ended
-            or self.computed < self.target
-            or (self.constraint is not None and self.in_flight > 0)
-        ):
+        if self.ended or self.computed < self.target:
+            return False
+        # A grammar's next mask depends on the token that is still on its way.
+        if self.constraint is not None and self.in_flight > 0:
             return False
         return len(self.tokens) - self._prompt_length + self.in_flight < self.most
 
     @cached_property
     def root(self) -> bytes:
         """What decides its keys and values besides its tokens."""
+        # The same ids under another adapter, or with another picture, have other keys and values.
         parts = [self.request.adapter or ""]
         if self.request.media is not None:
             parts.append(_media_name(self.request.media))
@@ -115,16 +124,16 @@ class EngineSequence:
     def choice(self, mask: np.ndarray | None) -> RowChoice:
         """How its next token is chosen."""
         sampling = self.request.sampling
-        draw = (
-            0.0
-            if sampling.temperature == 0
-            else sampling.draw(self.request.key, len(self.tokens) + self.in_flight)
-        )
+        draw = 0.0
+        if sampling.temperature != 0:
+            # By position: neither the batch nor lag nor speculation changes the draw of a token.
+            draw = sampling.draw(self.request.key, len(self.tokens) + self.in_flight)
         return RowChoice(self.slot, sampling, draw, mask)
 
     def add(self, token: int) -> StopReason | None:
         """A token was read; why it is the last one, if it is."""
         self.tokens.append(token)
+        # An end id ends the text; it is not part of what the grammar describes.
         if self.constraint is not None and token not in self._ends:
             self.constraint.accept(token)
         if token in self._ends:
@@ -135,10 +144,14 @@ class EngineSequence:
             return "grammar"
         if len(self.tokens) - self._prompt_length < self.most:
             return None
-        return "length" if self.most == self.request.max_new_tokens else "context"
+        if self.most == self.request.max_new_tokens:
+            return "length"
+        return "context"
 
 
 def _media_name(media: PromptMedia) -> str:
+    """Everything about media that decides keys and values: kinds, places, contents, and whether
+    features are there."""
     return repr(
         [
             (item.modality, item.offset, item.content_hash, item.content_hash in media.features)

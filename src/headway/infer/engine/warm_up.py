@@ -1,14 +1,18 @@
-"""Batches of requests that take every launch path with the sizes of real rounds, so that the first clients do not wait for anything.
+"""Batches of requests that take every launch path with the sizes of real rounds, so that the first
+clients do not wait for anything.
 
-    what a GPU does once                          which batch does it
-    a recorded step for each batch size           `EngineDevice.warm_up`; the rows of `sizes` replay it
-    matrix products, chosen by number of tokens   `lengths`: one prompt of each size, up to a whole round
-    cuDNN's plan of a regular length              `lengths`: every multiple of REGULAR of a round, and a prompt of several rounds
-    Triton's and the compiler's variants          one token, one piece, many pieces, with and without a past, 16 of them
-    kernels and memory of the sampler             `rules`: each rule in one row and in all rows
-    media, adapters, guesses, scores, vectors     a request of each kind
+    what a GPU does once                       which batch does it
+    a recorded step for each batch size        `EngineDevice.warm_up`; the rows of `sizes` replay it
+    matrix products, chosen by token count     `lengths`: one prompt of each size, up to a round
+    cuDNN's plan of a regular length           `lengths`: every multiple of REGULAR of a round, and
+                                               a prompt of several rounds
+    Triton's and the compiler's variants       one token, one piece, many pieces, with and without a
+                                               past, 16 of them
+    kernels and memory of the sampler          `rules`: each rule in one row and in all rows
+    media, adapters, guesses, scores, vectors  a request of each kind
 
-In: what an engine can do; out: batches, the largest first, so that the largest pieces of memory are taken before the small ones.
+In: what an engine can do; out: batches, the largest first, so that the largest pieces of memory are
+taken before the small ones.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from headway.model.paged_layer import REGULAR
 from headway.store.media_items import MediaItem
 
 NEW_TOKENS = 3
-"""A first token, one after it, and one more, whose step is launched before the token before it is read. Guesses come on top."""
+"""A first token, one after it, and one more, whose step is launched before the token before it is
+read. Guesses come on top."""
 SHORT = 8
 """Tokens of a prompt that is there for its answer."""
 ROUNDS = 2
@@ -78,11 +83,11 @@ class AnyToken:
     is_finished = False
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Every bit."""
+        """Allow every token."""
         mask.fill(-1)
 
     def accept(self, token: int) -> None:
-        """Whatever it is."""
+        """Remember nothing: the next token is free too."""
 
 
 def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
@@ -92,14 +97,23 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
     if longest < 1:
         return []
     rows = can.sizes[-1]
+    # Kernels of one row differ from those of many, so most kinds come in both.
     counts = tuple(dict.fromkeys((rows, 1)))
 
     def request(number: int, length: int, **more: object) -> EngineRequest:
-        # Every prompt of a batch has another beginning, so that none finds its pages computed; then it repeats, so that guesses are made.
+        # Every prompt of a batch has another beginning, so that none finds its pages computed; then
+        # it repeats, so that guesses are made.
         tokens = [number % can.vocab, *(1 + step % 2 for step in range(length - 1))]
-        return EngineRequest(tuple(tokens), new_tokens, ignore_eos=True, key=str(number), **more)  # pyright: ignore[reportArgumentType]
+        return EngineRequest(
+            tuple(tokens),
+            new_tokens,
+            ignore_eos=True,
+            key=str(number),
+            **more,  # pyright: ignore[reportArgumentType]
+        )
 
     def batch(count: int, length: int, masked: bool = False, **more: object) -> WarmUpBatch:
+        # As many as run at once: the others would only wait for their pages.
         fitting = max(1, min(count, can.room // (length + new_tokens)))
         return WarmUpBatch(
             tuple(request(number, length, **more) for number in range(fitting)), masked
@@ -113,6 +127,7 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
     # The end of one prompt and the beginning of the next in one round.
     batches.append(batch(2, min(longest, can.round_tokens + max(1, can.round_tokens // 2))))
     batches += [batch(size, short) for size in reversed(can.sizes)]
+
     for count in counts:
         batches += [batch(count, short, sampling=rule) for rule in SAMPLED]
         batches += [
@@ -121,11 +136,13 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
             batch(count, short, logprobs=5, sampling=Sampling(0.8)),
             batch(count, short, embed=True),
         ]
+    # Scores of a prompt are computed in chunks, whose sizes are new ones for the head.
     for length in prompt_lengths(can.scored_tokens, min(longest, can.round_tokens + 1)):
         batches.append(batch(1, length, logprobs=5, prompt_logprobs=True))
     for name in can.adapters:
         batches += [batch(count, short, adapter=name) for count in counts]
     if can.media is not None:
+        # Zeros for features: sizes and kinds decide what is launched, values do not.
         for kind in can.media.inputs:
             if kind.tokens + 1 <= longest:
                 features = np.zeros((kind.vectors, kind.width), dtype=np.float32)
@@ -138,7 +155,9 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
 
 def prompt_lengths(round_tokens: int, longest: int) -> list[int]:
     """Lengths of single prompts, the longest first."""
+    # Whole rounds with a past, a short last piece with a past, and a single token with one.
     lengths = {ROUNDS * round_tokens, ROUNDS * round_tokens + 5, round_tokens + 1}
+    # Powers of two and the middles between them: libraries choose their kernels by such ranges.
     size = 1
     while size < round_tokens:
         lengths |= {size, size + size // 2}

@@ -1,8 +1,11 @@
-"""The program that ssh starts on every host of a job: `python -m headway.launch.ssh.agent`. It checks the host, or runs its ranks.
+"""The program that ssh starts on every host of a job: `python -m headway.launch.ssh.agent`.
 
-In: JSON objects on standard input. Out: JSON objects on standard output (connection.py). When its input ends, or is silent for too long,
-the session is gone: ranks get SIGTERM, with time for a save, then SIGKILL. Nothing that it started outlives it: `headway train` ends with
-its parent, and its ranks end with it. Imports no torch.
+It checks the host, or runs its ranks.
+
+In: JSON objects on standard input. Out: JSON objects on standard output (connection.py). When its
+input ends, or is silent for too long, the session is gone: ranks get SIGTERM, with time for a save,
+then SIGKILL. Nothing that it started outlives it: `headway train` ends with its parent, and its
+ranks end with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,14 +26,24 @@ from headway.launch.ssh.rank_agent import RankAgent
 from headway.runtime.machine import package_version
 
 MAX_WAITING_LINES = 10_000
+"""Log lines that wait for a slow connection."""
+CLOSE_SECONDS = 5.0
+"""How long the last messages may take."""
+READ_BYTES = 1 << 16
 SILENT_SECONDS = 90.0
-"""The other side sends something every few seconds. The connection of a machine that lost its power does not end by itself."""
+"""The other side sends something every few seconds.
+
+The connection of a machine that lost its power does not end by itself.
+"""
 
 Send = Callable[[Mapping[str, Any]], None]
 
 
 class Output:
-    """Messages to the other side, written by a thread. A slow network never holds up the ranks: log lines that do not fit are counted."""
+    """Messages to the other side, written by a thread.
+
+    A slow network never holds up the ranks: log lines that do not fit are counted.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -47,27 +60,29 @@ class Output:
             self._dropped += 1
             return
         if self._dropped and "log" in content:
-            dropped, self._dropped = self._dropped, 0
-            self.send(
-                {
-                    "log": f"{dropped} lines are left out here: the connection is too slow. The run folder has them."
-                }
+            dropped = self._dropped
+            self._dropped = 0
+            notice = (
+                f"{dropped} lines are left out here: the connection is too slow. "
+                "The run folder has them."
             )
+            self.send({"log": notice})
         self._waiting.put(f"{MARK}{json.dumps(content)}\n".encode())
 
-    def close(self, seconds: float = 5.0) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what waits."""
         self._waiting.put(None)
         self._thread.join(seconds)
 
     def _work(self) -> None:
         while (line := self._waiting.get()) is not None:
-            view = memoryview(line)
+            unwritten = memoryview(line)
             try:
-                while view:
-                    view = view[os.write(self._descriptor, view) :]
-            except OSError:  # the session is gone; its input tells the same
-                return
+                while unwritten:
+                    num_written = os.write(self._descriptor, unwritten)
+                    unwritten = unwritten[num_written:]
+            except OSError:
+                return  # the session is gone; `Input` notices it and ends the agent
 
 
 class Input:
@@ -84,9 +99,9 @@ class Input:
         """The next message; raises queue.Empty if none comes in time."""
         if self._is_over:
             return None
-        found = self._messages.get(timeout=seconds)
-        self._is_over = found is None
-        return found
+        message = self._messages.get(timeout=seconds)
+        self._is_over = message is None
+        return message
 
     def _work(self, descriptor: int) -> None:
         import json
@@ -94,11 +109,12 @@ class Input:
         buffered = b""
         while True:
             try:
-                chunk = os.read(descriptor, 1 << 16)
+                chunk = os.read(descriptor, READ_BYTES)
             except OSError:
                 chunk = b""
             if not chunk:
                 break
+            # The last piece is a line whose end has not arrived yet.
             *lines, buffered = (buffered + chunk).split(b"\n")
             for line in lines:
                 self._messages.put(json.loads(line))
@@ -107,22 +123,21 @@ class Input:
 
 def main() -> int:
     """Answer until the other side ends."""
+    # What anything prints here must not mix with the messages: standard output becomes standard
+    # error, and only this copy still leads to the other side.
     output_descriptor = os.dup(1)
-    os.dup2(2, 1)  # what anything prints here must not mix with the messages
-    signal.signal(
-        signal.SIGHUP, signal.SIG_IGN
-    )  # the end of the session shows in the input; ranks then get time to save
-    output, messages = Output(output_descriptor), Input(0)
+    os.dup2(2, 1)
+    # The end of the session shows in the input; ranks then get time to save.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    output = Output(output_descriptor)
+    messages = Input(0)
     try:
-        output.send(
-            {
-                "hello": {
-                    "headway": __version__,
-                    "torch": package_version("torch"),
-                    "python": sys.version.split()[0],
-                }
-            }
-        )
+        versions = {
+            "headway": __version__,
+            "torch": package_version("torch"),
+            "python": sys.version.split()[0],
+        }
+        output.send({"hello": versions})
         return _serve(output.send, messages)
     except HeadwayError as problem:
         output.send({"refused": str(problem).splitlines()[0]})
@@ -132,6 +147,7 @@ def main() -> int:
 
 
 def _serve(send: Send, messages: Input) -> int:
+    """Answer questions about this host, or run its ranks after `start`; returns the exit code."""
     check: HostCheck | None = None
     while True:
         try:
@@ -141,9 +157,7 @@ def _serve(send: Send, messages: Input) -> int:
         if message is None:
             return 0
         if message["do"] == "start":
-            return RankAgent(
-                message, send, lambda seconds: messages.get(seconds), SILENT_SECONDS
-            ).run()
+            return RankAgent(message, send, messages.get, SILENT_SECONDS).run()
         if check is None:
             check = HostCheck(send, lambda: messages.get(SILENT_SECONDS))
         check.answer(message)

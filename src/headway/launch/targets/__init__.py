@@ -1,3 +1,6 @@
-"""Where a job can run. `KINDS` names the modules that `headway launch` knows; each has `build() -> Target` (base.py)."""
+"""Where a job can run.
+
+`KINDS` names the modules that `headway launch` knows; each has `build() -> Target` (base.py).
+"""
 
 KINDS = ("local", "slurm", "ssh")

@@ -4,8 +4,9 @@
                                                 ──logs────▶ lines with host prefixes
                                                 ──cancel──▶ stop with a save; the second call kills
 
-In: a recipe and how many ranks it gets. Out: a record in the run folder, from which any later shell finds the job again. The record never
-holds a secret: variables of the environment are named in it, their values are not written.
+In: a recipe and how many ranks it gets. Out: a record in the run folder, from which any later shell
+finds the job again. The record never holds a secret: variables of the environment are named in it,
+their values are not written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from headway.train.stages import steps_saved
 
 PACKAGE = "headway.launch.targets"
 FILE = "launch.json"
+"""The record of a job in its run folder."""
 State = Literal["queued", "running", "stopping", "done", "failed", "cancelled", "unknown"]
 FINAL: tuple[State, ...] = ("done", "failed", "cancelled")
 
@@ -46,14 +48,18 @@ class Job:
     """As `headway train --gpus`."""
     resume: str = "auto"
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for every rank in addition to those of the target; they are passed on, never written."""
+    """Variables for every rank in addition to those of the target.
+
+    They are passed on, never written.
+    """
     setup: tuple[str, ...] = ()
     """Shell lines of the user that run first on each node, for targets that start a shell."""
 
     def __post_init__(self) -> None:
         if self.resume == "never":
             raise ConfigError(
-                "--resume is 'never'; a launched job is resumed after every failure. Choose another run.name to start again."
+                "--resume is 'never'; a launched job is resumed after every failure. "
+                "Choose another run.name to start again."
             )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise LaunchError(f"--nproc is {self.ranks_per_node}; it must be at least 1.")
@@ -61,8 +67,10 @@ class Job:
     @property
     def train_arguments(self) -> list[str]:
         """The words after `headway train` that every node gets, whatever the target."""
-        gpus = [] if self.gpus is None else ["--gpus", self.gpus]
-        return [str(self.recipe), *self.overrides, "--resume", self.resume, *gpus]
+        words = [str(self.recipe), *self.overrides, "--resume", self.resume]
+        if self.gpus is not None:
+            words += ["--gpus", self.gpus]
+        return words
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class Target(Protocol):
     """A place where jobs run."""
 
     def submit(self, job: Job) -> JobHandle:
-        """Start or queue a job and write its handle; refuses with one line before anything starts."""
+        """Start or queue a job and write its handle; refuses in one line before anything starts."""
         ...
 
     def status(self, handle: JobHandle) -> JobStatus:
@@ -111,16 +119,22 @@ class Target(Protocol):
         ...
 
     def logs(self, handle: JobHandle, *, lines: int, follow: bool) -> Iterator[str]:
-        """The last lines of what the job printed, then with `follow` every new line until the job has ended."""
+        """The last lines of what the job printed, then with `follow` every new line until the job
+        has ended.
+        """
         ...
 
     def cancel(self, handle: JobHandle) -> None:
-        """Stop the job after a save; a second call kills it. Refuses with one line if there is nothing to stop."""
+        """Stop the job after a save; a second call kills it.
+
+        Refuses with one line if there is nothing to stop.
+        """
         ...
 
 
 def open_target(kind: str) -> Target:
     """The target of a kind."""
+    # A user's module may be a target too, so it is checked.
     build = getattr(kind_module(PACKAGE, kind), "build", None)
     if not callable(build):
         raise ConfigError(
@@ -140,25 +154,32 @@ def read_handle(run_dir: Path) -> JobHandle:
     path = run_dir / FILE
     if not path.is_file():
         raise ConfigError(
-            f"{run_dir} has no {FILE}, so `headway launch` did not start it. Give the folder of a run that it started."
+            f"{run_dir} has no {FILE}, so `headway launch` did not start it. "
+            "Give the folder of a run that it started."
         )
-    given = read_object(path, ConfigError)
+    fields = read_object(path, ConfigError)
     try:
         return JobHandle(
-            str(given["kind"]), Path(os.path.abspath(run_dir)), tuple(map(str, given["arguments"])), _text(given["ids"]),
-            tuple(map(str, given["hosts"])), dict(given["options"]), float(given["submitted_at"]),
-        )  # fmt: skip
+            kind=str(fields["kind"]),
+            run_dir=Path(os.path.abspath(run_dir)),  # the folder may have been moved
+            arguments=tuple(map(str, fields["arguments"])),
+            ids={str(key): str(value) for key, value in fields["ids"].items()},
+            hosts=tuple(map(str, fields["hosts"])),
+            options=dict(fields["options"]),
+            submitted_at=float(fields["submitted_at"]),
+        )
     except (KeyError, TypeError, ValueError) as problem:
         raise ConfigError(
-            f"{path} is damaged ({type(problem).__name__}: {problem}). Restore it, or launch the run again."
+            f"{path} is damaged ({type(problem).__name__}: {problem}). "
+            "Restore it, or launch the run again."
         ) from None
 
 
-def _text(given: Mapping[str, Any]) -> dict[str, str]:
-    return {str(key): str(value) for key, value in given.items()}
-
-
 def newest_step(run_dir: Path) -> int | None:
-    """The newest step that a rank reports in the run folder, or that was saved there; None if there is none yet."""
-    found = max((steps_saved(run_dir), *(beat.step for beat in read_beats(run_dir))))
-    return found if found >= 0 else None
+    """The newest step that a rank reports in the run folder, or that was saved there.
+
+    None if there is none yet.
+    """
+    # The last checkpoint outlives the heartbeats, which a good end removes. -1: none is saved.
+    step = max([steps_saved(run_dir), *(beat.step for beat in read_beats(run_dir))])
+    return step if step >= 0 else None

@@ -1,4 +1,6 @@
-"""This machine as a target: `headway train` under a supervisor, in a process that outlives the shell."""
+"""This machine as a target: `headway train` under a supervisor, in a process that outlives the
+shell.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,19 @@ class LocalTarget(DrivenTarget):
         """Start the driver."""
         if job.num_nodes != 1:
             raise LaunchError(
-                f"the local target has one node, not {job.num_nodes}. Use `headway launch ssh` or `slurm` for several."
+                f"the local target has one node, not {job.num_nodes}. "
+                "Use `headway launch ssh` or `slurm` for several."
             )
         if job.setup:
             raise LaunchError(
                 "setup lines were given; the local target starts no shell. Leave them out."
             )
-        ranks = [] if job.ranks_per_node is None else ["--nproc", str(job.ranks_per_node)]
+        arguments = job.train_arguments
+        if job.ranks_per_node is not None:
+            arguments += ["--nproc", str(job.ranks_per_node)]
         run_dir = Path(os.path.abspath(job.run_dir))
-        handle = JobHandle("local", run_dir, (*job.train_arguments, *ranks), hosts=("localhost",))
+        handle = JobHandle("local", run_dir, tuple(arguments), hosts=("localhost",))
+        # The variables go to the driver, not into the handle: they may be secrets.
         start_driver(handle, {**os.environ, **job.environment})
         return handle
 

@@ -1,14 +1,15 @@
 """SLURM as a target: jobs are queued with sbatch and found again by their id.
 
-In: a job and how to submit it (slurm_plan.py). Out: a handle with one id, or several for a chain of stages; status from squeue, after that
-from the accounting, after that from the record that the job left in its run folder (slurm_record.py).
+In: a job and how to submit it (slurm_plan.py). Out: a handle with one id, or several for a chain of
+stages; status from squeue, after that from the accounting, after that from the record that the job
+left in its run folder (slurm_record.py).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,63 +54,66 @@ class SlurmTarget:
             (plan.run_dir / "logs").mkdir(exist_ok=True)
         for path, text in plan.files.items():
             write_atomic(path, text)
+
+        # Each job waits for the one before. If that fails, SLURM removes the waiting ones.
+        environment = {**os.environ, **job.environment}
         ids: list[str] = []
         after = plan.after
-        for one in plan.jobs:
-            depends = (
-                []
-                if after is None
-                else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-            )
+        for planned in plan.jobs:
+            words = [str(plan.script), *planned.words]
+            if after is not None:
+                words = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes", *words]
             try:
-                ids.append(
-                    submit(
-                        [*depends, str(plan.script), *one.words], {**os.environ, **job.environment}
-                    )
-                )
+                after = submit(words, environment)
             except HeadwayError:
+                # Half a chain is not left in the queue.
                 if ids:
                     call("scancel", *ids)
                 raise
-            after = ids[-1]
+            ids.append(after)
         return self._write_handles(plan, ids, tuple(job.train_arguments))
 
     def _refuse_second(self, run_dir: Path) -> None:
+        """Refuse a run folder in which a job runs or for which one waits."""
         refuse_live(run_dir)
         if not (run_dir / FILE).is_file():
             return
         handle = read_handle(run_dir)
-        if handle.kind == "slurm" and (found := self.status(handle)).state not in (
-            *FINAL,
-            "unknown",
-        ):
+        if handle.kind != "slurm":
+            return
+        status = self.status(handle)
+        if status.state not in (*FINAL, "unknown"):
             raise LaunchError(
-                f"{run_dir} is {found.state} already as job {handle.ids['job']}. "
+                f"{run_dir} is {status.state} already as job {handle.ids['job']}. "
                 f"Stop it with `headway launch cancel {run_dir}`, or choose another run.name."
             )
 
     def _write_handles(
         self, plan: SubmitPlan, ids: list[str], arguments: tuple[str, ...]
     ) -> JobHandle:
+        """Write the handle of the job, and one for each element of an array in its run folder."""
         logs = str(plan.run_dir / "logs")
-        jobs = [_entry(ids[at], one) for at, one in enumerate(plan.jobs)]
+        jobs = [_entry(job, planned) for job, planned in zip(ids, plan.jobs, strict=True)]
         if plan.elements:
-            jobs = [_entry(f"{ids[0]}_{at}", one) for at, one in enumerate(plan.elements)]
+            # SLURM's name of an element is ARRAY_INDEX.
+            jobs = [
+                _entry(f"{ids[0]}_{index}", planned) for index, planned in enumerate(plan.elements)
+            ]
         handle = JobHandle(
             "slurm", plan.run_dir, arguments, {"job": ids[-1]}, options={"jobs": jobs, "logs": logs}
         )
+
         try:
-            for one in jobs if plan.elements else []:
-                run_dir = Path(one["run"])
+            for element in jobs if plan.elements else []:
+                run_dir = Path(element["run"])
                 run_dir.mkdir(parents=True, exist_ok=True)
-                write_handle(
-                    replace(
-                        handle,
-                        run_dir=run_dir,
-                        ids={"job": one["job"]},
-                        options={"jobs": [one], "logs": logs},
-                    )
+                element_handle = replace(
+                    handle,
+                    run_dir=run_dir,
+                    ids={"job": element["job"]},
+                    options={"jobs": [element], "logs": logs},
                 )
+                write_handle(element_handle)
             write_handle(handle)
         except (HeadwayError, OSError) as problem:
             raise LaunchError(
@@ -120,38 +124,29 @@ class SlurmTarget:
     def status(self, handle: JobHandle) -> JobStatus:
         """Where the job is; of an array or a chain, where its jobs are together."""
         jobs = _jobs(handle)
-        entries = {
-            entry.job: entry
-            for entry in queue(sorted({one["job"].partition("_")[0] for one in jobs}))
-        }
-        found = [(one, self._status_of(one, entries.get(one["job"]))) for one in jobs]
-        return (
-            found[0][1]
-            if len(found) == 1
-            else combine([(one["label"], status) for one, status in found])
-        )
+        entries = _queue_entries(jobs)
+        statuses = [(job, self._status_of(job, entries.get(job["job"]))) for job in jobs]
+        if len(statuses) == 1:
+            return statuses[0][1]
+        return combine([(job["label"], status) for job, status in statuses])
 
-    def _status_of(self, one: Mapping[str, str], entry: QueueEntry | None) -> JobStatus:
-        run_dir, job = Path(one["run"]), one["job"]
-        starts = read_starts(run_dir, job)
-        step = max(
-            [
-                step
-                for step in (newest_step(run_dir), *(start.step_after for start in starts))
-                if step is not None
-            ],
-            default=None,
-        )
-        is_cancelled = cancel_file(run_dir, job).exists()
+    def _status_of(self, job: Mapping[str, str], entry: QueueEntry | None) -> JobStatus:
+        run_dir = Path(job["run"])
+        job_id = job["job"]
+        starts = read_starts(run_dir, job_id)
+        steps = [newest_step(run_dir), *(start.step_after for start in starts)]
+        step = max((step for step in steps if step is not None), default=None)
+        is_cancelled = cancel_file(run_dir, job_id).exists()
         if entry is not None:
-            found = state_from_queue(entry, starts, is_cancelled=is_cancelled)
+            status = state_from_queue(entry, starts, is_cancelled=is_cancelled)
         else:
-            found = state_from_record(past(job), starts, job)
-        return replace(found, attempt=max(1, len(starts)), step=step, hosts=_hosts(found.hosts))
+            status = state_from_record(past(job_id), starts, job_id)
+        return replace(status, attempt=max(1, len(starts)), step=step, hosts=_hosts(status.hosts))
 
     def logs(self, handle: JobHandle, *, lines: int, follow: bool) -> Iterator[str]:
         """The lines of the job and of each node, with the node in front."""
-        folder, jobs = Path(handle.options["logs"]), [one["job"] for one in _jobs(handle)]
+        folder = Path(handle.options["logs"])
+        jobs = [job["job"] for job in _jobs(handle)]
         positions: dict[Path, int] = {}
         yield from last_lines(folder, jobs, lines, positions)
         if follow:
@@ -162,47 +157,58 @@ class SlurmTarget:
     def cancel(self, handle: JobHandle) -> None:
         """Running jobs save and end, waiting ones leave the queue; the second call kills."""
         jobs = _jobs(handle)
-        entries = {
-            entry.job: entry
-            for entry in queue(sorted({one["job"].partition("_")[0] for one in jobs}))
-        }
+        entries = _queue_entries(jobs)
         alive = [
-            one for one in jobs if (entry := entries.get(one["job"])) is not None and entry.is_alive
+            job for job in jobs if (entry := entries.get(job["job"])) is not None and entry.is_alive
         ]
         if not alive:
-            state = self.status(handle)
-            raise LaunchError(
-                f"{handle.run_dir}: the job is {state.state}, so there is nothing to cancel. {state.message}".rstrip()
+            status = self.status(handle)
+            text = (
+                f"{handle.run_dir}: the job is {status.state}, so there is nothing to cancel. "
+                f"{status.message}"
             )
-        for one in reversed(alive):  # a chain from its end, so that nothing begins meanwhile
-            marker = cancel_file(Path(one["run"]), one["job"])
-            if entries[one["job"]].is_running and not marker.exists():
-                checked("scancel", "--batch", "--signal=INT", one["job"])
+            raise LaunchError(text.rstrip())
+
+        # A chain from its end, so that nothing begins meanwhile.
+        for job in reversed(alive):
+            # The marker says that a save was requested before: the second time the job is killed.
+            marker = cancel_file(Path(job["run"]), job["job"])
+            if entries[job["job"]].is_running and not marker.exists():
+                checked("scancel", "--batch", "--signal=INT", job["job"])
             else:
-                checked("scancel", one["job"])
+                checked("scancel", job["job"])
             with writing(marker):
                 marker.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(marker, f"{time.time()}\n")
 
 
-def _entry(job: str, one: PlannedJob) -> dict[str, str]:
-    return {"job": job, "run": str(one.run_dir), "label": one.label}
+def _entry(job: str, planned: PlannedJob) -> dict[str, str]:
+    """A job as the handle records it."""
+    return {"job": job, "run": str(planned.run_dir), "label": planned.label}
 
 
 def _jobs(handle: JobHandle) -> list[dict[str, str]]:
     """The jobs of a handle; those of a handle of another form are its id alone."""
-    given: Any = handle.options.get("jobs") or [
+    jobs: Any = handle.options.get("jobs") or [
         {"job": handle.ids["job"], "run": str(handle.run_dir), "label": ""}
     ]
-    return [{key: str(one[key]) for key in ("job", "run", "label")} for one in given]
+    return [{key: str(job[key]) for key in ("job", "run", "label")} for job in jobs]
+
+
+def _queue_entries(jobs: Sequence[Mapping[str, str]]) -> dict[str, QueueEntry]:
+    """What squeue knows of these jobs, by id; it is asked once for all elements of an array."""
+    ids = {job["job"].partition("_")[0] for job in jobs}
+    return {entry.job: entry for entry in queue(sorted(ids))}
 
 
 def _hosts(names: tuple[str, ...]) -> tuple[str, ...]:
     """The hosts of a node list such as gpu[03-07]."""
     if not names or "[" not in names[0]:
         return names
-    done = call("scontrol", "show", "hostnames", names[0])
-    return tuple(done.stdout.split()) if done.returncode == 0 else names
+    process = call("scontrol", "show", "hostnames", names[0])
+    if process.returncode == 0:
+        return tuple(process.stdout.split())
+    return names
 
 
 def find_job(text: str) -> str:
@@ -212,7 +218,8 @@ def find_job(text: str) -> str:
     handle = read_handle(Path(text))
     if handle.kind != "slurm":
         raise LaunchError(
-            f"--after is {text}; that run was launched on {handle.kind}, not on SLURM. Give a job id or a SLURM run."
+            f"--after is {text}; that run was launched on {handle.kind}, not on SLURM. "
+            "Give a job id or a SLURM run."
         )
     return handle.ids["job"]
 

@@ -1,9 +1,13 @@
-"""Hosts over ssh as a target. `submit` checks every host, writes the recipe into the run folder and starts the driver.
+"""Hosts over ssh as a target.
 
-    driver ──supervises──▶ session ──ssh──▶ agent on each host ──▶ headway train --nnodes N --node-rank K --master HOST:PORT
+`submit` checks every host, writes the recipe into the run folder and starts the driver.
 
-What must be on the hosts already: Python with the same headway and torch, the data, and code files that the recipe names. The recipe
-itself is sent over the connection. See docs/cluster.md.
+    driver ──supervises──▶ session ──ssh──▶ agent on each host
+                                            ──▶ headway train --nnodes N --node-rank K
+                                                              --master HOST:PORT
+
+What must be on the hosts already: Python with the same headway and torch, the data, and code files
+that the recipe names. The recipe itself is sent over the connection. See docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from headway.train.stages import expand, steps_saved
 log = logging.getLogger("headway")
 
 MAX_HOSTS = 1024
+"""Each has an ssh process and three threads here."""
 
 
 @dataclass(frozen=True)
@@ -50,34 +55,42 @@ class SshPlan:
 
 
 def plan_ssh(settings: SshConfig, hosts: Sequence[Host] | None = None) -> SshPlan:
-    """The plan that the settings describe; `hosts` (from --hosts or --hostfile) win over those of the recipe."""
-    found = (
-        list(hosts)
-        if hosts is not None
-        else parse_hosts(",".join(settings.hosts))
-        if settings.hosts
-        else []
-    )
-    if not found:
+    """The plan that the settings describe.
+
+    `hosts` (from --hosts or --hostfile) win over those of the recipe.
+    """
+    chosen: list[Host] = []
+    if hosts is not None:
+        chosen = list(hosts)
+    elif settings.hosts:
+        chosen = parse_hosts(",".join(settings.hosts))
+    if not chosen:
         raise ConfigError(
-            "no hosts are given. Use --hosts a,b or --hostfile FILE, or set launch.ssh.hosts in the recipe."
+            "no hosts are given. Use --hosts a,b or --hostfile FILE, or set launch.ssh.hosts in "
+            "the recipe."
         )
-    if len(found) > MAX_HOSTS:
+    if len(chosen) > MAX_HOSTS:
         raise ConfigError(
-            f"{len(found)} hosts are given; at most {MAX_HOSTS} are supported over ssh. Use a scheduler, e.g. SLURM."
+            f"{len(chosen)} hosts are given; at most {MAX_HOSTS} are supported over ssh. "
+            "Use a scheduler, e.g. SLURM."
         )
     if settings.config is not None and not Path(settings.config).expanduser().is_file():
         raise ConfigError(f"--ssh-config is {settings.config!r}; there is no such file.")
-    config = None if settings.config is None else str(Path(settings.config).expanduser().absolute())
+    config = None
+    if settings.config is not None:
+        config = str(Path(settings.config).expanduser().absolute())
+    # Without settings, the hosts have Python and the working directory at the same paths as here.
     ssh = SshOptions(settings.python or sys.executable, config)
     workdir = settings.workdir or os.getcwd()
+
+    # Port 0: the first host chooses a free one. An IPv6 address stands in brackets.
     if settings.master is None:
-        master = (address_of(found[0], ssh), 0)
+        master = (address_of(chosen[0], ssh), 0)
     elif ":" in settings.master.rpartition("]")[2]:
         master = parse_master(settings.master)
     else:
         master = (settings.master.strip("[]"), 0)
-    return SshPlan(tuple(found), ssh, workdir, master)
+    return SshPlan(tuple(chosen), ssh, workdir, master)
 
 
 class SshTarget(DrivenTarget):
@@ -91,12 +104,13 @@ class SshTarget(DrivenTarget):
 
     def submit(self, job: Job) -> JobHandle:
         """Check the hosts and start the driver."""
+        # Before the checks of the hosts, which may take minutes.
         refuse_running(Path(os.path.abspath(job.run_dir)))
-        found = self.check(job)
-        for check in found.checks:
+        hosts = self.check(job)
+        for check in hosts.checks:
             if check.state == "warn":
                 log.warning("%s: %s. %s", check.name, check.detail.rstrip("."), check.remedy or "")
-        handle = self.handle(job, found)
+        handle = self.handle(job, hosts)
         with writing(handle.run_dir):
             handle.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(handle.run_dir / RECIPE, job.recipe.read_text(encoding="utf-8"))
@@ -105,46 +119,46 @@ class SshTarget(DrivenTarget):
 
     def check(self, job: Job) -> HostsFound:
         """Check all hosts; one line for each that fails."""
-        plan = self._planned()
+        plan = self._require_plan()
         if job.setup:
             raise LaunchError(
-                "setup lines were given; the ssh target starts no shell. Use the environment of --python."
+                "setup lines were given; the ssh target starts no shell. "
+                "Use the environment of --python."
             )
         recipe = load(Recipe, job.recipe, list(job.overrides))
-        uses_gpus = (
-            False
-            if recipe.device == "cpu" or job.gpus == "none"
-            else True
-            if recipe.device == "cuda"
-            else None
-        )
-        ranks = tuple(job.ranks_per_node or host.slots for host in plan.hosts)
-        paths = tuple(needed_paths(job, recipe))
-        leaves_ranks = job.gpus not in (
-            None,
-            "none",
-        )  # `headway train --gpus` starts one per chosen GPU
+        uses_gpus = None
+        if recipe.device == "cpu" or job.gpus == "none":
+            uses_gpus = False
+        elif recipe.device == "cuda":
+            uses_gpus = True
         need = HostsNeed(
             plan.workdir,
             str(job.run_dir),
             plan.master,
-            paths,
-            ranks,
-            uses_gpus,
-            not leaves_ranks,
-            job.environment,
+            paths=tuple(needed_paths(job, recipe)),
+            ranks=tuple(job.ranks_per_node or host.slots for host in plan.hosts),
+            uses_gpus=uses_gpus,
+            # With --gpus, `headway train` starts one rank per GPU that it chooses there.
+            keeps_ranks=job.gpus in (None, "none"),
+            environment=job.environment,
         )
         return check_hosts(plan.hosts, plan.ssh, need)
 
-    def handle(self, job: Job, found: HostsFound) -> JobHandle:
+    def handle(self, job: Job, hosts: HostsFound) -> JobHandle:
         """The record of a job on these hosts."""
-        plan = self._planned()
+        plan = self._require_plan()
         run_dir = Path(os.path.abspath(job.run_dir))
         options: dict[str, Any] = {
-            "hosts": [host.to_json() for host in plan.hosts], "ranks": list(found.ranks), "python": plan.ssh.python,
-            "config": plan.ssh.config, "workdir": plan.workdir, "run": str(job.run_dir), "master": list(plan.master),
-            "env": sorted(job.environment),
-        }  # fmt: skip
+            "hosts": [host.to_json() for host in plan.hosts],
+            "ranks": list(hosts.ranks),
+            "python": plan.ssh.python,
+            "config": plan.ssh.config,
+            "workdir": plan.workdir,
+            "run": str(job.run_dir),
+            "master": list(plan.master),
+            "env": sorted(job.environment),  # names, no values: they may be secrets
+        }
+        # The agents write the recipe into the run folder on their hosts.
         arguments = (str(run_dir / RECIPE), *job.train_arguments[1:])
         return JobHandle(
             "ssh",
@@ -159,18 +173,23 @@ class SshTarget(DrivenTarget):
         return [sys.executable, "-P", "-m", "headway.launch.ssh.session", str(handle.run_dir)]
 
     def saved_step(self, handle: JobHandle) -> int:
-        """The newest checkpoint, as the first host reports it; the run folder here may be another one."""
+        """The newest checkpoint, as the first host reports it.
+
+        The run folder here may be another one.
+        """
+        # Both: on a shared disk the folder here is newer than the last report.
         return max(steps_saved(handle.run_dir), progress(handle.run_dir, "saved"))
 
     def step(self, handle: JobHandle) -> int | None:
         """The newest step, as the hosts report it."""
-        found = progress(handle.run_dir, "step")
-        return found if found >= 0 else None
+        newest = progress(handle.run_dir, "step")
+        return newest if newest >= 0 else None
 
-    def _planned(self) -> SshPlan:
+    def _require_plan(self) -> SshPlan:
         if self.plan is None:
             raise LaunchError(
-                "the ssh target was opened without hosts. Use `headway launch ssh`, or SshTarget(plan_ssh(...))."
+                "the ssh target was opened without hosts. Use `headway launch ssh`, or "
+                "SshTarget(plan_ssh(...))."
             )
         return self.plan
 
@@ -197,36 +216,43 @@ def progress(run_dir: Path, key: str) -> int:
 
 def needed_paths(job: Job, recipe: Recipe) -> list[str]:
     """Local files and folders that a recipe reads, which must be on every host."""
-    found: list[str] = []
-    for one in [stage.recipe for stage in expand(recipe)] if recipe.stages else [recipe]:
-        found += _paths_of(one)
+    recipes = [recipe]
+    if recipe.stages:
+        recipes = [stage.recipe for stage in expand(recipe)]
+    paths: list[str] = []
+    for stage_recipe in recipes:
+        paths += _paths_of(stage_recipe)
     for code in find_external_code(read_plain(job.recipe, list(job.overrides))):
         if code.module is not None and is_file_name(code.module):
-            found.append(code.module)
-    inside = f"{job.run_dir}{os.sep}"  # what an earlier stage of the run writes
-    return [
-        path for path in dict.fromkeys(found) if "://" not in path and not path.startswith(inside)
-    ]
+            paths.append(code.module)
+
+    # Not addresses, and not what an earlier stage of the run writes.
+    inside = f"{job.run_dir}{os.sep}"
+    local = [path for path in dict.fromkeys(paths) if "://" not in path]
+    return [path for path in local if not path.startswith(inside)]
 
 
 def _paths_of(recipe: Recipe) -> Iterator[str]:
+    """The paths in the settings of one stage."""
     for source in recipe.data.train or ():
         yield from _local(source.path)
     sets = recipe.data.valid.sets if recipe.data.valid is not None else None
     if isinstance(sets, str):
         yield from _local(sets)
     elif sets is not None:
-        yield from (
-            path for sources in sets.values() for source in sources for path in _local(source.path)
-        )
-    for given in (recipe.tokenizer, recipe.init.source, recipe.init.adapter, recipe.init.masks):
-        if given is not None:
-            yield from _local(str(given))
+        for sources in sets.values():
+            for source in sources:
+                yield from _local(source.path)
+    for setting in (recipe.tokenizer, recipe.init.source, recipe.init.adapter, recipe.init.masks):
+        if setting is not None:
+            yield from _local(str(setting))
 
 
 def _local(text: str) -> list[str]:
     """The path, unless it may be the id of a model or data set of the hub."""
-    return [] if is_hub_id(text) and not os.path.exists(text) else [text]
+    if is_hub_id(text) and not os.path.exists(text):
+        return []
+    return [text]
 
 
 def build() -> Target:

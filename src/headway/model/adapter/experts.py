@@ -1,8 +1,11 @@
-"""Low-rank updates of experts, and experts that are stored quantised: the layers that take the place of `ExpertLinear`.
+"""Low-rank updates of experts, and experts that are stored quantised: the layers that take the
+place of `ExpertLinear`.
 
-Every expert has an A and a B of its own, stacked as its matrices are; model/expert_products.py multiplies with them.
+Every expert has an A and a B of its own, stacked as its matrices are; model/expert_products.py
+multiplies with them. A module of its own, so that a run without experts does not load it.
 
-Shapes: E experts, O outputs, I inputs, R rank: W [E,O,I], A [E,R,I], B [E,O,R]; quantised W is one row of bytes (packed_layout.py).
+Shapes: E experts, O outputs, I inputs, R rank: W [E,O,I], A [E,R,I], B [E,O,R]; quantised W is one
+row of bytes (packed_layout.py).
 """
 
 from __future__ import annotations
@@ -17,15 +20,21 @@ from headway.model.moe import ExpertLinear
 
 
 class AdaptedExpertLinear(ExpertLinear):
-    """A matrix of all experts, frozen, with an update of each or without; it may be stored quantised."""
+    """A matrix of all experts, frozen, with an update of each or without; it may be stored
+    quantised."""
 
     def __init__(self, old: ExpertLinear, config: AdapterConfig | None) -> None:
         experts, outputs, inputs = old.weight.shape
         super().__init__(experts, inputs, outputs, bias=old.bias is not None)
-        self.scale = 1.0 if config is None else config.scale
-        self.lora_A = None if config is None else ExpertLinear(experts, inputs, config.rank)
-        self.lora_B = None if config is None else ExpertLinear(experts, config.rank, outputs)
+        self.scale = 1.0
+        self.lora_A = None
+        self.lora_B = None
+        if config is not None:
+            self.scale = config.scale
+            self.lora_A = ExpertLinear(experts, inputs, config.rank)
+            self.lora_B = ExpertLinear(experts, config.rank, outputs)
         self.layout: PackedLayout | None = None
+        """How the weight is stored; None: as floats."""
 
     def store_packed(self, layout: PackedLayout) -> None:
         """Replace the weight by a parameter for its bytes, whose values are not set."""
@@ -37,12 +46,15 @@ class AdaptedExpertLinear(ExpertLinear):
         )
 
     def matrix(self) -> ExpertMatrix:
-        """What products need of it."""
-        layout, packed = self.layout, None
-        weight = (
-            self.weight if layout is None else getattr(self, packed_name("weight", layout.form))
-        )
-        if layout is not None:
+        """The tensors that products need."""
+        layout = self.layout
+        if layout is None:
+            weight = self.weight
+            packed = None
+        else:
+            weight = getattr(self, packed_name("weight", layout.form))
             packed = (layout.form, layout.outputs, layout.inputs)
-        a, b = (None if one is None else one.weight for one in (self.lora_A, self.lora_B))
-        return ExpertMatrix(weight, self.bias if self.adds_bias else None, a, b, self.scale, packed)
+        a = None if self.lora_A is None else self.lora_A.weight
+        b = None if self.lora_B is None else self.lora_B.weight
+        bias = self.bias if self.adds_bias else None
+        return ExpertMatrix(weight, bias, a, b, self.scale, packed)

@@ -1,12 +1,14 @@
-"""Updates of linears that a family's files join or transpose: ours come in, those of its stock modules go out, and back.
+"""Updates of linears that a family's files join or transpose: ours come in, those of the modules of
+transformers (stock modules) go out, and back.
 
-    ours     q: B_q A_q      k: B_k A_k      v: none                  rank r each
-    theirs   qkv_proj:  A = [A_q]    B = [B_q  0 ]                    rank 2 r, alpha times 2: the same scale
+    ours     q: B_q A_q      k: B_k A_k      v: none           rank r each
+    stock    qkv_proj:  A = [A_q]    B = [B_q  0 ]             rank 2 r, alpha times 2: the same scale
                             [A_k]        [ 0  B_k]
                                          [ 0   0 ]
 
-The notes of the file say which of ours a module holds, so that reading gives ours back as they were. A stock adapter has no notes: there
-each of ours gets the whole A and its rows of B, which is the same update.
+The notes of the file say which of ours a module holds, so that reading gives ours back as they
+were. An adapter that PEFT wrote has no notes: there each of ours gets the whole A and its rows of
+B, which is the same update.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ NOTE = "joined"
 
 @dataclass(frozen=True)
 class StockModule:
-    """A module of theirs that holds some of our linears."""
+    """A linear of transformers' class that holds some of our linears."""
 
     path: str
     outputs: int
@@ -48,86 +50,98 @@ class StockModule:
 
 def stock_modules(model: ModelConfig) -> dict[str, StockModule]:
     """Their modules by their paths: those that join or transpose ours."""
-    family, wanted = family_of(model.family), {f"{path}.weight" for path in linears(model)}
+    family = family_of(model.family)
     if "pieces" not in vars(family) or model.hf_config is not None:
         return {}
-    found: dict[str, StockModule] = {}
+
+    # Only linears that one tensor of theirs holds: stacked experts have no form in PEFT.
+    adaptable = {f"{path}.weight" for path in linears(model)}
+    modules: dict[str, StockModule] = {}
     for spec in param_specs(model):
-        pieces = pieces_of(family, spec, model) if spec.name in wanted else ()
+        if spec.name not in adaptable:
+            continue
+        pieces = pieces_of(family, spec, model)
         if len(pieces) != 1 or (pieces[0].dim is None and not pieces[0].transposed):
             continue
-        piece, path = pieces[0], pieces[0].name.removesuffix(".weight")
-        start, stop = (0, spec.shape[0]) if piece.dim is None else (piece.start, piece.stop)
-        known = found[path].rows if path in found else {}
-        rows = dict(
-            sorted(
-                {**known, spec.name.removesuffix(".weight"): (start, stop)}.items(),
-                key=lambda one: one[1],
-            )
-        )
-        found[path] = StockModule(
-            path, max(end for _, end in rows.values()), rows, piece.transposed
-        )
-    return found
+        piece = pieces[0]
+        path = piece.name.removesuffix(".weight")
+        extent = (0, spec.shape[0]) if piece.dim is None else (piece.start, piece.stop)
+
+        rows = {spec.name.removesuffix(".weight"): extent}
+        if path in modules:
+            rows |= modules[path].rows
+        rows = dict(sorted(rows.items(), key=lambda entry: entry[1]))
+        outputs = max(stop for _, stop in rows.values())
+        modules[path] = StockModule(path, outputs, rows, piece.transposed)
+    return modules
 
 
 def patterns(
     config: AdapterConfig, joined: Mapping[str, list[str]]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """rank_pattern and alpha_pattern of modules that hold several updates each: the scale stays."""
+    """rank_pattern and alpha_pattern of modules that hold several updates each, so that the
+    scale stays."""
     ranks = {path: config.rank * len(ours) for path, ours in joined.items() if len(ours) > 1}
-    alphas = {
-        path: config.alpha * (rank / config.rank) ** (0.5 if config.rslora else 1)
-        for path, rank in ranks.items()
-    }
+    # The scale is alpha / rank, or alpha / sqrt(rank) with rslora.
+    exponent = 0.5 if config.rslora else 1
+    alphas = {path: config.alpha * (rank / config.rank) ** exponent for path, rank in ranks.items()}
     return ranks, alphas
 
 
 def held_by(config: AdapterConfig, model: ModelConfig) -> dict[str, list[str]]:
-    """Their joined modules -> the paths of ours with an update, in the order of rows; nothing for dora, whose magnitudes are of whole rows
-    of every part."""
+    """Stock modules -> the paths of ours with an update that they hold, in the order of rows.
+
+    None for dora, whose magnitudes are of whole rows of every part.
+    """
     if config.kind != "lora":
         return {}
     adapted = set(config.modules(model))
-    found = {
-        path: [ours for ours in one.rows if ours in adapted]
-        for path, one in stock_modules(model).items()
-    }
-    return {path: ours for path, ours in found.items() if ours}
+    held: dict[str, list[str]] = {}
+    for path, module in stock_modules(model).items():
+        ours = [our_path for our_path in module.rows if our_path in adapted]
+        if ours:
+            held[path] = ours
+    return held
 
 
 def joined_updates(
     values: Mapping[str, Tensor], held: Mapping[str, list[str]], model: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Their updates, by the path of the module and the name of the tensor."""
+    """A and B of stock modules, by the path of the module and the name of the tensor (see
+    above)."""
     import torch
 
     modules = stock_modules(model)
     for path, ours in held.items():
-        downs, ups = ([values[f"{one}.{part}"] for one in ours] for part in (A, B))
-        whole = ups[0].new_zeros(modules[path].outputs, sum(up.shape[1] for up in ups))
+        downs = [values[f"{our_path}.{A}"] for our_path in ours]
+        ups = [values[f"{our_path}.{B}"] for our_path in ours]
+        joined_up = ups[0].new_zeros(modules[path].outputs, sum(up.shape[1] for up in ups))
         column = 0
-        for one, up in zip(ours, ups, strict=True):
-            start, stop = modules[path].rows[one]
-            whole[start:stop, column : column + up.shape[1]] = up
+        for our_path, up in zip(ours, ups, strict=True):
+            start, stop = modules[path].rows[our_path]
+            joined_up[start:stop, column : column + up.shape[1]] = up
             column += up.shape[1]
         yield f"{path}.{A}", torch.cat(downs)
-        yield f"{path}.{B}", whole
+        yield f"{path}.{B}", joined_up
 
 
 def note_of(held: Mapping[str, list[str]]) -> dict[str, str]:
     """The note of a file with joined updates; nothing where there are none."""
-    return {NOTE: json.dumps(held, separators=(",", ":"))} if held else {}
+    if held:
+        return {NOTE: json.dumps(held, separators=(",", ":"))}
+    return {}
 
 
 def read_note(notes: Mapping[str, str] | None, model: ModelConfig) -> dict[str, list[str]]:
-    """Which of our linears each of their modules holds; nothing where the file does not say it of this model."""
+    """Which of our linears each of their modules holds; nothing where the file does not say it
+    of this model."""
+    # A note of another model, or one that was edited, counts as none.
     try:
-        given = json.loads((notes or {}).get(NOTE, "{}"))
+        joined = json.loads((notes or {}).get(NOTE, "{}"))
         modules = stock_modules(model)
         return {
             path: list(ours)
-            for path, ours in given.items()
+            for path, ours in joined.items()
             if ours and set(ours) <= set(modules[path].rows)
         }
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -137,20 +151,18 @@ def read_note(notes: Mapping[str, str] | None, model: ModelConfig) -> dict[str, 
 def split_update(
     module: StockModule, part: str, value: Tensor, ours: list[str] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our updates of one of their tensors. `ours`: the linears whose updates it joins, one beside the other; None: a stock update."""
-    if ours is not None and part in (A, B) and value.shape[0 if part == A else 1] % len(ours):
+    """Our updates of one tensor of a stock module.
+
+    `ours`: the linears whose updates it joins, one beside the other; None: an update that PEFT
+    wrote.
+    """
+    rank_dim = 0 if part == A else 1
+    if ours is not None and part in (A, B) and value.shape[rank_dim] % len(ours):
         ours = None  # not what was written; the caller refuses the shapes
     for path, (start, stop) in module.rows.items():
         if ours is not None and path not in ours:
             continue
-        if part == A:
-            yield (
-                f"{path}.{part}",
-                value if ours is None else value.chunk(len(ours), 0)[ours.index(path)],
-            )
-        else:
-            rows = value[start:stop]
-            yield (
-                f"{path}.{part}",
-                rows if ours is None or part != B else rows.chunk(len(ours), 1)[ours.index(path)],
-            )
+        share = value if part == A else value[start:stop]
+        if ours is not None and part in (A, B):
+            share = share.chunk(len(ours), rank_dim)[ours.index(path)]
+        yield f"{path}.{part}", share

@@ -1,8 +1,10 @@
-"""Several adapters over one model, a different one for each row of a batch: base weights stay, each row adds its own low-rank product.
+"""Several adapters over one model, a different one for each row of a batch: base weights stay, each
+row adds its own low-rank product.
 
     y[row] = W x[row] + bias + B[a] A[a] x[row],    a = the adapter of the row; 0 = none, whose A and B are zero
 
-Shapes: O outputs, I inputs, R the largest rank: A [adapters + 1, R, I], B [adapters + 1, O, R], with the scale inside B.
+Shapes: O outputs, I inputs, R the largest rank: A [adapters + 1, R, I], B [adapters + 1, O, R],
+with the scale inside B.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ class AdapterRows:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.number = {name: index + 1 for index, name in enumerate(names)}
-        """Of an adapter; 0 is none."""
+        """Name -> number of an adapter; 0 is none."""
         self.index: Tensor | None = None
-        """int64 [B]: of rows with one token each."""
+        """int64 [B]: the adapter of each row, in a decoding step."""
         self.spans: Sequence[tuple[slice, int]] = ()
-        """Of stretches of one packed row, where `index` is None."""
+        """The adapter of each stretch of one packed row, in a prefill; used if `index` is None."""
 
 
 class RowAdaptedLinear(nn.Linear):
@@ -39,18 +41,18 @@ class RowAdaptedLinear(nn.Linear):
     def __init__(
         self, linear: nn.Linear, rows: AdapterRows, updates: Mapping[int, tuple[Tensor, Tensor]]
     ) -> None:
+        # On the meta device: the weights that this would allocate are replaced at once.
         with torch.device("meta"):
             super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.rows = rows
-        rank, count = max(a.shape[0] for a, _ in updates.values()), len(rows.number) + 1
-        like = linear.weight
-        self.down = torch.zeros(
-            count, rank, linear.in_features, dtype=like.dtype, device=like.device
-        )
-        self.up = torch.zeros(
-            count, linear.out_features, rank, dtype=like.dtype, device=like.device
-        )
+
+        # Adapters of smaller rank, and those that do not change this linear, have zeros.
+        rank = max(down.shape[0] for down, _ in updates.values())
+        count = len(rows.number) + 1
+        self.down = linear.weight.new_zeros(count, rank, linear.in_features)
+        self.up = linear.weight.new_zeros(count, linear.out_features, rank)
         for number, (down, up) in updates.items():
             self.down[number, : len(down)] = down
             self.up[number, :, : up.shape[1]] = up
@@ -59,6 +61,8 @@ class RowAdaptedLinear(nn.Linear):
         """[B,T,O] of [B,T,I]."""
         y = F.linear(input, self.weight, self.bias)
         index = self.rows.index
+        # Decoding: each row has its adapter. Gathering A and B by row keeps one shape for any mix of
+        # adapters, so that a recorded step serves all of them.
         if index is not None:
             return y + (input @ self.down[index].mT) @ self.up[index].mT
         for span, number in self.rows.spans:
@@ -73,48 +77,50 @@ def load_adapters(
     rows = AdapterRows(list(folders))
     updates: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for name, folder in folders.items():
-        found = _readable(name, folder, config)
-        for path in found.config.modules(config):
-            pair = (
-                found.updates[f"{path}.{A}"],
-                found.config.scale * found.updates[f"{path}.{B}"].float(),
-            )
-            updates.setdefault(path, {})[rows.number[name]] = pair
-    for path, of in updates.items():
-        above, _, leaf = path.rpartition(".")
-        owner = model.get_submodule(above)
-        old = owner.get_submodule(leaf)
-        if type(old) is not nn.Linear:
+        adapter = _readable(name, folder, config)
+        for path in adapter.config.modules(config):
+            down = adapter.updates[f"{path}.{A}"]
+            up = adapter.config.scale * adapter.updates[f"{path}.{B}"].float()
+            updates.setdefault(path, {})[rows.number[name]] = (down, up)
+
+    for path, linear_updates in updates.items():
+        parent, _, leaf = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        linear = owner.get_submodule(leaf)
+        if type(linear) is not nn.Linear:
             raise ConfigError(
-                f"adapters change {path}, which is a {type(old).__name__}; only plain linears take an adapter per request."
+                f"adapters change {path}, which is a {type(linear).__name__}; only plain linears take an adapter per request."
             )
-        setattr(owner, leaf, RowAdaptedLinear(old, rows, of))
+        setattr(owner, leaf, RowAdaptedLinear(linear, rows, linear_updates))
+        # A fused product of several linears (`Attention.fuse`) would not apply the updates.
         if "joined" in vars(owner):
-            vars(owner)["joined"] = (
-                None  # a product of several linears at once would pass the updates by
-            )
+            vars(owner)["joined"] = None
     return rows
 
 
 def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
+    """The adapter in a folder, or in the final/ of a run; refused if it cannot be chosen per
+    request."""
     final = folder / "final"
-    folder = final if not is_adapter(folder) and is_adapter(final) else folder
+    if not is_adapter(folder) and is_adapter(final):
+        folder = final
     if not is_adapter(folder):
         raise ConfigError(
             f"adapter {name!r} is {str(folder)!r}, which has no adapter_config.json. Give a PEFT folder."
         )
-    found = read_adapter(folder, config)
+    adapter = read_adapter(folder, config)
+    modules = adapter.config.modules(config)
     reason = ""
-    if found.config.kind == "dora":
+    if adapter.config.kind == "dora":
         reason = "is a DoRA adapter"
-    elif found.whole:
-        reason = f"has fully trained parameters such as {next(iter(found.whole))}"
-    elif HEAD_MODULE in found.config.modules(config):
+    elif adapter.whole:
+        reason = f"has fully trained parameters such as {next(iter(adapter.whole))}"
+    elif HEAD_MODULE in modules:
         reason = f"changes {HEAD_MODULE}"
-    elif any(path.endswith(".kv_b_proj") for path in found.config.modules(config)):
+    elif any(path.endswith(".kv_b_proj") for path in modules):
         reason = "changes kv_b_proj, which makes keys and values from the shared cache of latents"
     if reason:
         raise ConfigError(
             f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this folder as the model."
         )
-    return found
+    return adapter

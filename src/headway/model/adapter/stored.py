@@ -1,4 +1,5 @@
-"""A model on disk that is a base and an adapter: they come in, one merged model goes out, or the two apart."""
+"""A model on disk that is a base and an adapter: they come in; one merged model goes out, or the
+base and the updates as two streams."""
 
 from __future__ import annotations
 
@@ -31,28 +32,32 @@ class StoredAdapter:
     base_weights: Callable[[], Values]
     """Every parameter of the model without the adapter."""
     updates: Callable[[], Mapping[str, torch.Tensor]]
+    """The tensors of the adapter, by our names."""
     full_weights: Callable[[], list[str]]
     """Names of the base's parameters that were trained too."""
     stored_base: Callable[[], Values] | None = None
-    """The base as it was trained over, quantised matrices as bytes; None: the base is not stored quantised."""
+    """The base as it was trained over, quantised matrices as bytes; None: the base is not stored
+    quantised."""
     patterned: bool = False
-    """Its linears have different ranks or alphas. Such an adapter is merged, never trained further."""
+    """Its linears have different ranks or alphas. Such an adapter is merged, never trained
+    further."""
 
     def base_in(self, form: PackedForm | None) -> Values:
-        """The base for a run that stores it in a form: the stored bytes where they are of this form, else floats."""
-        same = self.stored_base is not None and form == self.config.base
-        return self.stored_base() if same and self.stored_base is not None else self.base_weights()
+        """The base for a run that stores it in a form: the stored bytes where they are of this
+        form, else floats."""
+        # Bytes of the same form are taken as they are: to quantise their floats would round again.
+        if self.stored_base is not None and form == self.config.base:
+            return self.stored_base()
+        return self.base_weights()
 
     def merged(self, model: ModelConfig) -> Values:
         """Every parameter of the model with the adapter merged into it."""
         from headway.model.adapter.lora import merged, with_updates
 
         modules = self.config.modules(model)
-        return merged(
-            with_updates(self.base_weights(), self.config, modules, 0, self.updates()),
-            self.config,
-            modules,
-        )
+        # The seed is of no use: every tensor of the update is stored.
+        values = with_updates(self.base_weights(), self.config, modules, 0, self.updates())
+        return merged(values, self.config, modules)
 
 
 def stored_adapter(
@@ -60,15 +65,19 @@ def stored_adapter(
 ) -> StoredAdapter:
     """A PEFT folder over a base."""
 
+    # Read once, when its config, base or tensors are first needed.
     @cache
     def opened() -> PeftAdapter:
         return read_adapter(folder, model)
 
-    def replaced() -> Values:
-        whole, has_score = opened().whole, False
+    def with_trained_parameters() -> Values:
+        """The base, with the parameters that were fully trained in place of its own."""
+        whole = opened().whole
+        has_score = False
         for name, value in base_weights():
+            # The adapter of a reward model has the head that takes the LM head's place.
             if name == HEAD and model.score_head:
-                continue  # the adapter of a reward model has the head that takes its place
+                continue
             has_score |= name == SCORE
             yield name, whole.get(name, value)
         if model.score_head and not has_score:
@@ -81,7 +90,7 @@ def stored_adapter(
     return StoredAdapter(
         opened().config,
         base,
-        replaced,
+        with_trained_parameters,
         lambda: opened().updates,
         lambda: sorted(opened().whole),
         None,

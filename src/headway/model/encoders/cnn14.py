@@ -1,4 +1,5 @@
-"""CNN14 of PANNs with AudioSet weights, which PurrSight hears with. In: a log-mel of 64 x 256; out: 2048 numbers."""
+"""CNN14 of PANNs with AudioSet weights, which PurrSight hears with. In: a log-mel of 64 x 256;
+out: 2048 numbers."""
 
 from __future__ import annotations
 
@@ -46,13 +47,8 @@ class Config(EncoderConfig):
                 )
             module = load_cnn14(path, key, is_purrsight=True)
             inputs = PurrSightMelInput(mel_filters_of(path, key))
-            return FrozenModule(
-                modality, module, inputs, f"cnn14 {files_identity([path])} preprocessing=purrsight"
-            )
+            identity = f"cnn14 {files_identity([path])} preprocessing=purrsight"
+            return FrozenModule(modality, module, inputs, identity)
         module = load_cnn14(path, key)
-        return FrozenModule(
-            modality,
-            module,
-            MelInput(AudioSpec(frames=self.frames)),
-            f"cnn14 {files_identity([path])}",
-        )
+        inputs = MelInput(AudioSpec(frames=self.frames))
+        return FrozenModule(modality, module, inputs, f"cnn14 {files_identity([path])}")

@@ -1,7 +1,8 @@
-"""CNN14 as the file of PANNs names its weights: a norm over mels, six pairs of convolutions, pooling over time and pitch, one linear.
+"""CNN14 as the file of PANNs (Kong 2020) names its weights: a norm over mels, six pairs of
+convolutions, pooling over time and pitch, one linear.
 
-Shapes: N log-mels [N,64,T] in dB -> [N,1,width of fc1]. The file's own spectrogram and its classes are not used: our log-mel is that
-spectrogram. Channels are read from the file.
+Shapes: N log-mels [N,64,T] in dB -> [N,1,width of fc1]. The file's own spectrogram and its classes
+are not used: our log-mel is that spectrogram. Channels are read from the file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ConvPair(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.bn2 = nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
@@ -41,50 +43,57 @@ class Cnn14(nn.Module):
     def __init__(self, channels: list[int], width: int, *, is_purrsight: bool = False) -> None:
         super().__init__()
         self.is_purrsight = is_purrsight
-        """PurrSight's copy of the network takes the mean of all places and leaves out the last ReLU."""
+        """PurrSight's copy of the network takes the mean of all places and leaves out the last
+        ReLU."""
         self.bn0 = nn.BatchNorm2d(MELS)
-        for number, (inputs, outputs) in enumerate(
-            zip([1, *channels], channels, strict=False), start=1
-        ):
+        inputs = 1
+        for number, outputs in enumerate(channels, start=1):
             setattr(self, f"conv_block{number}", ConvPair(inputs, outputs))
+            inputs = outputs
         self.fc1 = nn.Linear(channels[-1], width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[N,64,T] -> [N,1,width]."""
-        x = self.bn0(inputs[..., None]).permute(
-            0, 3, 2, 1
-        )  # the norm is over mels; the convolutions see [N,1,T,64]
+        # The norm is over mels; the convolutions see [N,1,T,64].
+        x = self.bn0(inputs[..., None]).permute(0, 3, 2, 1)
         for number in range(1, BLOCKS + 1):
             x = getattr(self, f"conv_block{number}")(x)
-            x = x if number == BLOCKS else F.avg_pool2d(x, 2)
+            if number != BLOCKS:
+                x = F.avg_pool2d(x, 2)
         if self.is_purrsight:
             return self.fc1(x.mean((2, 3)))[:, None]
+        # PANNs: mean over pitch, then the maximum and the mean over time.
         x = x.mean(3)
         return F.relu(self.fc1(x.amax(2) + x.mean(2)))[:, None]
 
 
 def load_cnn14(path: Path, key: str, *, is_purrsight: bool = False) -> Cnn14:
     """The network with the weights of a file."""
-    given = read_weights(path, key)
-    names = [f"conv_block{number}.conv2.weight" for number in range(1, BLOCKS + 1)]
-    channels = [given[name].shape[0] for name in names if name in given and given[name].ndim == 4]
-    if len(channels) < BLOCKS or "fc1.weight" not in given or given["fc1.weight"].ndim != 2:
+    tensors = read_weights(path, key)
+    channels: list[int] = []
+    for number in range(1, BLOCKS + 1):
+        weight = tensors.get(f"conv_block{number}.conv2.weight")
+        if weight is not None and weight.ndim == 4:
+            channels.append(weight.shape[0])
+    last = tensors.get("fc1.weight")
+    if len(channels) < BLOCKS or last is None or last.ndim != 2:
         raise CheckpointError(
             f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth."
         )
     with torch.device("meta"):
-        network = Cnn14(channels, given["fc1.weight"].shape[0], is_purrsight=is_purrsight)
-    fill_exactly(network, given, path, UNUSED)
+        network = Cnn14(channels, last.shape[0], is_purrsight=is_purrsight)
+    fill_exactly(network, tensors, path, UNUSED)
     return network
 
 
 def mel_filters_of(path: Path, key: str) -> np.ndarray:
-    """The mel filters that a file of PANNs brings along, `[257, 64]`; PurrSight computes with them."""
-    given = read_weights(path, key).get(MEL_FILTERS)
-    wanted = (1 + N_FFT // 2, MELS)
-    if given is None or tuple(given.shape) != wanted or not bool(given.isfinite().all()):
-        found = "missing" if given is None else f"of shape {list(given.shape)}"
+    """The mel filters that a file of PANNs brings along, `[257, 64]`; PurrSight computes with
+    them."""
+    filters = read_weights(path, key).get(MEL_FILTERS)
+    shape = (1 + N_FFT // 2, MELS)
+    if filters is None or tuple(filters.shape) != shape or not bool(filters.isfinite().all()):
+        stored = "missing" if filters is None else f"of shape {list(filters.shape)}"
         raise CheckpointError(
-            f"{path}: {MEL_FILTERS} is {found}; finite numbers of shape {list(wanted)} are expected. Fetch the file again."
+            f"{path}: {MEL_FILTERS} is {stored}; finite numbers of shape {list(shape)} are expected. Fetch the file again."
         )
-    return given.float().numpy()
+    return filters.float().numpy()

@@ -1,4 +1,5 @@
-"""What frozen encoders share: a torch module in evaluation mode on one device, arrays in and out, and the identity of its files."""
+"""What frozen encoders share: a torch module in evaluation mode on one device, arrays in and
+out, and the identity of its files."""
 
 from __future__ import annotations
 
@@ -17,15 +18,20 @@ from headway.store.checksums import Checksums
 
 
 class FrozenModule:
-    """An `FrozenMediaEncoder` around a module whose forward takes inputs [n, *input.shape] and gives [n, tokens, width]."""
+    """An `FrozenMediaEncoder` around a module whose forward takes inputs [n, *input.shape] and
+    gives [n, tokens, width]."""
 
     def __init__(
         self, modality: str, module: nn.Module, source: MediaInputSpec, identity: str
     ) -> None:
-        self.modality, self.input, self.identity = modality, source, identity
+        self.modality = modality
+        self.input = source
+        self.identity = identity
         self.module = module.eval().requires_grad_(False)
-        found = self.encode(np.zeros((1, *source.shape), source.dtype))
-        self.tokens, self.width = int(found.shape[1]), int(found.shape[2])
+        # One item of zeros shows the shape of the features.
+        features = self.encode(np.zeros((1, *source.shape), source.dtype))
+        self.tokens = int(features.shape[1])
+        self.width = int(features.shape[2])
 
     def to(self, device: torch.device | str) -> Self:
         """Compute on this device."""
@@ -35,9 +41,10 @@ class FrozenModule:
     @torch.no_grad()
     def encode(self, inputs: Array) -> Array:
         """float32 [n, tokens, width]."""
+        # Where the module is now: `to` may have moved it.
         device = next(self.module.parameters()).device
-        found: Tensor = self.module(torch.from_numpy(np.ascontiguousarray(inputs)).to(device))
-        return found.float().cpu().numpy()
+        features: Tensor = self.module(torch.from_numpy(np.ascontiguousarray(inputs)).to(device))
+        return features.float().cpu().numpy()
 
 
 class Pixels(nn.Module):
@@ -56,8 +63,8 @@ class Pixels(nn.Module):
 
 
 def files_identity(files: Sequence[Path]) -> str:
-    """A hash of the names and contents of files; large files are read once, their checksums are cached."""
-    found = Checksums(default_cache_dir()).of_all(list(files))
-    return hashlib.sha256(
-        repr([(path.name, one) for path, one in zip(files, found, strict=True)]).encode()
-    ).hexdigest()[:32]
+    """A hash of the names and contents of files; large files are read once, their checksums are
+    cached."""
+    checksums = Checksums(default_cache_dir()).of_all(list(files))
+    content = [(path.name, checksum) for path, checksum in zip(files, checksums, strict=True)]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]

@@ -1,7 +1,8 @@
-"""Encoders of a Hugging Face folder, through transformers: CLIP, SigLIP, DINOv2, ViT, Whisper, CLAP, BERT and what AutoModel knows.
+"""Encoders of a Hugging Face folder, through transformers: CLIP, SigLIP, DINOv2, ViT, Whisper,
+CLAP, BERT and what AutoModel knows.
 
-In: config.json, weights, preprocessor_config.json or a tokenizer; out: a frozen encoder. Sizes, mean and standard deviation come from the
-folder's own files. Code of a folder is never run.
+In: config.json, weights, preprocessor_config.json or a tokenizer; out: a frozen encoder. Sizes,
+mean and standard deviation come from the folder's own files. Code of a folder is never run.
 """
 
 from __future__ import annotations

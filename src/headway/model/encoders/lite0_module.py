@@ -1,6 +1,8 @@
-"""EfficientNet-Lite0 as the file of its weights names it: a stem, 16 inverted bottlenecks without squeeze-and-excitation, a head; ReLU6.
+"""EfficientNet-Lite0 as the file of its weights names it: a stem, 16 inverted bottlenecks without
+squeeze-and-excitation, a head; ReLU6.
 
-Shapes: N pictures [N,3,224,224] -> [N,1280,7,7]. Strided convolutions pad as TensorFlow's SAME does, on the right and below first.
+Shapes: N pictures [N,3,224,224] -> [N,1280,7,7]. Strided convolutions pad as TensorFlow's SAME
+does, on the right and below first. Names with an underscore are those of the file.
 """
 
 from __future__ import annotations
@@ -26,8 +28,15 @@ STAGES = (
 )
 """Repeats, kernel, stride of the first, expansion, channels."""
 EPS = 1e-3
-STEM, HEAD, CLASSES = 32, 1280, 1000
-MEAN, STD = 127.0, 128.0
+"""Epsilon of the batch norms, as TensorFlow's network was trained."""
+STEM = 32
+"""Channels behind the stem."""
+HEAD = 1280
+"""Channels of the features."""
+CLASSES = 1000
+MEAN = 127.0
+STD = 128.0
+"""Mean and spread of pixels of 0..255, in all channels."""
 
 
 class SameConv(nn.Conv2d):
@@ -39,9 +48,11 @@ class SameConv(nn.Conv2d):
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        kernel, stride = self.kernel_size[0], self.stride[0]
+        kernel = self.kernel_size[0]
+        stride = self.stride[0]
         pads: list[int] = []
         for size in (input.shape[3], input.shape[2]):
+            # What is needed for ceil(size / stride) windows; an odd pixel goes right or below.
             missing = max(0, (-(-size // stride) - 1) * stride + kernel - size)
             pads += [missing // 2, missing - missing // 2]
         return super().forward(F.pad(input, pads))
@@ -60,12 +71,18 @@ class Bottleneck(nn.Module):
         self._bn1 = nn.BatchNorm2d(wide, EPS)
         self._project_conv = SameConv(wide, outputs, 1)
         self._bn2 = nn.BatchNorm2d(outputs, EPS)
-        self.widens, self.adds = expansion > 1, stride == 1 and inputs == outputs
+        self.widens = expansion > 1
+        self.adds = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu6(self._bn0(self._expand_conv(x))) if self.widens else x
+        if self.widens:
+            y = F.relu6(self._bn0(self._expand_conv(x)))
+        else:
+            y = x
         y = self._bn2(self._project_conv(F.relu6(self._bn1(self._depthwise_conv(y)))))
-        return x + y if self.adds else y
+        if self.adds:
+            return x + y
+        return y
 
 
 class EfficientNetLite0(nn.Module):
@@ -78,11 +95,10 @@ class EfficientNetLite0(nn.Module):
         blocks: list[Bottleneck] = []
         channels = STEM
         for repeats, kernel, stride, expansion, outputs in STAGES:
-            for number in range(repeats):
-                blocks.append(
-                    Bottleneck(channels, outputs, kernel, stride if number == 0 else 1, expansion)
-                )
+            for _ in range(repeats):
+                blocks.append(Bottleneck(channels, outputs, kernel, stride, expansion))
                 channels = outputs
+                stride = 1  # only the first of a stage makes the picture smaller
         self._blocks = nn.ModuleList(blocks)
         self._conv_head = SameConv(channels, HEAD, 1)
         self._bn1 = nn.BatchNorm2d(HEAD, EPS)
@@ -106,12 +122,15 @@ class Lite0Encoder(nn.Module):
     def __init__(self, network: EfficientNetLite0, pooled: bool) -> None:
         super().__init__()
         self.pixels = Pixels((MEAN,) * 3, (STD,) * 3, 1.0)
-        self.network, self.pooled = network, pooled
+        self.network = network
+        self.pooled = pooled
 
     def forward(self, inputs: Tensor) -> Tensor:
         """uint8 [N,3,224,224] -> [N,1,1280] or [N,49,1280]."""
-        found = self.network(self.pixels(inputs)).flatten(2).transpose(1, 2)
-        return found.mean(1, keepdim=True) if self.pooled else found
+        vectors = self.network(self.pixels(inputs)).flatten(2).transpose(1, 2)
+        if self.pooled:
+            return vectors.mean(1, keepdim=True)
+        return vectors
 
 
 def load_lite0(path: Path) -> EfficientNetLite0:

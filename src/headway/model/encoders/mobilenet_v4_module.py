@@ -1,7 +1,9 @@
-"""MobileNetV4-conv-small as timm's file names its weights: a stem, plain convolutions, universal inverted bottlenecks; ReLU.
+"""MobileNetV4-conv-small (Qin 2024) as timm's file names its weights: a stem, plain convolutions,
+universal inverted bottlenecks; ReLU.
 
-Shapes: N pictures [N,3,224,224] -> [N,960,7,7]. A bottleneck is up to four convolutions: a depthwise one, a wide pointwise one, a depthwise
-one, a narrow pointwise one; the first and the third are there where their kernel is not 0. The head for classes is not used.
+Shapes: N pictures [N,3,224,224] -> [N,960,7,7]. A bottleneck is up to four convolutions: a
+depthwise one, a wide pointwise one, a depthwise one, a narrow pointwise one; the first and the
+third exist if their kernel is not 0. The head for classes is not used.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ from torch import Tensor, nn
 from headway.model.encoders.frozen import Pixels
 from headway.model.encoders.weight_file import fill_exactly, read_weights
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-STEM, WIDTH = 32, 960
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+"""Mean and spread of ImageNet's pixels, red, green and blue, in 0..1."""
+STEM = 32
+"""Channels behind the stem."""
+WIDTH = 960
+"""Channels of the features."""
 PLAIN = (((3, 2, 32), (1, 1, 32)), ((3, 2, 96), (1, 1, 64)))
 """Two stages of plain convolutions: kernel, stride, channels."""
 INVERTED = (
@@ -29,7 +36,8 @@ INVERTED = (
         *((0, 3, 1, 4, 128),) * 2,
     ),
 )
-"""Two stages of bottlenecks: kernel of the first and of the second depthwise convolution, stride, expansion, channels."""
+"""Two stages of bottlenecks: kernel of the first and of the second depthwise convolution,
+stride, expansion, channels."""
 UNUSED = ("conv_head.", "norm_head.", "classifier.")
 
 
@@ -54,7 +62,9 @@ class ConvNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.conv(x))
-        return F.relu(x) if self.active else x
+        if self.active:
+            return F.relu(x)
+        return x
 
 
 class PlainConv(nn.Module):
@@ -70,7 +80,10 @@ class PlainConv(nn.Module):
 
 
 class UniversalBottleneck(nn.Module):
-    """A universal inverted bottleneck; it adds its input where shapes allow. The last depthwise convolution has the stride."""
+    """A universal inverted bottleneck; it adds its input where shapes allow.
+
+    The last depthwise convolution has the stride.
+    """
 
     def __init__(
         self, inputs: int, kernels: tuple[int, int], stride: int, expansion: int, outputs: int
@@ -80,19 +93,20 @@ class UniversalBottleneck(nn.Module):
         wide = inputs * expansion
         self.adds = stride == 1 and inputs == outputs
         if first:
-            self.dw_start = ConvNorm(
-                inputs, inputs, first, 1 if second else stride, inputs, active=False
-            )
+            first_stride = 1 if second else stride
+            self.dw_start = ConvNorm(inputs, inputs, first, first_stride, inputs, active=False)
         self.pw_exp = ConvNorm(inputs, wide, 1)
         if second:
             self.dw_mid = ConvNorm(wide, wide, second, stride, wide)
         self.pw_proj = ConvNorm(wide, outputs, 1, active=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = x
-        for layer in self.children():  # in the order in which they were made
-            found = layer(found)
-        return x + found if self.adds else found
+        y = x
+        for layer in self.children():  # in the order in which they were assigned
+            y = layer(y)
+        if self.adds:
+            return x + y
+        return y
 
 
 class MobileNetV4(nn.Module):
@@ -100,9 +114,11 @@ class MobileNetV4(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # Names of modules are keys of timm's file.
         self.conv_stem = nn.Conv2d(3, STEM, 3, 2, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(STEM)
-        channels, stages = STEM, list[nn.Module]()
+        channels = STEM
+        stages = list[nn.Module]()
         for stage in PLAIN:
             layers: list[nn.Module] = []
             for kernel, stride, outputs in stage:
@@ -130,12 +146,15 @@ class MobileNetV4Encoder(nn.Module):
     def __init__(self, network: MobileNetV4, pooled: bool) -> None:
         super().__init__()
         self.pixels = Pixels(MEAN, STD)
-        self.network, self.pooled = network, pooled
+        self.network = network
+        self.pooled = pooled
 
     def forward(self, inputs: Tensor) -> Tensor:
         """uint8 [N,3,224,224] -> [N,1,960] or [N,49,960]."""
-        found = self.network(self.pixels(inputs)).flatten(2).transpose(1, 2)
-        return found.mean(1, keepdim=True) if self.pooled else found
+        vectors = self.network(self.pixels(inputs)).flatten(2).transpose(1, 2)
+        if self.pooled:
+            return vectors.mean(1, keepdim=True)
+        return vectors
 
 
 def load_mobilenet_v4(path: Path, key: str) -> MobileNetV4:

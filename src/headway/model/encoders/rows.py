@@ -1,4 +1,5 @@
-"""What makes the rows of an aligner's tables: a modality's settings come in, a frozen encoder or the reader of a tower's inputs goes out."""
+"""What makes the rows of an aligner's tables: a modality's settings come in, a frozen encoder or
+the reader of a tower's inputs goes out."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from headway.model.encoders.base import EncoderConfig, FrozenMediaEncoder
 
 
+# By its settings as text: two configs with the same settings share one loaded encoder.
 @lru_cache(maxsize=8)
 def _built(kind: type[EncoderConfig], settings: str, modality: str) -> FrozenMediaEncoder:
     return kind.model_validate_json(settings).build(modality)
@@ -26,13 +28,13 @@ def frozen_encoder(config: EncoderConfig, modality: str) -> FrozenMediaEncoder:
 
 def row_makers(aligner: AlignerConfig, device: torch.device | None = None) -> list[RowMaker]:
     """What makes the rows of each modality's table."""
-    found: list[RowMaker] = []
-    for name, one in aligner.encoders.items():
-        if one.TRAINS:
-            found.append(InputRows(name, one.input_of(name)))
-        else:
-            encoder = frozen_encoder(one, name)
-            if device is not None:
-                encoder.to(device)
-            found.append(EncoderRows(encoder))
-    return found
+    makers: list[RowMaker] = []
+    for modality, config in aligner.encoders.items():
+        if config.TRAINS:
+            makers.append(InputRows(modality, config.input_of(modality)))
+            continue
+        encoder = frozen_encoder(config, modality)
+        if device is not None:
+            encoder.to(device)
+        makers.append(EncoderRows(encoder))
+    return makers

@@ -1,4 +1,5 @@
-"""A small transformer over the bytes of a text, trained from scratch with the aligner: no tokenizer is needed."""
+"""A small transformer over the bytes of a text, trained from scratch with the aligner: no
+tokenizer is needed."""
 
 from __future__ import annotations
 

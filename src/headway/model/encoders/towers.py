@@ -1,7 +1,11 @@
-"""Encoders that train from scratch with the aligner: a vision transformer, a convolutional network over log-mels, a text transformer.
+"""Encoders that train from scratch with the aligner: a vision transformer, a convolutional network
+over log-mels, a text transformer.
 
-Shapes: N items, T positions, D width. In: a table's rows as they are stored (uint8 pixels, float32 dB, int32 bytes); out: [N, D].
-Invariant: an item's vector does not depend on the other items of its microbatch. No module draws random numbers.
+Shapes: N items, T positions, D width. In: a table's rows as they are stored (uint8 pixels, float32
+dB, int32 bytes); out: [N, D].
+
+Invariant: an item's vector does not depend on the other items of its microbatch, so norms are over
+layers or groups of channels, never over the batch. No module draws random numbers.
 """
 
 from __future__ import annotations
@@ -18,17 +22,23 @@ from torch import Tensor, nn
 
 from headway.model.base import module_specs
 from headway.model.layout import ParamSpec
-from headway.runtime.seed import derive
 
 BYTE_VALUES = 257
 """256 bytes, and the padding."""
-PIXEL_MEAN, PIXEL_STD = 127.5, 64.0
-DB_MEAN, DB_STD = -40.0, 25.0
+# Rough mean and spread of inputs: they only have to be of the order of 1 for the first layer.
+PIXEL_MEAN = 127.5
+PIXEL_STD = 64.0
+DB_MEAN = -40.0
+DB_STD = 25.0
 EMBEDDING_STD = 0.3
+"""Initial spread of positions and byte embeddings (`tower_std`)."""
+MELS = 64
+"""Rows of a log-mel (`media.items.AudioSpec`)."""
 
 
 class TowerLayer(nn.Module):
-    """Attention over all positions and a feed-forward, each on the normed stream and added to it."""
+    """Attention over all positions and a feed-forward, each on the normed stream and added to
+    it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -43,15 +53,14 @@ class TowerLayer(nn.Module):
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         """x [N,T,D]; `visible` [N,T]: which positions may be seen; None: all."""
         n, t, d = x.shape
-        q, k, v = (
-            self.qkv_proj(self.attn_norm(x))
-            .view(n, t, 3, self.heads, d // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
-        seen = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=None if visible is None else visible[:, None, None, :]
-        )
-        x = x + self.o_proj(seen.transpose(1, 2).reshape(n, t, d))
+        projected = self.qkv_proj(self.attn_norm(x))
+        # [N,T,3,heads,hd] -> three of [N,heads,T,hd].
+        q, k, v = projected.view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        mask = None
+        if visible is not None:
+            mask = visible[:, None, None, :]
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.o_proj(o.transpose(1, 2).reshape(n, t, d))
         return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x)), approximate="tanh"))
 
 
@@ -67,7 +76,10 @@ class Positions(nn.Module):
 
 
 class Tower(nn.Module, ABC):
-    """An encoder that trains. `layers` are its blocks; the modules before and after them are called one by one."""
+    """An encoder that trains.
+
+    `layers` are its blocks; the modules before and after them are called one by one.
+    """
 
     layers: nn.ModuleDict
 
@@ -102,15 +114,14 @@ class PatchStem(Cast):
         """[N, 3, H, W] -> [N, T, D]."""
         n, c, h, w = x.shape
         p = self.patch
-        return super().forward(
-            x.view(n, c, h // p, p, w // p, p)
-            .permute(0, 2, 4, 1, 3, 5)
-            .reshape(n, (h // p) * (w // p), c * p * p)
-        )
+        # [N, C, rows, P, columns, P] -> [N, rows, columns, C, P, P].
+        patches = x.view(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5)
+        return super().forward(patches.reshape(n, (h // p) * (w // p), c * p * p))
 
 
 class HalvingConv(nn.Module):
-    """A convolution that halves height and width, and a norm over groups of channels of one picture."""
+    """A convolution that halves height and width, and a norm over groups of channels of one
+    picture."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -122,10 +133,12 @@ class HalvingConv(nn.Module):
 
 
 class ConvStem(nn.Module):
-    """Overlapping convolutions, each of which halves the picture, up to one vector per patch: edges that cross patches stay visible."""
+    """Overlapping convolutions, each of which halves the picture, up to one vector per patch:
+    edges that cross patches stay visible."""
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
+        # A patch of 2^count pixels; channels double up to `width`.
         count = patch.bit_length() - 1
         channels = [3, *(max(16, width >> (count - 1 - n)) for n in range(count))]
         self.convs = nn.ModuleList(HalvingConv(*pair) for pair in pairwise(channels))
@@ -140,7 +153,10 @@ class ConvStem(nn.Module):
 
 
 class VisionTower(Tower):
-    """Patches of a picture through a transformer; the mean of all patches comes out. `patches` makes a vector of each patch."""
+    """Patches of a picture through a transformer; the mean of all patches comes out.
+
+    `patches` makes a vector of each patch.
+    """
 
     def __init__(
         self,
@@ -179,9 +195,11 @@ class TextTower(Tower):
         inside = inputs >= 0
         # An empty text still sees one position: a softmax over nothing is not a number.
         visible = inside | (torch.arange(inputs.shape[1], device=inputs.device) == 0)
+        # Padding, -1, is the last row of the table.
         x = self.positions(self.embed_tokens(inputs.clamp(min=-1) % BYTE_VALUES))
         for layer in self.layers.values():
             x = layer(x, visible)
+        # The mean over the bytes of the text; padding does not count.
         weight = visible.to(x.dtype)[..., None]
         return (self.norm(x) * weight).sum(1) / weight.sum(1)
 
@@ -204,7 +222,8 @@ class AudioStage(nn.Module):
 
 
 class StemConv(nn.Module):
-    """The first convolution, which halves mels and frames; casts its input to the dtype it computes in."""
+    """The first convolution, which halves mels and frames; casts its input to the dtype it
+    computes in."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -215,7 +234,8 @@ class StemConv(nn.Module):
 
 
 class AudioTower(Tower):
-    """A log-mel through convolutions; the mean over what is left of time and pitch, each pitch with its own place, comes out."""
+    """A log-mel through convolutions; the mean over what is left of time and pitch, each pitch
+    with its own place, comes out."""
 
     def __init__(self, width: int, stages: int) -> None:
         super().__init__()
@@ -224,14 +244,17 @@ class AudioTower(Tower):
         self.layers = nn.ModuleDict(
             {str(n): AudioStage(channels[max(0, n - 1)], channels[n]) for n in range(stages)}
         )
-        rows = max(1, 64 >> (stages + 1))  # of 64 mels
+        # Each stage halves the mels, after the stem has halved them.
+        rows = max(1, MELS >> (stages + 1))
         self.norm = nn.LayerNorm(width * rows)
         self.out_proj = nn.Linear(width * rows, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        # One channel, as a picture of mels and frames.
         x = self.stem(((inputs - DB_MEAN) / DB_STD)[:, None])
         for layer in self.layers.values():
             x = layer(x)
+        # The mean over time; rows of pitch stay apart, since pitch has a meaning.
         return self.out_proj(self.norm(x.mean(3).flatten(1)))
 
 
@@ -250,20 +273,17 @@ def tower_specs(module: nn.Module) -> list[ParamSpec]:
     return specs
 
 
-def tower_value(spec: ParamSpec, seed: int, layers: int) -> Tensor:
-    """The initial value of a parameter of a tower or a head, fp32 on the CPU, drawn from (seed, name).
+def tower_std(spec: ParamSpec, layers: int) -> float:
+    """The standard deviation of the initial value of a parameter of a tower with so many layers, or
+    of a head.
 
-    Norms 1, biases 0. Matrices keep the variance of their input; what adds to a stream starts small, so that depth does not matter.
-    Positions are as large as what they are added to, within a factor: with 0.02 a small tower found places and shapes half as well.
+    Matrices keep the variance of their input: 1 / sqrt(inputs). What adds to a stream starts
+    smaller, by sqrt(2 layers), so that depth does not matter. Positions are of the size of what
+    they are added to: with 0.02 a small tower learned places and shapes half as well.
     """
-    if spec.start == "zero":
-        return torch.zeros(spec.shape, device="cpu")
-    if spec.start == "norm":
-        return torch.ones(spec.shape, device="cpu")
-    generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", spec.name))
-    std = 1 / sqrt(max(1, prod(spec.shape[1:])))
     if spec.start == "table":
-        std = EMBEDDING_STD
-    elif spec.start == "residual":
+        return EMBEDDING_STD
+    std = 1 / sqrt(max(1, prod(spec.shape[1:])))
+    if spec.start == "residual":
         std /= sqrt(2 * layers)
-    return torch.empty(spec.shape, device="cpu").normal_(0.0, std, generator=generator)
+    return std

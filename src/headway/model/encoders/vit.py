@@ -1,4 +1,5 @@
-"""A small vision transformer, trained from scratch with the aligner. In: pixels; out: the mean of its patch vectors."""
+"""A small vision transformer, trained from scratch with the aligner. In: pixels; out: the mean
+of its patch vectors."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ class Config(EncoderConfig):
     def _fits(self) -> Config:
         if self.image_size % self.patch:
             raise ValueError(f"has patch={self.patch}; it must divide image_size={self.image_size}")
+        # Each convolution halves the picture, down to one place per patch.
         if self.stem == "convolutions" and (self.patch < 2 or self.patch & (self.patch - 1)):
             raise ValueError(
                 f"has patch={self.patch}; with stem: convolutions it must be a power of two: each one halves the picture"
@@ -56,5 +58,8 @@ class Config(EncoderConfig):
         """The module."""
         from headway.model.encoders.towers import ConvStem, PatchStem, VisionTower
 
-        stem = (ConvStem if self.stem == "convolutions" else PatchStem)(self.patch, self.width)
+        if self.stem == "convolutions":
+            stem = ConvStem(self.patch, self.width)
+        else:
+            stem = PatchStem(self.patch, self.width)
         return VisionTower(self.image_size, stem, self.patch, self.width, self.layers, self.heads)

@@ -1,6 +1,8 @@
-"""The weights of a published network in one file: safetensors, or a torch.save file, read by the restricted loader. Out: tensors by name.
+"""The weights of a published network in one file: safetensors, or a torch.save file, read by the
+restricted loader. Out: tensors by name.
 
-Invariant: names and shapes are exactly those of the network; a file that fits in part is refused by the first tensor that does not.
+Invariant: names and shapes are exactly those of the network; a file that fits in part is refused by
+the first tensor that does not.
 """
 
 from __future__ import annotations
@@ -32,28 +34,32 @@ def read_weights(path: Path, key: str) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{path}: cannot be read: {first_line(problem)}. Fetch it again."
             ) from None
-    found = open_pickled(path)
-    inner = next((found[name] for name in NESTED if isinstance(found.get(name), dict)), found)
-    return {str(name): value for name, value in inner.items() if isinstance(value, Tensor)}
+    content = open_pickled(path)
+    for name in NESTED:
+        if isinstance(content.get(name), dict):
+            content = content[name]
+            break
+    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def fill_exactly(
-    network: nn.Module, given: Mapping[str, Any], path: Path, ignored: Sequence[str] = ()
+    network: nn.Module, tensors: Mapping[str, Any], path: Path, ignored: Sequence[str] = ()
 ) -> None:
-    """Put tensors into a network that was built without memory; those that start with `ignored` are of parts that are not used."""
+    """Put tensors into a network that was built without memory; those that start with `ignored`
+    are of parts that are not used."""
     used = {
         str(name): value
-        for name, value in given.items()
+        for name, value in tensors.items()
         if not str(name).startswith(tuple(ignored))
     }
-    wanted = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    found = {
+    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    stored = {
         name: tuple(value.shape) if isinstance(value, Tensor) else None
         for name, value in used.items()
     }
-    if found != wanted:
-        wrong = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
-        raise CheckpointError(
-            f"{path}: {wrong} is {found.get(wrong, 'missing')}; {wanted.get(wrong, 'nothing')} is expected."
-        )
+    for name in {**expected, **stored}:
+        if name not in stored or name not in expected or stored[name] != expected[name]:
+            raise CheckpointError(
+                f"{path}: {name} is {stored.get(name, 'missing')}; {expected.get(name, 'nothing')} is expected."
+            )
     network.load_state_dict(dict(check_finite(used.items(), path)), assign=True)

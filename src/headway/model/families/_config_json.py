@@ -1,6 +1,11 @@
-"""Reading and writing config.json, shared by the families headway ships. Keys that matter and are unknown are refused by name.
+"""Reading and writing config.json, shared by the families headway ships.
 
-An absent key means what it means to transformers: each family lists its defaults.
+    read    config.json -> validate_hf_config: defaults added, unknown keys refused -> model_config
+    write   ModelConfig -> require: what the family cannot express is refused -> settings_of
+
+A key that may change what the model computes and is unknown is refused by name: a model that
+computes something else would not be noticed. An absent key means what it means to transformers, so
+each family lists its defaults.
 """
 
 import math
@@ -37,13 +42,15 @@ ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
+"""Kind of scaling -> the keys that it needs."""
 OPTIONAL_ROPE_KEYS = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
 ROPE_LISTS = ("short_factor", "long_factor")
 Keys = Mapping[str, str | tuple[str, ...]]
-"""A family's table: a key of config.json -> the setting of ours that it is, or several that it switches together. Read both ways."""
+"""A family's table: a key of config.json -> the setting of ours that it is, or several that it
+switches together. Read both ways."""
 NO_KEYS: Keys = MappingProxyType({})
 SIZES: Keys = {
     "vocab_size": "vocab_size",
@@ -75,69 +82,81 @@ NEUTRAL: dict[str, Any] = {
 """What a family's config.json cannot change unless the family says otherwise."""
 
 
-def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a config.json, with the family's defaults for absent ones. One error names all keys that are refused."""
+def validate_hf_config(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a config.json, with the family's defaults for absent ones.
+
+    One error names all keys that are refused.
+    """
     known = {**DEFAULTS, **defaults}
     read = known.keys() | set(REQUIRED)
     fixed = ONLY.keys() - defaults.keys()  # what a family reads itself may have any value
-    strange = [
-        key
-        for key, value in given.items()
-        if (key in fixed or key not in read) and not harmless(key, value, given)
-    ]
-    computed = [
-        f"{key} is {shown(given[key])} (headway computes only {ONLY[key][0]!r})"
-        for key in strange
-        if key in ONLY
-    ]
-    unknown = [f"{key} is {shown(given[key])}" for key in strange if key not in ONLY]
-    wrong = (
-        (key, misfit(key, given[key])) for key in given if key in read and given[key] is not None
-    )
-    problems = computed + [
-        f"{key} is {shown(given[key])}; {why}" for key, why in wrong if why is not None
-    ]
+
+    not_computed: list[str] = []
+    unknown: list[str] = []
+    wrong_types: list[str] = []
+    for key, value in hf_config.items():
+        if (key in fixed or key not in read) and not harmless(key, value, hf_config):
+            if key in ONLY:
+                only = ONLY[key][0]
+                not_computed.append(f"{key} is {shown(value)} (headway computes only {only!r})")
+            else:
+                unknown.append(f"{key} is {shown(value)}")
+        if key in read and value is not None:
+            why = misfit(key, value)
+            if why is not None:
+                wrong_types.append(f"{key} is {shown(value)}; {why}")
+
+    problems = not_computed + wrong_types
     if unknown:
+        these = "this" if len(unknown) == 1 else "these"
         remedy = "Remove keys that do not change what the model computes"
-        problems.append(
-            f"{', '.join(unknown)}: headway does not know {'this' if len(unknown) == 1 else 'these'}. {remedy}"
-        )
-    problems += [
-        f"{key} is missing; it must be given" for key in REQUIRED if given.get(key) is None
-    ]
+        problems.append(f"{', '.join(unknown)}: headway does not know {these}. {remedy}")
+    for key in REQUIRED:
+        if hf_config.get(key) is None:
+            problems.append(f"{key} is missing; it must be given")
     if problems:
         raise ConfigError("; ".join(problems) + ".")
-    return {**known, **given}
+    return {**known, **hf_config}
 
 
 def shown(value: Any) -> str:
     """A value as an error names it."""
     text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."
 
 
 def read_keys(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings, from theirs."""
+    """Our settings, from those of config.json."""
     values: dict[str, Any] = {}
-    for theirs, ours in keys.items():
-        names = (ours,) if isinstance(ours, str) else ours
-        values |= dict.fromkeys(names, settings[theirs])
+    for hf_key, ours in keys.items():
+        values |= dict.fromkeys(_names(ours), settings[hf_key])
     return values
 
 
 def written_keys(keys: Keys, config: Any) -> dict[str, Any]:
-    """Their settings, from ours."""
+    """The settings of config.json, from ours."""
     values: dict[str, Any] = {}
-    for theirs, ours in keys.items():
-        name = ours if isinstance(ours, str) else ours[0]
-        values[theirs] = getattr(config, RESOLVED.get(name, name))
+    for hf_key, ours in keys.items():
+        # Several settings behind one key are equal (`require`).
+        name = _names(ours)[0]
+        values[hf_key] = getattr(config, RESOLVED.get(name, name))
     return values
+
+
+def _names(ours: str | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(ours, str):
+        return (ours,)
+    return ours
 
 
 def model_config(
     family: str, settings: Mapping[str, Any], keys: Keys = NO_KEYS, **family_settings: Any
 ) -> ModelConfig:
-    """The ModelConfig of checked settings: of the keys that all families have, of this one's, and of what it adds."""
+    """The ModelConfig of checked settings: of the keys that all families have, of this one's,
+    and of what it adds."""
+    # What a family adds comes last: it may replace what the tables gave.
     theta, scaling = read_rope(settings)
     return validate(
         ModelConfig,
@@ -152,82 +171,94 @@ def model_config(
 
 
 def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4), or both where they agree."""
+    """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling` (4), or both where they agree."""
+    top_level = {}
+    if settings["rope_theta"] is not None:
+        top_level = {"rope_theta": settings["rope_theta"]}
+
     rope: dict[str, Any] = {}
-    top = {"rope_theta": settings["rope_theta"]} if settings["rope_theta"] is not None else {}
-    for where in (settings["rope_parameters"] or {}, settings["rope_scaling"] or {}, top):
-        for key, value in where.items():
-            listed = (
-                key in ROPE_LISTS
-                and isinstance(value, list)
-                and all(isinstance(one, (int, float)) for one in value)
-            )
-            if (
-                key != "rope_type"
-                and key != "type"
-                and not listed
-                and not isinstance(value, (int, float, type(None)))
-            ):
+    for section in (settings["rope_parameters"] or {}, settings["rope_scaling"] or {}, top_level):
+        for key, value in section.items():
+            if key not in ("rope_type", "type") and not _is_rope_number(key, value):
+                kind = section.get("rope_type", section.get("type"))
                 raise ConfigError(
-                    f"rope_type is {where.get('rope_type', where.get('type'))!r} with {key} {shown(value)}; numbers are expected."
+                    f"rope_type is {kind!r} with {key} {shown(value)}; numbers are expected."
                 )
             name = "rope_type" if key == "type" else key
             if rope.setdefault(name, value) != value:
                 raise ConfigError(
                     f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling."
                 )
+
     theta = rope.pop("rope_theta", 10000.0)
     kind = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", 1) != 1 and "partial_rotary_factor" not in settings:
         raise ConfigError(
             "partial_rotary_factor is not 1; headway rotates whole heads in this family."
         )
-    kind = "longrope" if kind == "su" else kind
+    if kind == "su":  # the first name of longrope
+        kind = "longrope"
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"rope_type is {kind!r}; headway computes {', '.join(ROPE_KEYS)}.")
+
+    # What transformers derives where a file is silent.
     if "original_max_position_embeddings" in ROPE_KEYS[kind]:
         rope.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
     if kind == "yarn":
         rope = _yarn(rope)
+    # transformers derives the factor of longrope from the two lengths.
     if kind == "longrope":
         rope = {key: value for key, value in rope.items() if value is not None}
-        longest, original = (
-            settings["max_position_embeddings"],
-            rope.get("original_max_position_embeddings"),
-        )
+        longest = settings["max_position_embeddings"]
+        original = rope.get("original_max_position_embeddings")
         if isinstance(longest, int) and isinstance(original, int):
             rope.setdefault("factor", max(1.0, longest / max(1, original)))
+
     takes = (*ROPE_KEYS[kind], *OPTIONAL_ROPE_KEYS.get(kind, ()))
     for key in (*rope, *ROPE_KEYS[kind]):
         if key not in rope or key not in takes:
+            preposition = "without" if key not in rope else "with"
             raise ConfigError(
-                f"rope_type is {kind!r} {'without' if key not in rope else 'with'} {key}; it takes {_listed(takes)}."
+                f"rope_type is {kind!r} {preposition} {key}; it takes {_listed(takes)}."
             )
     if kind == "default":
         return theta, None
-    names = {"original_max_position_embeddings": "original_max_seq_len"}
-    return theta, validate(
-        RopeScaling, {"kind": kind, **{names.get(key, key): value for key, value in rope.items()}}
-    )
+    if "original_max_position_embeddings" in rope:
+        rope["original_max_seq_len"] = rope.pop("original_max_position_embeddings")
+    return theta, validate(RopeScaling, {"kind": kind, **rope})
+
+
+def _is_rope_number(key: str, value: Any) -> bool:
+    """Whether a rotary setting is a number, null, or one of the lists of numbers."""
+    if key in ROPE_LISTS and isinstance(value, list):
+        return all(isinstance(number, (int, float)) for number in value)
+    return isinstance(value, (int, float, type(None)))
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Yarn's keys without those that are null; mscale and mscale_all_dim become an attention factor."""
-    given = {key: value for key, value in rope.items() if value is not None}
-    if not 0 < given.get("factor", 1) < math.inf:
+    """Yarn's keys without those that are null; mscale and mscale_all_dim become an attention
+    factor."""
+    settings = {key: value for key, value in rope.items() if value is not None}
+    if not 0 < settings.get("factor", 1) < math.inf:
         raise ConfigError(
-            f"rope_type is 'yarn' with factor {given['factor']!r}; it must be a number above 0."
+            f"rope_type is 'yarn' with factor {settings['factor']!r}; it must be a number above 0."
         )
-    scales = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
-    if all(scales) and "attention_factor" not in given and "factor" in given:
-        given["attention_factor"] = yarn_growth(given["factor"], scales[0]) / yarn_growth(
-            given["factor"], scales[1]
-        )
-    return given
+    # Latent attention takes its growths out before this (`_latent.py`): there they also scale scores.
+    mscale = settings.pop("mscale", 0)
+    mscale_all_dim = settings.pop("mscale_all_dim", 0)
+    is_derived = "attention_factor" not in settings and "factor" in settings
+    if mscale and mscale_all_dim and is_derived:
+        factor = settings["factor"]
+        growth = yarn_growth(factor, mscale)
+        settings["attention_factor"] = growth / yarn_growth(factor, mscale_all_dim)
+    return settings
 
 
 def _listed(keys: tuple[str, ...]) -> str:
-    return ", ".join(keys) if keys else "no further keys"
+    if keys:
+        return ", ".join(keys)
+    return "no further keys"
 
 
 def default_theta(settings: dict[str, Any], theta: float) -> None:
@@ -239,8 +270,11 @@ def default_theta(settings: dict[str, Any], theta: float) -> None:
 def settings_of(
     config: ModelConfig, model_type: str, architecture: str, keys: Keys = NO_KEYS
 ) -> dict[str, Any]:
-    """The keys of config.json that every family writes, and this one's. transformers 4 reads rope_theta and rope_scaling of it,
-    transformers 5 rope_parameters."""
+    """The keys of config.json that every family writes, and this one's.
+
+    transformers 4 reads rope_theta and rope_scaling of it, transformers 5 rope_parameters.
+    """
+    # Only keys that the kind takes: a loader refuses or warns about others.
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
@@ -277,41 +311,51 @@ def settings_of(
 
 
 def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: Any) -> None:
-    """Refuse to write a config that a family's config.json cannot express. What its table has may be anything."""
-    free = [name for ours in keys.values() for name in ((ours,) if isinstance(ours, str) else ours)]
-    fixed = {key: value for key, value in NEUTRAL.items() if key not in free}
-    for key, value in {**fixed, **needed}.items():
-        given = getattr(config, key)
-        if given != value:
-            found, wanted = (list(one) if isinstance(one, tuple) else one for one in (given, value))
+    """Refuse to write a config that a family's config.json cannot express.
+
+    What its table has may be anything.
+    """
+    expressed = {name for ours in keys.values() for name in _names(ours)}
+    fixed = {key: value for key, value in NEUTRAL.items() if key not in expressed}
+    for key, expected in {**fixed, **needed}.items():
+        value = getattr(config, key)
+        if value != expected:
             raise ConfigError(
-                f"model.{key} is {found!r}, which the config.json of a Hugging Face {family} model cannot express; "
-                f"it is always {wanted!r} there."
+                f"model.{key} is {_as_json(value)!r}, which the config.json of a Hugging Face {family} model cannot express; "
+                f"it is always {_as_json(expected)!r} there."
             )
     for ours in keys.values():
-        if not isinstance(ours, str) and getattr(config, ours[0]) != getattr(config, ours[1]):
+        if isinstance(ours, str):
+            continue
+        first = getattr(config, ours[0])
+        second = getattr(config, ours[1])
+        if first != second:
             raise ConfigError(
-                f"model.{ours[0]} is {getattr(config, ours[0])} and model.{ours[1]} is {getattr(config, ours[1])}; a Hugging Face "
+                f"model.{ours[0]} is {first} and model.{ours[1]} is {second}; a Hugging Face "
                 f"{family} model has one switch for both."
             )
 
 
+def _as_json(value: Any) -> Any:
+    """A tuple as the list that a recipe has."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value
+
+
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     """sliding_window and window_layers of the families that choose per layer."""
-    layers, window = (
-        settings["num_hidden_layers"],
-        settings["sliding_window"] if settings["use_sliding_window"] else None,
-    )
+    layers = settings["num_hidden_layers"]
+    window = settings["sliding_window"] if settings["use_sliding_window"] else None
     if layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
     types = settings["layer_types"]
     if types is None:
-        types = [
-            "sliding_attention"
-            if window is not None and i >= (settings["max_window_layers"] or 0)
-            else "full_attention"
-            for i in range(layers)
-        ]
+        # The first layers are full, all behind them have the window.
+        first = layers
+        if window is not None:
+            first = min(layers, settings["max_window_layers"] or 0)
+        types = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     if len(types) != layers:
         raise ConfigError(
             f"layer_types names {len(types)} layers; there are num_hidden_layers={layers}."
@@ -321,25 +365,29 @@ def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"layer_types holds {kind!r}; headway computes sliding_attention and full_attention."
             )
-    sliding = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
+    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if sliding and window is None:
         raise ConfigError(
             "layer_types holds 'sliding_attention', but use_sliding_window is false or sliding_window is not given."
         )
     if not sliding:
         return {"sliding_window": None, "window_layers": None}
-    return {"sliding_window": window, "window_layers": None if len(sliding) == layers else sliding}
+    if len(sliding) == layers:
+        return {"sliding_window": window, "window_layers": None}
+    return {"sliding_window": window, "window_layers": sliding}
 
 
 def written_windows(config: ModelConfig) -> dict[str, Any]:
     """The keys for the layers that have a window."""
-    sliding = [config.window_of(layer) is not None for layer in range(config.num_layers)]
-    first = sliding.index(True) if any(sliding) else config.num_layers
+    has_window = [config.window_of(layer) is not None for layer in range(config.num_layers)]
+    is_used = any(has_window)
     return {
-        "use_sliding_window": any(sliding),
-        "sliding_window": config.sliding_window if any(sliding) else None,
-        "max_window_layers": first,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "use_sliding_window": is_used,
+        "sliding_window": config.sliding_window if is_used else None,
+        "max_window_layers": has_window.index(True) if is_used else config.num_layers,
+        "layer_types": [
+            "sliding_attention" if windowed else "full_attention" for windowed in has_window
+        ],
     }
 
 
@@ -353,6 +401,9 @@ def same_name(name: str) -> str:
     return name
 
 
-def ours_or_none(name: str) -> str | None:
-    """Our name of a tensor; old checkpoints carry rotary frequencies, which follow from the config."""
-    return None if name.endswith("rotary_emb.inv_freq") else name
+def own_name_or_none(name: str) -> str | None:
+    """Our name of a tensor; old checkpoints carry rotary frequencies, which follow from the
+    config."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name

@@ -1,6 +1,9 @@
-"""Keys of real config.json files for which headway has no setting: those without effect, and those of which headway computes only some
-values. Collected from published Llama, Qwen, Mistral, InternLM, SmolLM, Yi, Falcon, MiniMind and distilled models
-and from what training tools (unsloth, axolotl, nanotron, PaddleNLP, LLaMA-Factory) leave behind.
+"""Keys of real config.json files for which headway has no setting: those without effect, and those
+of which headway computes only some values.
+
+Collected from published Llama, Qwen, Mistral, InternLM, SmolLM, Yi, Falcon, MiniMind and distilled
+models and from what training tools (unsloth, axolotl, nanotron, PaddleNLP, LLaMA-Factory) leave
+behind.
 """
 
 from collections.abc import Mapping
@@ -105,6 +108,7 @@ NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_c
 MAPPINGS = ("rope_scaling", "rope_parameters", "rotary")
 LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
 LARGEST = 1 << 40
+"""Of a whole number; far above any real size, far below what overflows."""
 # Of families with multipliers, caps and several rotary bases.
 WHOLE += ("sliding_window_pattern", "_sliding_window_pattern", "original_max_position_embeddings", "n_embd", "n_layer", "n_head", "n_inner",
           "n_positions", "n_ctx")  # fmt: skip
@@ -121,12 +125,12 @@ NUMBERS += (
 
 def misfit(key: str, value: Any) -> str | None:
     """What a setting should have been; None if it is that."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if key in WHOLE and not (isinstance(value, int) and number and 0 <= value <= LARGEST):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if key in WHOLE and not (isinstance(value, int) and is_number and 0 <= value <= LARGEST):
         return f"a whole number up to {LARGEST} is expected"
     if key in SWITCHES and not isinstance(value, bool):
         return "true or false is expected"
-    if key in NUMBERS and not number:
+    if key in NUMBERS and not is_number:
         return "a number is expected"
     if key in MAPPINGS and not isinstance(value, Mapping):
         return "a mapping is expected"
@@ -135,19 +139,18 @@ def misfit(key: str, value: Any) -> str | None:
     return None
 
 
-def harmless(key: str, value: Any, given: Mapping[str, Any]) -> bool:
+def harmless(key: str, value: Any, hf_config: Mapping[str, Any]) -> bool:
     """Whether an unread key has a value that changes nothing."""
     if value is None or key in METADATA:
         return True
     values = ONLY.get(key, ELSEWHERE.get(key))
     if values is not None:
-        return (
-            not isinstance(value, str) and value in values
-            if not isinstance(values[0], str)
-            else value in values
-        )
+        if not isinstance(values[0], str):
+            return not isinstance(value, str) and value in values
+        return value in values
+    # Keys of windows that say what every layer without one does.
     if key == "layer_types":
-        return isinstance(value, list) and all(one == "full_attention" for one in value)
+        return isinstance(value, list) and all(kind == "full_attention" for kind in value)
     if key == "max_window_layers":
-        return not given.get("use_sliding_window")
+        return not hf_config.get("use_sliding_window")
     return False

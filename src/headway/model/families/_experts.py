@@ -1,8 +1,11 @@
-"""What the families with mixtures of experts share: names of their experts' tensors, and the keys of their config.json.
+"""What the families with mixtures of experts share: names of their experts' tensors, and the keys
+of their config.json.
 
 ours    model.layers.0.mlp.experts.gate_proj.weight    [experts, out, in]
-theirs  model.layers.0.mlp.experts.3.gate_proj.weight  [out, in], one for each expert: the form that is exported
-fused   model.layers.0.mlp.experts.gate_up_proj        [experts, 2 out, in], gate before up; down_proj [experts, out, in]: read too
+theirs  model.layers.0.mlp.experts.3.gate_proj.weight  [out, in], one for each expert: the form that is
+                                                       exported
+fused   model.layers.0.mlp.experts.gate_up_proj        [experts, 2 out, in], gate before up, and
+                                                       down_proj [experts, out, in]: read too
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +15,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.experts_config import ExpertsConfig
 from headway.model.families._config_json import NO_KEYS, Keys, read_keys, written_keys
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
 EXPERT_KEYS: Keys = {"num_experts_per_tok": "per_token", "router_aux_loss_coef": "aux_loss"}
@@ -26,43 +29,56 @@ def expert_pieces(
     *,
     at: str = EXPERTS,
     names: Mapping[str, str] = PLAIN_NAMES,
-) -> tuple[Piece, ...]:
-    """The pieces of a stacked parameter, as a folder has it; none for other parameters. `at` and `names`: as the family calls them."""
+) -> tuple[HfPiece, ...]:
+    """The tensors of a folder that hold a stacked parameter; none for other parameters.
+
+    `stored` has the names in the folder; None: they are to be written, one tensor for each expert.
+    `at` stands between the name of a layer and the number of an expert. `names` has the family's
+    name of each of our projections.
+    """
     if len(spec.shape) != STACKED:
         return ()
-    before, leaf = spec.name.removesuffix(".weight").split(EXPERTS)
-    fused = before + EXPERTS + ("down_proj" if leaf == "down_proj" else "gate_up_proj")
+    layer, leaf = spec.name.removesuffix(".weight").split(EXPERTS)
+    # Families of this module have the same names in their fused form: `at` and `names` are those of
+    # the other form alone.
+    fused_leaf = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+    fused = layer + EXPERTS + fused_leaf
     if stored is not None and fused in stored:
-        size = config.expert_size
-        start = {"gate_proj": 0, "up_proj": size, "down_proj": 0}[leaf]
-        return (
-            Piece(fused, 1, start, start + (config.hidden_size if leaf == "down_proj" else size)),
-        )
+        start = config.expert_size if leaf == "up_proj" else 0
+        return (HfPiece(fused, dim=1, start=start, stop=start + spec.shape[1]),)
+
+    # One tensor for each expert, in the order in which ours are stacked.
     assert config.experts is not None
     return tuple(
-        Piece(f"{before}{at}{expert}.{names[leaf]}.weight") for expert in range(config.experts.num)
+        HfPiece(f"{layer}{at}{expert}.{names[leaf]}.weight") for expert in range(config.experts.num)
     )
 
 
-def one_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which the number of experts is `num_experts`; some versions of transformers write `num_local_experts`."""
-    rest = {key: value for key, value in given.items() if key != "num_local_experts"}
-    return (
-        {"num_experts": given["num_local_experts"], **rest}
-        if given.get("num_local_experts") is not None
-        else rest
-    )
+def one_name(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which the number of experts is `num_experts`; some versions of transformers
+    write `num_local_experts`. A file with both keeps its `num_experts`."""
+    others = {key: value for key, value in hf_config.items() if key != "num_local_experts"}
+    if hf_config.get("num_local_experts") is not None:
+        return {"num_experts": hf_config["num_local_experts"], **others}
+    return others
 
 
 def read_experts(
     settings: Mapping[str, Any], keys: Keys = NO_KEYS, *, num: str = "num_experts", **more: Any
 ) -> dict[str, Any]:
-    """The `experts` section of checked settings. Whether tokens balance the load is the recipe's decision; the weight is the file's."""
+    """The `experts` section of checked settings.
+
+    `num` is the key with the number of experts; `more` are settings of ours that the caller knows.
+    The weight of the balancing loss is the file's; over which tokens it balances (`aux_scope`) is
+    not in the file and is left to the recipe.
+    """
     if settings[num] is None or settings[num] < 2:
         raise ConfigError(f"{num} is {settings[num]}; a mixture has at least 2 experts.")
     return {
         **read_keys({num: "num", **EXPERT_KEYS, **keys}, settings),
+        # The file may have null.
         "aux_loss": float(settings["router_aux_loss_coef"] or 0.0),
+        # transformers computes one balancing loss over all layers together.
         "aux_layers": "pooled",
         **more,
     }
@@ -76,7 +92,12 @@ def written_experts(
     num: str = "num_experts",
     **always: Any,
 ) -> dict[str, Any]:
-    """The keys of the `experts` section; what the family always does must be so."""
+    """The keys of config.json for the `experts` section.
+
+    `always` are settings for which the family has no key: it has one value of each, and a model
+    with another value is refused.
+    """
+    # Settings of ours for which these families have no key.
     plain = {
         "router": "softmax",
         "shared_ffn_size": 0,
@@ -89,12 +110,13 @@ def written_experts(
 
 
 def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -> ExpertsConfig:
-    """The experts of a model, which must be what the family always has."""
+    """The experts of a model; settings that differ from `always` are refused."""
     experts = config.experts
     if experts is None:
         raise ConfigError(
             f"model.experts is null; a Hugging Face {family} model has experts. Use another family."
         )
+    # Settings of the recipe alone, such as how load is balanced, may be anything.
     for key, value in {"router_bias": False, "bias": False, "swiglu_limit": None, **always}.items():
         if getattr(experts, key) != value:
             raise ConfigError(

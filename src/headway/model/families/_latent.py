@@ -1,5 +1,5 @@
-"""What the families with multi-head latent attention share: the keys of their config.json, yarn's two growths, layers that predict more
-tokens. Imports without torch."""
+"""What the families with multi-head latent attention share: the keys of their config.json,
+yarn's two growths, layers that predict more tokens. Imports without torch."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -45,25 +45,28 @@ EXPERT_KEYS = {
     "routed_scaling_factor": "routed_scale",
 }
 GROWTHS = ("mscale", "mscale_all_dim")
+"""Keys of yarn that latent attention applies to scores (`RopeScaling.mscale_all_dim`)."""
 
 
-def one_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which the number of experts is `n_routed_experts`, and that of layers for more tokens `num_nextn_predict_layers`."""
-    found = dict(given)
-    others = {
+def one_name(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which the number of experts is `n_routed_experts`, and that of layers for more
+    tokens `num_nextn_predict_layers`."""
+    renamed = dict(hf_config)
+    names = {
         "num_experts": "n_routed_experts",
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     }
-    for key, name in others.items():
-        value = found.pop(key, None)
+    for key, name in names.items():
+        value = renamed.pop(key, None)
         if value is not None:
-            found.setdefault(name, value)
-    return found
+            renamed.setdefault(name, value)
+    return renamed
 
 
 def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The settings of a ModelConfig that these families share, `experts` among them; `more` is added to the experts."""
+    """The settings of a ModelConfig that these families share, `experts` among them; `more` is
+    added to the experts."""
     absent = [key for key in NEEDED if settings[key] is None]
     if absent:
         raise ConfigError(f"{absent[0]} is null; a number is expected.")
@@ -76,7 +79,10 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
             f"num_key_value_heads is {settings['num_key_value_heads']}; latent attention has as many as "
             f"num_attention_heads={settings['num_attention_heads']}."
         )
-    settings["head_dim"] = None  # what they call so is the rotated part
+    # Their head_dim is the rotated part; ours follows from latent_attention.
+    settings["head_dim"] = None
+    # Taken out first: `read_rope` would fold them into an attention factor, which scales the
+    # rotated channels alone.
     growths = _growths(settings)
     _, scaling = shared.read_rope(settings)
     if growths and (scaling is None or scaling.kind != "yarn"):
@@ -99,20 +105,22 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def read_groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
     """The groups of experts; without them, nothing."""
-    groups, chosen = settings["n_group"] or 1, settings["topk_group"] or 1
-    return (
-        {"num_groups": groups, "groups_per_token": chosen, "group_score": score}
-        if groups > 1
-        else {}
-    )
+    groups = settings["n_group"] or 1
+    chosen = settings["topk_group"] or 1
+    if groups > 1:
+        return {"num_groups": groups, "groups_per_token": chosen, "group_score": score}
+    return {}
 
 
 def written_latent(
     config: ModelConfig, names: tuple[str, str, str], always: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of a model; `names`: family, model_type and architecture; `always`: what its experts are."""
+    """The config.json of a model; `names`: family, model_type and architecture; `always`: what
+    its experts are."""
     family, model_type, architecture = names
-    latent, experts = config.latent_attention, config.experts
+    latent = config.latent_attention
+    experts = config.experts
+    # `require` gets the model's own value of what the file can express.
     free = {
         "experts": experts,
         "latent_attention": latent,
@@ -124,19 +132,19 @@ def written_latent(
         raise ConfigError(
             f"model.latent_attention is null; a Hugging Face {family} model has it. Use another family."
         )
-    found = check_experts(config, family, {**always, "every": 1})
-    if found.shared_ffn_size == 0 or found.shared_ffn_size % config.expert_size:
+    checked = check_experts(config, family, {**always, "every": 1})
+    if checked.shared_ffn_size == 0 or checked.shared_ffn_size % config.expert_size:
         raise ConfigError(
-            f"model.experts.shared_ffn_size is {found.shared_ffn_size}; a Hugging Face {family} model has shared experts of "
+            f"model.experts.shared_ffn_size is {checked.shared_ffn_size}; a Hugging Face {family} model has shared experts of "
             f"{config.expert_size}, one or more of them."
         )
+
     written = shared.settings_of(config, model_type, architecture, shared.ATTENTION_BIAS)
     if config.rope_scaling is not None:
-        growths = {
-            key: getattr(config.rope_scaling, key)
-            for key in GROWTHS
-            if getattr(config.rope_scaling, key)
-        }
+        growths: dict[str, float] = {}
+        for key in GROWTHS:
+            if growth := getattr(config.rope_scaling, key):
+                growths[key] = growth
         for key in ("rope_parameters", "rope_scaling"):
             written[key] = {**written[key], **growths}
     return {
@@ -144,44 +152,41 @@ def written_latent(
         "head_dim": latent.rope_head_dim,
         **shared.written_keys(LATENT_KEYS, latent),
         "qk_head_dim": latent.head_size,
-        **shared.written_keys(EXPERT_KEYS, found),
-        "n_shared_experts": found.shared_ffn_size // config.expert_size,
+        **shared.written_keys(EXPERT_KEYS, checked),
+        "n_shared_experts": checked.shared_ffn_size // config.expert_size,
         "moe_intermediate_size": config.expert_size,
-        "n_group": found.num_groups,
-        "topk_group": found.groups_per_token,
-        "norm_topk_prob": found.normalize,
+        "n_group": checked.num_groups,
+        "topk_group": checked.groups_per_token,
+        "norm_topk_prob": checked.normalize,
         "moe_layer_freq": 1,
     }
 
 
 def further_layers(stored: Collection[str], config: ModelConfig) -> set[str]:
-    """Tensors of layers behind the last one that predict more tokens; transformers leaves them out too."""
-    at = "model.layers."
-    numbers = {
-        name.split(".")[2]
-        for name in stored
-        if name.startswith(at) and name.endswith(".eh_proj.weight")
-    }
-    further = tuple(
-        f"{at}{number}."
-        for number in numbers
-        if number.isdecimal() and int(number) >= config.num_layers
-    )
-    return {name for name in stored if name.startswith(further)} if further else set()
+    """Tensors of layers behind the last one that predict more tokens; transformers leaves them
+    out too."""
+    # Such a layer is known by eh_proj, which joins an embedding and a hidden state.
+    prefixes: set[str] = set()
+    for name in stored:
+        if name.startswith("model.layers.") and name.endswith(".eh_proj.weight"):
+            layer = name.split(".")[2]
+            if layer.isdecimal() and int(layer) >= config.num_layers:
+                prefixes.add(f"model.layers.{layer}.")
+    return {name for name in stored if name.startswith(tuple(prefixes))}
 
 
 def _growths(settings: dict[str, Any]) -> dict[str, float]:
     """Take yarn's mscale and mscale_all_dim out of the rotary settings."""
-    found: dict[str, float] = {}
+    growths: dict[str, float] = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = dict(settings[key] or {})
         for name in GROWTHS:
             value = rope.pop(name, None)
-            if value is not None and (
-                not isinstance(value, (int, float)) or isinstance(value, bool)
-            ):
+            if value is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ConfigError(f"{name} is {shared.shown(value)}; a number is expected.")
             if value:
-                found[name] = float(value)
+                growths[name] = float(value)
         settings[key] = rope or None
-    return found
+    return growths

@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere 2): attention and feed-forward side by side behind one norm without bias; layers with a window rotate
-neighbouring channels, the others do not rotate."""
+"""Command R7B and Command A (Cohere 2): attention and feed-forward side by side behind one norm
+without bias; layers with a window rotate neighbouring channels, the others do not rotate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,19 @@ DEFAULTS = {
     "layer_types": None,
 }
 # Published files carry these keys, and nothing reads them.
-UNREAD = ("rms_norm_eps", "rotary_pct", "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
-          "order_of_interleaved_layers", "position_embedding_type", "layer_switch", "cache_implementation", "use_qk_norm")  # fmt: skip
+UNREAD = (
+    "rms_norm_eps",
+    "rotary_pct",
+    "use_embedding_sharing",
+    "use_gated_activation",
+    "use_parallel_block",
+    "use_parallel_embedding",
+    "order_of_interleaved_layers",
+    "position_embedding_type",
+    "layer_switch",
+    "cache_implementation",
+    "use_qk_norm",
+)
 FORM: dict[str, Any] = {
     "norm": "layernorm_no_bias",
     "parallel_block": True,
@@ -32,20 +43,18 @@ FORM: dict[str, Any] = {
 }
 KEYS = {**shared.ATTENTION_BIAS, "layer_norm_eps": "norm_eps", "logit_scale": "logit_scale"}
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Cohere 2 config.json."""
-    settings = shared.understood(
-        {key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS
-    )
-    settings["head_dim"] = None
-    settings["layer_types"] = types = forms.pattern(
-        settings, settings["sliding_window_pattern"] or PERIOD
-    )
+    read_keys = {key: value for key, value in hf_config.items() if key not in UNREAD}
+    settings = shared.validate_hf_config(read_keys, DEFAULTS)
+    settings["head_dim"] = None  # transformers does not read it either
+    types = forms.pattern(settings, settings["sliding_window_pattern"] or PERIOD)
+    settings["layer_types"] = types
     return shared.model_config(
         "cohere2",
         settings,
@@ -58,6 +67,7 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Cohere 2 config.json of a ModelConfig."""
+    # Layers without a window are exactly those that do not rotate.
     full = tuple(layer for layer in range(config.num_layers) if config.window_of(layer) is None)
     always = {
         "qk_norm": False,

@@ -1,4 +1,5 @@
-"""DeepSeek V2: latent attention and many small experts beside shared ones, as V3, with softmax scores, whose best one ranks a group."""
+"""DeepSeek V2: latent attention and many small experts beside shared ones, as V3, with softmax
+scores, whose best one ranks a group."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _latent as latent
 from headway.model.families._experts import expert_pieces
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "deepseek_v2"
@@ -31,31 +32,33 @@ DEFAULTS = {
     "routed_scaling_factor": 1.0,
 }
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a DeepSeek V2 config.json; the code its auto_map names is not run."""
-    settings = shared.understood(latent.one_name(given), DEFAULTS)
-    for key, wanted in (
+    settings = shared.validate_hf_config(latent.one_name(hf_config), DEFAULTS)
+    for key, computed in (
         ("scoring_func", ("softmax",)),
         ("topk_method", ("greedy", GROUPED)),
         ("norm_topk_prob", (False,)),
     ):
-        if settings[key] is not None and settings[key] not in wanted:
+        if settings[key] is not None and settings[key] not in computed:
             raise ConfigError(
-                f"{key} is {shared.shown(settings[key])}; headway computes only {' or '.join(map(repr, wanted))} here."
+                f"{key} is {shared.shown(settings[key])}; headway computes only {' or '.join(map(repr, computed))} here."
             )
-    groups = latent.read_groups(settings, "top1") if settings["topk_method"] == GROUPED else {}
+    groups = {}
+    if settings["topk_method"] == GROUPED:
+        groups = latent.read_groups(settings, "top1")
     more = {"router": "softmax", "normalize": False, **groups}
     return shared.model_config(
         "deepseek_v2", settings, rope_interleaved=True, **latent.read_latent(settings, **more)
@@ -64,13 +67,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The DeepSeek V2 config.json of a ModelConfig."""
-    grouped = config.experts is not None and config.experts.num_groups > 1
-    always = {
-        "router": "softmax",
-        "normalize": False,
-        "bias_rate": None,
-        **({"group_score": "top1"} if grouped else {}),
-    }
+    is_grouped = config.experts is not None and config.experts.num_groups > 1
+    always: dict[str, Any] = {"router": "softmax", "normalize": False, "bias_rate": None}
+    if is_grouped:
+        always["group_score"] = "top1"
     shared.require(
         config,
         "deepseek_v2",
@@ -79,4 +79,5 @@ def write(config: ModelConfig) -> dict[str, Any]:
         rope_interleaved=True,
     )
     written = latent.written_latent(config, ("deepseek_v2", MODEL_TYPE, ARCHITECTURE), always)
-    return {**written, "scoring_func": "softmax", "topk_method": GROUPED if grouped else "greedy"}
+    method = GROUPED if is_grouped else "greedy"
+    return {**written, "scoring_func": "softmax", "topk_method": method}

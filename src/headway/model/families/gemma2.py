@@ -1,4 +1,5 @@
-"""Gemma 2: norms before and after, scores and logits soft-capped, every second layer with a window, embeddings times sqrt(width)."""
+"""Gemma 2: norms before and after, scores and logits soft-capped, every second layer with a window,
+embeddings times sqrt(width)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,13 +37,13 @@ COMMON_KEYS = {**shared.ATTENTION_BIAS, "final_logit_softcapping": "logit_softca
 """Of all Gemmas since the second."""
 KEYS = {**COMMON_KEYS, "attn_logit_softcapping": "attention_softcap"}
 
-to_theirs, to_ours = forms.renaming(NAMES)
-published = shared.as_it_is
+to_hf_name, from_hf_name = forms.renaming(NAMES)
+to_hf_model = shared.as_it_is
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Gemma 2 config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     settings["layer_types"] = forms.pattern(settings, PERIOD)
     return shared.model_config(
         "gemma2",
@@ -64,6 +65,7 @@ def read_common(settings: Mapping[str, Any]) -> dict[str, Any]:
         "norm": "rmsnorm1p",
         "activation": forms.read_activation(settings, "hidden_activation"),
         "embed_scale": settings["hidden_size"] ** 0.5,
+        # Null where it is the usual 1 / sqrt(head_dim), so that both say the same.
         "attention_scale": None if scalar == settings["head_dim"] else scalar**-0.5,
         **shared.read_windows({**settings, "use_sliding_window": True}),
     }
@@ -92,8 +94,11 @@ def common(config: ModelConfig) -> dict[str, Any]:
 
 def write_common(config: ModelConfig, family: str) -> dict[str, Any]:
     """The keys of every Gemma."""
-    exact = config.head_size if config.attention_scale is None else config.attention_scale**-2
-    if abs(exact - round(exact)) > 1e-6 * exact:
+    # Scores are divided by the root of query_pre_attn_scalar, a whole number.
+    scalar = config.head_size
+    if config.attention_scale is not None:
+        scalar = config.attention_scale**-2
+    if abs(scalar - round(scalar)) > 1e-6 * scalar:
         raise ConfigError(
             f"model.attention_scale is {config.attention_scale}; a Hugging Face {family} model needs 1 / sqrt(a whole number)."
         )
@@ -101,7 +106,7 @@ def write_common(config: ModelConfig, family: str) -> dict[str, Any]:
     return {
         "hidden_act": activation,
         "hidden_activation": activation,
-        "query_pre_attn_scalar": round(exact),
+        "query_pre_attn_scalar": round(scalar),
         "sliding_window": config.sliding_window,
         "layer_types": forms.layer_types(config),
     }

@@ -1,6 +1,8 @@
-"""Gemma 3, its text part: Gemma 2 without caps on scores, with norms of q and k, and with another rotary base in windowed layers.
+"""Gemma 3, its text part: Gemma 2 without caps on scores, with norms of q and k, and with another
+rotary base in windowed layers.
 
-A folder with pictures (`model_type: gemma3`) is read as its text part: the tensors of the vision tower and its projector are left out.
+A folder with pictures (`model_type: gemma3`) is read as its text part: the tensors of the vision
+tower and its projector are left out.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,9 @@ OTHER_TYPES = (WITH_PICTURES,)
 ARCHITECTURE = "Gemma3ForCausalLM"
 CLASSIFIER = "Gemma3TextForSequenceClassification"
 PERIOD = 6
-THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+"""Every sixth layer is full, unless the file says otherwise."""
+THETA = 1_000_000.0
+LOCAL_THETA = 10_000.0
 DEFAULTS = {
     **gemma2.DEFAULTS,
     "max_position_embeddings": 131072,
@@ -30,8 +34,12 @@ DEFAULTS = {
 }
 # What transformers gives to the text part of a model with pictures where its text_config is silent.
 TEXT_SIZES = {
-    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
-}  # fmt: skip
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
 PICTURES = (
     "vision_tower.",
     "multi_modal_projector.",
@@ -44,48 +52,48 @@ PREFIXES = {
     "model.language_model.": "model.",
 }
 
-to_theirs, _renamed = forms.renaming(gemma2.NAMES)
-published = shared.as_it_is
+to_hf_name, _renamed = forms.renaming(gemma2.NAMES)
+to_hf_model = shared.as_it_is
 
 
-def to_ours(name: str) -> str | None:
+def from_hf_name(name: str) -> str | None:
     """Our name of a tensor; those of pictures are left out."""
     if name.startswith(PICTURES):
         return None
-    for theirs, ours in PREFIXES.items():
-        if name.startswith(theirs):
-            return _renamed(ours + name.removeprefix(theirs))
+    for hf_prefix, ours in PREFIXES.items():
+        if name.startswith(hf_prefix):
+            return _renamed(ours + name.removeprefix(hf_prefix))
     return _renamed(name)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Gemma 3 config.json."""
-    if given.get("model_type") == WITH_PICTURES:
-        text = given.get("text_config")
+    if hf_config.get("model_type") == WITH_PICTURES:
+        text = hf_config.get("text_config")
         if not isinstance(text, Mapping):
             raise ConfigError(f"text_config is {shared.shown(text)}; a mapping is expected.")
-        given = {**TEXT_SIZES, **text}
-    settings = shared.understood(given, DEFAULTS)
+        hf_config = {**TEXT_SIZES, **text}
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     if settings["attn_logit_softcapping"] is not None:
         raise ConfigError(
             f"attn_logit_softcapping is {settings['attn_logit_softcapping']}; Gemma 3 has none."
         )
-    settings["layer_types"] = forms.pattern(
-        settings,
-        settings["_sliding_window_pattern"] or settings["sliding_window_pattern"] or PERIOD,
-    )
-    local = forms.read_both_ropes(settings, THETA, LOCAL_THETA)
-    more = gemma2.read_common(settings)
-    if more["sliding_window"] is None:
-        local = None
+    # Some versions of transformers write the key with an underscore.
+    period = settings["_sliding_window_pattern"] or settings["sliding_window_pattern"] or PERIOD
+    settings["layer_types"] = forms.pattern(settings, period)
+    local_theta = forms.read_both_ropes(settings, THETA, LOCAL_THETA)
+    common = gemma2.read_common(settings)
+    # No layer has a window, so none has the other base.
+    if common["sliding_window"] is None:
+        local_theta = None
     return shared.model_config(
         "gemma3",
         settings,
         gemma2.COMMON_KEYS,
         norm_placement="both",
         qk_norm=True,
-        rope_local_theta=local,
-        **more,
+        rope_local_theta=local_theta,
+        **common,
     )
 
 

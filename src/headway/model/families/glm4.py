@@ -1,4 +1,5 @@
-"""GLM 4 (0414): norms before and after, half of each head rotated, by neighbouring channels; files join gate and up."""
+"""GLM 4 (0414): norms before and after, half of each head rotated, by neighbouring channels;
+files join gate and up."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "glm4"
@@ -23,21 +24,21 @@ DEFAULTS = {
 }
 KEYS = {"attention_bias": "qkv_bias"}
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The part of gate_up_proj that is one of our parameters."""
     return forms.fused(spec, config, attention=False)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a GLM 4 config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     fraction = forms.read_partial(settings, PARTIAL)
     return shared.model_config(
         "glm4",
@@ -62,5 +63,6 @@ def write(config: ModelConfig) -> dict[str, Any]:
         config, "glm4", sliding_window=None, rotary_fraction=config.rotary_fraction, **always
     )
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS)
+    # In both places: transformers 5 reads rope_parameters, 4 the key of the config.
     written["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
     return {**written, "partial_rotary_factor": config.rotary_fraction}

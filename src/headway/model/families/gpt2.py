@@ -1,6 +1,8 @@
-"""GPT-2: learned positions, layer norms with bias, a feed-forward without gate; matrices are stored [inputs, outputs], q, k and v joined.
+"""GPT-2: learned positions, layer norms with bias, a feed-forward without gate; matrices are stored
+[inputs, outputs], q, k and v joined.
 
-Its dropouts are choices of a training run, not part of the model: say `model.dropout` in the recipe.
+Its dropouts are choices of a training run, not part of the model: say `model.dropout` in the
+recipe.
 """
 
 import re
@@ -11,7 +13,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "gpt2"
@@ -39,77 +41,108 @@ DEFAULTS = {
     "activation_function": "gelu_new",
 }
 # Dropouts, kernels, and the heads of other tasks.
-UNREAD = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
-          "summary_proj_to_labels", "summary_type", "summary_use_proj", "gradient_checkpointing")  # fmt: skip
+UNREAD = (
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "n_ctx",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "gradient_checkpointing",
+)
 ALWAYS = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
 FORM: dict[str, Any] = {
-    "norm": "layernorm", "positions": "learned", "ffn_gate": False, "qkv_bias": True, "output_bias": True, "ffn_bias": True,
-}  # fmt: skip
+    "norm": "layernorm",
+    "positions": "learned",
+    "ffn_gate": False,
+    "qkv_bias": True,
+    "output_bias": True,
+    "ffn_bias": True,
+}
 NAMES = {
-    "model.embed_tokens.": "transformer.wte.", "model.embed_positions.": "transformer.wpe.", "model.norm.": "transformer.ln_f.",
-    "model.layers.": "transformer.h.", ".input_layernorm.": ".ln_1.", ".post_attention_layernorm.": ".ln_2.",
-    ".self_attn.o_proj.": ".attn.c_proj.", ".mlp.up_proj.": ".mlp.c_fc.", ".mlp.down_proj.": ".mlp.c_proj.",
-}  # fmt: skip
+    "model.embed_tokens.": "transformer.wte.",
+    "model.embed_positions.": "transformer.wpe.",
+    "model.norm.": "transformer.ln_f.",
+    "model.layers.": "transformer.h.",
+    ".input_layernorm.": ".ln_1.",
+    ".post_attention_layernorm.": ".ln_2.",
+    ".self_attn.o_proj.": ".attn.c_proj.",
+    ".mlp.up_proj.": ".mlp.c_fc.",
+    ".mlp.down_proj.": ".mlp.c_proj.",
+}
+"""Parts of our names -> theirs."""
+WRITTEN_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 JOINED = ("q_proj", "k_proj", "v_proj")
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 
-published = shared.as_it_is
+to_hf_model = shared.as_it_is
 
 
-def to_theirs(name: str) -> str:
+def to_hf_name(name: str) -> str:
     """Their name of a parameter; q, k and v have one together."""
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
+    for ours, hf_part in NAMES.items():
+        name = name.replace(ours, hf_part)
     return re.sub(r"\.self_attn\.[qkv]_proj\.", ".attn.c_attn.", name)
 
 
-def to_ours(name: str) -> str | None:
+def from_hf_name(name: str) -> str | None:
     """Our name of a tensor; masks are buffers, and early files have no `transformer.`"""
-    if name.startswith("model."):  # of an adapter
+    # Updates of an adapter keep our names, where theirs join or transpose a matrix.
+    if name.startswith("model."):
         return name
     bare = name.removeprefix("transformer.")
     if MASK.fullmatch(bare):
         return None
-    name = name if name.startswith("lm_head.") else "transformer." + bare
-    for ours, theirs in NAMES.items():
-        name = name.replace(theirs, ours)
+    if not name.startswith("lm_head."):
+        name = "transformer." + bare
+    for ours, hf_part in NAMES.items():
+        name = name.replace(hf_part, ours)
     return name
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """Matrices of the layers are transposed, and c_attn holds q, k and v."""
     if not spec.name.startswith("model.layers.") or "layernorm" in spec.name:
         return ()
-    name = to_theirs(spec.name)
+    name = to_hf_name(spec.name)
+    # Early files have no `transformer.`
     if stored is not None and name not in stored:
         name = name.removeprefix("transformer.")
-    leaf, is_matrix = spec.name.split(".")[-2], len(spec.shape) == 2
-    if leaf in JOINED:
-        start = JOINED.index(leaf) * config.hidden_size
-        return (Piece(name, 1 if is_matrix else 0, start, start + config.hidden_size, is_matrix),)
-    return (Piece(name, transposed=is_matrix),)
+    module = spec.name.split(".")[-2]
+    is_matrix = len(spec.shape) == 2
+    if module in JOINED:
+        start = JOINED.index(module) * config.hidden_size
+        # A matrix of theirs has its outputs in dim 1.
+        dim = 1 if is_matrix else 0
+        return (HfPiece(name, dim, start, start + config.hidden_size, is_matrix),)
+    return (HfPiece(name, transposed=is_matrix),)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a GPT-2 config.json."""
     for key, value in ALWAYS.items():
-        if given.get(key, value) is not value:
-            raise ConfigError(f"{key} is {given[key]!r}; headway computes only {value}.")
+        if hf_config.get(key, value) is not value:
+            raise ConfigError(f"{key} is {hf_config[key]!r}; headway computes only {value}.")
     named = {
         SETTINGS.get(key, key): value
-        for key, value in given.items()
+        for key, value in hf_config.items()
         if key not in UNREAD and key not in ALWAYS
     }
     named = {**SIZES, **named}
+    # n_inner is null in published files: four times the width.
     if named.get("intermediate_size") is None and isinstance(named["hidden_size"], int):
         named["intermediate_size"] = 4 * named["hidden_size"]
-    settings = shared.understood(named, DEFAULTS)
+    settings = shared.validate_hf_config(named, DEFAULTS)
     return shared.model_config(
         "gpt2", settings, activation=forms.read_activation(settings, "activation_function"), **FORM
     )
@@ -117,10 +150,6 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The GPT-2 config.json of a ModelConfig."""
-    whole: dict[str, Any] = {
-        "kv_heads": config.num_heads,
-        "head_size": config.hidden_size // config.num_heads,
-    }
     shared.require(
         config,
         "gpt2",
@@ -128,11 +157,11 @@ def write(config: ModelConfig) -> dict[str, Any]:
         sliding_window=None,
         activation=config.activation,
         **FORM,
-        **whole,
+        kv_heads=config.num_heads,
+        head_size=config.hidden_size // config.num_heads,
     )
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
-    theirs = {name: written[ours] for name, ours in SETTINGS.items()}
-    kept = (
+    common_keys = (
         "architectures",
         "model_type",
         "vocab_size",
@@ -140,6 +169,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings",
         "use_cache",
     )
-    activation = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation]
-    return {**{key: written[key] for key in kept}, **theirs, "n_ctx": config.max_seq_len, "activation_function": activation,
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)}  # fmt: skip
+    return {
+        **{key: written[key] for key in common_keys},
+        **{hf_key: written[key] for hf_key, key in SETTINGS.items()},
+        "n_ctx": config.max_seq_len,
+        "activation_function": WRITTEN_ACTIVATIONS[config.activation],
+        "attn_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+    }

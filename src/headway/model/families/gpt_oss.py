@@ -1,8 +1,12 @@
-"""gpt-oss: mixtures of biased experts with a clamped SwiGLU, attention with a trained sink per head, a window in every other layer.
+"""gpt-oss: mixtures of biased experts with a clamped SwiGLU, attention with a trained sink per
+head, a window in every other layer.
 
-ours    mlp.experts.gate_proj.weight   [experts, out, in]        mlp.experts.gate_proj.bias   [experts, out]
-theirs  mlp.experts.gate_up_proj       [experts, in, 2 out]      mlp.experts.gate_up_proj_bias  [experts, 2 out]; gate and up in turn
-mxfp4   mlp.experts.gate_up_proj_blocks and _scales: [experts, 2 out, in] in blocks of 32 (loading/mxfp4.py), read only
+ours    mlp.experts.gate_proj.weight   [experts, out, in]
+        mlp.experts.gate_proj.bias     [experts, out]
+theirs  mlp.experts.gate_up_proj       [experts, in, 2 out]; gate and up in turn
+        mlp.experts.gate_up_proj_bias  [experts, 2 out]
+mxfp4   mlp.experts.gate_up_proj_blocks and _scales: [experts, 2 out, in] in blocks of 32
+        (loading/mxfp4.py), read only
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +17,7 @@ from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
 from headway.model.families._experts import read_experts, written_experts
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import EXPERTS, ParamSpec
 
 MODEL_TYPE = "gpt_oss"
@@ -23,9 +27,13 @@ QUANTISED = ("mxfp4",)
 PERIOD = 2
 THETA = 150_000.0
 YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -45,46 +53,54 @@ DEFAULTS = {
     "experts_per_token": None,
 }
 EXPERT_KEYS = {"swiglu_limit": "swiglu_limit", "swiglu_alpha": "swiglu_alpha"}
-OURS, THEIRS = ".mlp.gate.", ".mlp.router."
 
-to_theirs, to_ours = forms.replacing(OURS, THEIRS)
-published = shared.as_it_is
+to_hf_name, from_hf_name = forms.replacing(".mlp.gate.", ".mlp.router.")
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The tensors of the experts."""
     if EXPERTS not in spec.name:
         return ()
-    owner, _, kind = spec.name.rpartition(".")
-    before, leaf = owner.split(EXPERTS)
-    is_down = leaf == "down_proj"
-    name = before + EXPERTS + ("down_proj" if is_down else "gate_up_proj")
-    start, stop, step = (
-        (0, config.hidden_size, 1)
-        if is_down
-        else (int(leaf == "up_proj"), 2 * config.expert_size, 2)
-    )
-    if kind == "bias":
-        return (Piece(name + "_bias", 1, start, stop, step=step),)
+    path, _, leaf = spec.name.rpartition(".")
+    layer, module = path.split(EXPERTS)
+    if module == "down_proj":
+        name = f"{layer}{EXPERTS}down_proj"
+        start = 0
+        stop = config.hidden_size
+        step = 1
+    else:
+        # Even outputs are gate, odd ones up.
+        name = f"{layer}{EXPERTS}gate_up_proj"
+        start = int(module == "up_proj")
+        stop = 2 * config.expert_size
+        step = 2
+    if leaf == "bias":
+        return (HfPiece(name + "_bias", 1, start, stop, step=step),)
     if stored is not None and name not in stored and name + "_blocks" in stored:
-        return (Piece(name + "_blocks", 1, start, stop, step=step, scales=name + "_scales"),)
-    return (Piece(name, 2, start, stop, transposed=True, step=step),)
+        return (HfPiece(name + "_blocks", 1, start, stop, step=step, scales=name + "_scales"),)
+    return (HfPiece(name, 2, start, stop, transposed=True, step=step),)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a gpt-oss config.json. As in transformers, load is balanced where the file asks for the routers' logits."""
-    settings = shared.understood(given, DEFAULTS)
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a gpt-oss config.json.
+
+    As in transformers, load is balanced where the file asks for the routers' logits.
+    """
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     settings["layer_types"] = forms.pattern(settings, PERIOD)
     if settings["rope_parameters"] is None and settings["rope_scaling"] is None:
         settings["rope_parameters"] = YARN
     shared.default_theta(settings, THETA)
-    chosen, other = settings["num_experts_per_tok"], settings["experts_per_token"]
-    if other is not None and other != chosen:
+    per_token = settings["num_experts_per_tok"]
+    former_key = settings["experts_per_token"]
+    if former_key is not None and former_key != per_token:
         raise ConfigError(
-            f"experts_per_token is {other} and num_experts_per_tok is {chosen}; they are the same. Remove one of them."
+            f"experts_per_token is {former_key} and num_experts_per_tok is {per_token}; they are the same. Remove one of them."
         )
+    # transformers adds the balancing loss only with this switch.
     if not settings["output_router_logits"]:
         settings["router_aux_loss_coef"] = 0.0
     biased = {"router_bias": True, "bias": True}
@@ -112,6 +128,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         ffn_bias=False,
     )
     always = {"normalize": True, "router_bias": True, "bias": True, "first_dense": 0, "every": 1}
+    # Any limit can be written; without one the message below says more.
     limit = None if config.experts is None else config.experts.swiglu_limit
     experts = written_experts(
         config, "gpt_oss", EXPERT_KEYS, num="num_local_experts", swiglu_limit=limit, **always

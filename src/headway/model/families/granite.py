@@ -26,14 +26,14 @@ KEYS = {
     "residual_multiplier": "residual_scale",
 }
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Granite config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     for key in (
         "embedding_multiplier",
         "residual_multiplier",
@@ -55,12 +55,17 @@ def write(config: ModelConfig) -> dict[str, Any]:
     """The Granite config.json of a ModelConfig."""
     scales = {"attention_scale": config.attention_scale, "logit_scale": config.logit_scale}
     shared.require(config, "granite", KEYS, qk_norm=False, sliding_window=None, **scales)
-    scaling = 1.0 / config.logit_scale
-    near = round(scaling, 9)
+    # The short number that was read, if it gives the same scale: 8.0 and not 7.999999999999999.
+    logits_scaling = 1.0 / config.logit_scale
+    rounded = round(logits_scaling, 9)
+    if rounded and 1.0 / rounded == config.logit_scale:
+        logits_scaling = rounded
+
+    attention_multiplier = config.attention_scale
+    if attention_multiplier is None:
+        attention_multiplier = config.head_size**-0.5
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS),
-        "attention_multiplier": config.head_size**-0.5
-        if config.attention_scale is None
-        else config.attention_scale,
-        "logits_scaling": near if near and 1.0 / near == config.logit_scale else scaling,
+        "attention_multiplier": attention_multiplier,
+        "logits_scaling": logits_scaling,
     }

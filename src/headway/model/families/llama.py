@@ -8,11 +8,11 @@ from headway.model.config import ModelConfig
 from headway.model.families._config_json import (
     ATTENTION_BIAS,
     model_config,
-    ours_or_none,
+    own_name_or_none,
     require,
     same_name,
     settings_of,
-    understood,
+    validate_hf_config,
 )
 
 MODEL_TYPE = "llama"
@@ -26,20 +26,23 @@ DEFAULTS = {
 }
 KEYS = {**ATTENTION_BIAS, "mlp_bias": "ffn_bias"}
 
-to_theirs = same_name
-to_ours = ours_or_none
+to_hf_name = same_name
+from_hf_name = own_name_or_none
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Llama config.json."""
-    return model_config("llama", understood(given, DEFAULTS), KEYS)
+    return model_config("llama", validate_hf_config(hf_config, DEFAULTS), KEYS)
 
 
-def published(config: ModelConfig) -> ModelConfig:
-    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3, experts a Mixtral."""
+def to_hf_model(config: ModelConfig) -> ModelConfig:
+    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3,
+    experts a Mixtral."""
     if config.experts is not None:
         return config.with_(family="mixtral")
-    return config.with_(family="smollm3") if config.no_rope_layers else config
+    if config.no_rope_layers:
+        return config.with_(family="smollm3")
+    return config
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

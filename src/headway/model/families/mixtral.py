@@ -8,7 +8,7 @@ from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
 from headway.model.families import mistral
 from headway.model.families._experts import expert_pieces, read_experts, written_experts
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "mixtral"
@@ -25,22 +25,22 @@ DEFAULTS = {
 }
 THETA = 1e6
 NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-OURS, THEIRS = ".mlp.", ".block_sparse_moe."
+HF_MIXTURE = ".block_sparse_moe."
 
-to_theirs, to_ours = forms.replacing(OURS, THEIRS)
-published = shared.as_it_is
+to_hf_name, from_hf_name = forms.replacing(".mlp.", HF_MIXTURE)
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The tensors of the experts."""
-    return expert_pieces(spec, config, stored, at=f"{THEIRS}experts.", names=NAMES)
+    return expert_pieces(spec, config, stored, at=f"{HF_MIXTURE}experts.", names=NAMES)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Mixtral config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     shared.default_theta(settings, THETA)
     experts = read_experts(settings, num="num_local_experts")
     return shared.model_config("mixtral", settings, mistral.KEYS, experts=experts)
@@ -57,6 +57,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         output_bias=False,
         ffn_bias=False,
     )
+    # window_layers that name every layer mean the same as null.
     if any(config.window_of(layer) != config.sliding_window for layer in range(config.num_layers)):
         shared.require(config, "mixtral", window_layers=None)
     experts = written_experts(

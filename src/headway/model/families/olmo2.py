@@ -22,13 +22,13 @@ DEFAULTS = {
 }
 FORM: dict[str, Any] = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
 
-to_theirs, to_ours = forms.renaming(NAMES)
-published = shared.as_it_is
+to_hf_name, from_hf_name = forms.renaming(NAMES)
+to_hf_model = shared.as_it_is
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an OLMo 2 config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     return shared.model_config("olmo2", settings, shared.ATTENTION_BIAS, **FORM)
 
 

@@ -15,23 +15,25 @@ PERIOD = 4
 THETA = 500_000.0
 DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "layer_types": None}
 
-to_theirs, to_ours = olmo2.to_theirs, olmo2.to_ours
-published = shared.as_it_is
+to_hf_name = olmo2.to_hf_name
+from_hf_name = olmo2.from_hf_name
+to_hf_model = shared.as_it_is
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an OLMo 3 config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     settings["layer_types"] = forms.pattern(settings, PERIOD)
-    local = forms.read_both_ropes(settings, THETA, None)
+    local_theta = forms.read_both_ropes(settings, THETA, None)
     windows = shared.read_windows({**settings, "use_sliding_window": True})
+    # No layer has a window, so none has the other base.
     if windows["sliding_window"] is None:
-        local = None
+        local_theta = None
     return shared.model_config(
         "olmo3",
         settings,
         shared.ATTENTION_BIAS,
-        rope_local_theta=local,
+        rope_local_theta=local_theta,
         **windows,
         **olmo2.FORM,
     )

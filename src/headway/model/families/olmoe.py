@@ -6,7 +6,7 @@ from typing import Any
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families._experts import expert_pieces, one_name, read_experts, written_experts
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "olmoe"
@@ -24,21 +24,21 @@ DEFAULTS = {
 FORM: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "projection"}
 EXPERT_KEYS = {"norm_topk_prob": "normalize"}
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an OLMoE config.json; a `clip_qkv` that is not null is refused."""
-    settings = shared.understood(one_name(given), DEFAULTS)
+    settings = shared.validate_hf_config(one_name(hf_config), DEFAULTS)
     experts = read_experts(settings, EXPERT_KEYS)
     return shared.model_config("olmoe", settings, shared.ATTENTION_BIAS, experts=experts, **FORM)
 

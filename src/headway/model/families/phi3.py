@@ -1,4 +1,5 @@
-"""Phi 3, 3.5 and 4: Llama whose files join q, k and v, and gate and up; part of a head may be rotated, long versions with longrope."""
+"""Phi 3, 3.5 and 4: Llama whose files join q, k and v, and gate and up; part of a head may be
+rotated, long versions with longrope."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -7,7 +8,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "phi3"
@@ -24,25 +25,26 @@ DEFAULTS = {
     "auto_map": None,
 }
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The part of qkv_proj or gate_up_proj that is one of our parameters."""
     return forms.fused(spec, config, attention=True)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Phi 3 config.json; the code its auto_map names is not run."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     for key in ("rope_scaling", "rope_parameters"):
         rope = dict(settings[key] or {})
         kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("su", "yarn", "longrope"):  # early files say su or yarn and mean longrope
+        # Early files say su or yarn and mean longrope.
+        if kind in ("su", "yarn", "longrope"):
             rope.pop("type", None)
             settings[key] = {
                 **rope,
@@ -62,6 +64,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if any(config.window_of(layer) != config.sliding_window for layer in range(config.num_layers)):
         shared.require(config, "phi3", rotary_fraction=config.rotary_fraction, window_layers=None)
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
+    # In both places: transformers 5 reads rope_parameters, 4 the key of the config.
     written["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
     scaling = config.rope_scaling
     if scaling is not None:
@@ -69,15 +72,16 @@ def write(config: ModelConfig) -> dict[str, Any]:
             raise ConfigError(
                 f"model.rope_scaling.kind is {scaling.kind!r}; a Hugging Face phi3 model has longrope or no scaling."
             )
-        by_length = scaling.attention_factor is None and scaling.factor == max(
-            1.0, config.max_seq_len / scaling.original_max_seq_len
-        )
-        lists = {
-            "short_factor": list(scaling.short_factor),
-            "long_factor": list(scaling.long_factor),
-        }
-        # transformers 4 knows no other keys here, and derives the rest from the two lengths.
-        written["rope_scaling"] = {"type": "longrope", **lists} if by_length else None
+        # transformers 4 knows no keys here but the lists, and derives the factor from the two
+        # lengths. A model with another factor is written for transformers 5 alone.
+        derived_factor = max(1.0, config.max_seq_len / scaling.original_max_seq_len)
+        written["rope_scaling"] = None
+        if scaling.attention_factor is None and scaling.factor == derived_factor:
+            written["rope_scaling"] = {
+                "type": "longrope",
+                "short_factor": list(scaling.short_factor),
+                "long_factor": list(scaling.long_factor),
+            }
     return {
         **written,
         "sliding_window": config.sliding_window,

@@ -18,19 +18,22 @@ DEFAULTS = {
     "layer_types": None,
 }
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 2 config.json."""
-    settings = shared.understood(given, DEFAULTS)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     return shared.model_config("qwen2", settings, qkv_bias=True, **shared.read_windows(settings))
 
 
-def published(config: ModelConfig) -> ModelConfig:
-    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3, whose output bias is then zero."""
-    return config.with_(family="smollm3", output_bias=True) if config.no_rope_layers else config
+def to_hf_model(config: ModelConfig) -> ModelConfig:
+    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3,
+    whose output bias is then zero."""
+    if config.no_rope_layers:
+        return config.with_(family="smollm3", output_bias=True)
+    return config
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

@@ -23,27 +23,29 @@ DEFAULTS = {
     "layer_types": None,
 }
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
 
 
-def published(config: ModelConfig) -> ModelConfig:
+def to_hf_model(config: ModelConfig) -> ModelConfig:
     """The same model in a family transformers has: experts make it a Qwen 3 MoE."""
-    return config if config.experts is None else config.with_(family="qwen3_moe")
+    if config.experts is None:
+        return config
+    return config.with_(family="qwen3_moe")
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 3 config.json, or of one that `write_with_code` wrote."""
     unrotated: list[int] = []
-    if given.get("model_type") == CODE_TYPE:
-        given = dict(given)
-        unrotated = given.pop("no_rope_layers", [])
-        if not isinstance(unrotated, list) or not all(
-            isinstance(layer, int) for layer in unrotated
-        ):
+    if hf_config.get("model_type") == CODE_TYPE:
+        hf_config = dict(hf_config)
+        unrotated = hf_config.pop("no_rope_layers", [])
+        is_list = isinstance(unrotated, list)
+        if not is_list or not all(isinstance(layer, int) for layer in unrotated):
             raise ConfigError(f"no_rope_layers is {unrotated!r}; a list of layers is expected.")
-        given.pop("auto_map", None)
-    settings = shared.understood(given, DEFAULTS)
+        # Names the class in the file next to it, which headway does not need.
+        hf_config.pop("auto_map", None)
+    settings = shared.validate_hf_config(hf_config, DEFAULTS)
     return shared.model_config(
         "qwen3",
         settings,
@@ -69,8 +71,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_with_code(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model with layers that do not rotate, whose class is in a file next to it. It has its own model_type: under
-    qwen3, a loader that does not run that file would silently rotate every layer."""
+    """The config.json of a model with layers that do not rotate, whose class is in a file next to
+    it.
+
+    It has its own model_type: under qwen3, a loader that does not run that file would silently
+    rotate every layer.
+    """
     classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
     return {
         **write(config.with_(no_rope_layers=())),

@@ -7,12 +7,14 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families._experts import expert_pieces, one_name, read_experts, written_experts
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 CLASSIFIER = "Qwen3MoeForSequenceClassification"
+# What transformers assumes for keys that a config.json lacks. Files also have max_window_layers and
+# layer_types; nothing reads them, because this class of transformers gives all layers one window.
 DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
@@ -31,38 +33,39 @@ DEFAULTS = {
 }
 EXPERT_KEYS = {"norm_topk_prob": "normalize", "decoder_sparse_step": "every"}
 
-to_theirs = shared.same_name
-to_ours = shared.ours_or_none
-published = shared.as_it_is
+to_hf_name = shared.same_name
+from_hf_name = shared.own_name_or_none
+to_hf_model = shared.as_it_is
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """The tensors of the experts."""
     return expert_pieces(spec, config, stored)
 
 
-def read(given: Mapping[str, Any]) -> ModelConfig:
+def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 3 MoE config.json."""
-    settings = shared.understood(one_name(given), DEFAULTS)
-    dense, step = settings["mlp_only_layers"] or [], settings["decoder_sparse_step"]
+    settings = shared.validate_hf_config(one_name(hf_config), DEFAULTS)
+    # ExpertsConfig knows layers without experts at the beginning (first_dense), or mixtures in
+    # every n-th layer (every). A list can name any layers.
+    dense = settings["mlp_only_layers"] or []
+    step = settings["decoder_sparse_step"]
     if dense and (dense != list(range(len(dense))) or step != 1):
         raise ConfigError(
             f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the first layers, and step 1."
         )
     size = settings["moe_intermediate_size"]
     experts = read_experts(settings, EXPERT_KEYS, ffn_size=size, first_dense=len(dense))
-    windows = {
-        "sliding_window": settings["sliding_window"] if settings["use_sliding_window"] else None
-    }
+    window = settings["sliding_window"] if settings["use_sliding_window"] else None
     return shared.model_config(
         "qwen3_moe",
         settings,
         shared.ATTENTION_BIAS,
         qk_norm=True,
         experts=experts,
-        **windows,
+        sliding_window=window,
     )
 
 
@@ -72,7 +75,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         config,
         "qwen3_moe",
         shared.ATTENTION_BIAS,
-        experts=config.experts,
+        experts=config.experts,  # any: `written_experts` checks them
         qk_norm=True,
         ffn_bias=False,
         window_layers=None,

@@ -1,7 +1,8 @@
-"""Any decoder that transformers has and headway has no family for: the class itself computes, behind headway's `Model` (model/stock/).
+"""Any decoder that transformers has and headway has no family for: the class itself computes,
+behind headway's `Model` (model/stock/).
 
-`model.hf_config` is its config.json; the shape that the rest of headway asks for is read off the class. Imports without torch until a
-config is read.
+`model.hf_config` is its config.json; the other settings of the ModelConfig are read off the class,
+for what `plan`, caches and reports ask. Imports without torch until a config is read.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from pydantic import ValidationError
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.families.base import Piece
+from headway.model.families.base import HfPiece
 from headway.model.layout import HEAD, ParamSpec
 
 if TYPE_CHECKING:
     from headway.model.base import Model
 
 NAME = "transformers"
-MODEL_TYPE, ARCHITECTURE = "transformers:any", "AutoModelForCausalLM"
+MODEL_TYPE = "transformers:any"
+"""No config.json has it: this family is chosen by `knows`, not by its type."""
+ARCHITECTURE = "AutoModelForCausalLM"
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Names that classes have for the longest sequence."""
 UNLIMITED = 1 << 20
+"""Longest sequence of a class that names none."""
 
 
 @dataclass(frozen=True)
@@ -35,50 +40,62 @@ class Wrapping:
     """Keys over those of config.json."""
     trust_remote_code: bool = False
 
-    def read(self, given: Mapping[str, Any], folder: Path) -> ModelConfig:
+    def read(self, hf_config: Mapping[str, Any], folder: Path) -> ModelConfig:
         """The shape of the model in a folder with this config.json."""
-        place = {"_name_or_path": str(folder.resolve())} if "auto_map" in given else {}
-        return read(
-            {
-                **{key: one for key, one in given.items() if key != "_name_or_path"},
-                **place,
-                **self.settings,
-            },
-            self.trust_remote_code,
-        )
+        settings = {key: value for key, value in hf_config.items() if key != "_name_or_path"}
+        # The class of a folder with code is imported from there.
+        if "auto_map" in hf_config:
+            settings["_name_or_path"] = str(folder.resolve())
+        return read({**settings, **self.settings}, self.trust_remote_code)
 
 
-def knows(given: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers has a decoder for a config.json; False where it is too old or missing."""
+def knows(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers has a decoder for a config.json; False where it is too
+    old or missing."""
     from headway.runtime.optional import is_installed
 
-    if not is_installed(NAME) or not isinstance(given.get("model_type"), str):
+    if not is_installed(NAME) or not isinstance(hf_config.get("model_type"), str):
         return False
     from headway.model.stock.classes import known_to_transformers
 
-    return known_to_transformers(given)
+    return known_to_transformers(hf_config)
 
 
-def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConfig:
+def read(hf_config: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConfig:
     """The shape of the class that a config.json names."""
     from headway.model.stock.classes import make_config
     from headway.model.stock.facts import read_facts
 
-    named = given.get("architectures")
-    if isinstance(named, list) and any("Classification" in str(one) for one in named):
+    classes = hf_config.get("architectures")
+    if isinstance(classes, list) and any("Classification" in str(name) for name in classes):
         raise ConfigError(
-            f"architectures is {str(named)[:80]}; model.family transformers wraps models that predict tokens."
+            f"architectures is {str(classes)[:80]}; model.family transformers wraps models that predict tokens."
         )
-    facts = read_facts(given, trust_remote_code=trust_remote_code)
-    theirs = make_config(given, trust_remote_code=trust_remote_code)
-    inner = {
-        path: sizes for path, sizes in facts.linears.items() if path.startswith(f"{facts.layers}0.")
-    }
-    ffn = max((max(sizes) for sizes in inner.values()), default=4 * facts.hidden_size)
+    facts = read_facts(hf_config, trust_remote_code=trust_remote_code)
+
+    # For estimates alone: the class itself computes.
+    # The widest linear of the first layer is taken for its feed-forward, gated if there are two.
+    first_layer = [
+        sizes for path, sizes in facts.linears.items() if path.startswith(f"{facts.layers}0.")
+    ]
+    ffn = max((max(sizes) for sizes in first_layer), default=4 * facts.hidden_size)
+    is_gated = sum(ffn == outputs for outputs, _ in first_layer) > 1
+
+    class_config = make_config(hf_config, trust_remote_code=trust_remote_code)
+    max_seq_len = UNLIMITED
+    for key in LENGTHS:
+        if length := getattr(class_config, key, None):
+            max_seq_len = int(length)
+            break
+
     windowed = tuple(layer for layer, window in enumerate(facts.windows) if window is not None)
+    window = facts.windows[windowed[0]] if windowed else None
+    window_layers = None
+    if windowed and len(windowed) < len(facts.windows):
+        window_layers = windowed
     shape: dict[str, Any] = {
         "family": NAME,
-        "hf_config": dict(given),
+        "hf_config": dict(hf_config),
         "trust_remote_code": trust_remote_code,
         "hidden_size": facts.hidden_size,
         "num_layers": len(facts.windows),
@@ -86,16 +103,14 @@ def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConf
         "num_kv_heads": facts.kv_heads,
         "head_dim": facts.head_size,
         "ffn_size": ffn,
-        "ffn_gate": sum(ffn == outputs for outputs, _ in inner.values()) > 1,
+        "ffn_gate": is_gated,
         "vocab_size": next(
             spec.shape[0] for spec in facts.specs if spec.tied_to is not None or spec.name == HEAD
         ),
-        "max_seq_len": next(
-            (int(getattr(theirs, key)) for key in LENGTHS if getattr(theirs, key, None)), UNLIMITED
-        ),
+        "max_seq_len": max_seq_len,
         "tie_embeddings": facts.tied is not None,
-        "sliding_window": next((window for window in facts.windows if window is not None), None),
-        "window_layers": windowed if windowed and len(windowed) < len(facts.windows) else None,
+        "sliding_window": window,
+        "window_layers": window_layers,
         "attention_softcap": facts.softcap,
         "logit_scale": facts.logit_scale,
         "logit_softcap": facts.logit_softcap,
@@ -103,14 +118,15 @@ def read(given: Mapping[str, Any], trust_remote_code: bool = False) -> ModelConf
     try:
         return ModelConfig.model_validate(shape)
     except ValidationError as error:
-        said = "; ".join(
-            f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip() for one in error.errors()
-        )
-        raise ConfigError(f"{facts.class_name}: {said[:500]}.") from None
+        problems: list[str] = []
+        for problem in error.errors():
+            location = ".".join(map(str, problem["loc"]))
+            problems.append(f"{location} {problem['msg']}".strip())
+        raise ConfigError(f"{facts.class_name}: {'; '.join(problems)[:500]}.") from None
 
 
-def published(config: ModelConfig) -> ModelConfig:
-    """Itself."""
+def to_hf_model(config: ModelConfig) -> ModelConfig:
+    """The model itself: its class is one of transformers."""
     return config
 
 
@@ -122,45 +138,44 @@ def write(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(
             "model.family is transformers without model.hf_config; it is read from init.from."
         )
-    kept = {key: value for key, value in config.hf_config.items() if key != "_name_or_path"}
-    return {**kept, "architectures": [facts_of(config).class_name]}
+    settings = {key: value for key, value in config.hf_config.items() if key != "_name_or_path"}
+    return {**settings, "architectures": [facts_of(config).class_name]}
 
 
 def code_files(config: ModelConfig) -> list[Path]:
     """The files of a folder that hold the code of a trusted class, which an export of it needs."""
-    if (
-        config.hf_config is None
-        or not config.trust_remote_code
-        or "_name_or_path" not in config.hf_config
-    ):
+    if config.hf_config is None or not config.trust_remote_code:
         return []
-    return sorted(Path(str(config.hf_config["_name_or_path"])).glob("*.py"))
+    folder = config.hf_config.get("_name_or_path")
+    if folder is None:
+        return []
+    return sorted(Path(str(folder)).glob("*.py"))
 
 
-def to_theirs(name: str) -> str:
+def to_hf_name(name: str) -> str:
     """The class's own name, which PEFT uses too; names in a folder: `pieces`."""
     return name
 
 
-def to_ours(name: str) -> str | None:
+def from_hf_name(name: str) -> str | None:
     """The class's own name."""
     return name
 
 
-def to_ours_in(name: str, config: ModelConfig) -> str | None:
+def from_hf_name_in(name: str, config: ModelConfig) -> str | None:
     """The class's name of a tensor in a folder."""
     from headway.model.stock.names import names_of
 
-    return names_of(config).to_ours(name)
+    return names_of(config).from_hf_name(name)
 
 
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
-) -> tuple[Piece, ...]:
+) -> tuple[HfPiece, ...]:
     """Every parameter is one tensor of a folder."""
     from headway.model.stock.names import names_of
 
-    return (Piece(names_of(config).to_theirs(spec.name)),)
+    return (HfPiece(names_of(config).to_hf_name(spec.name)),)
 
 
 def build(config: ModelConfig) -> Model:

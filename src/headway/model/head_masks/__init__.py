@@ -1,4 +1,5 @@
-"""Head masks: which KV heads keep the whole past (full) and which keep only sinks and a window (streaming).
+"""Head masks: which KV heads keep the whole past (full) and which keep only sinks and a window
+(streaming).
 
 masks.py        HeadMasks, and the rules that select full heads by score, sparsity or chance
 file.py         masks.tsv and masks.json, DuoAttention's files included

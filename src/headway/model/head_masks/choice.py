@@ -1,28 +1,41 @@
-"""What `--masks` and the options around it mean for one model; the variants of it that an evaluation compares.
+"""What `--masks` and the options around it mean for one model; the variants of it that an
+evaluation compares.
 
 own     the masks its trained gates give, or without gates, masks.tsv in its Hugging Face folder
 none    every head keeps the whole past
 FILE    masks.tsv of `headway masks export`, or DuoAttention's file or folder
 
-Every result is checked against the model's shape and has a window and sinks. Imports without torch.
+Every result is checked against the model's shape and has a window and sinks. The command line imports this module for every help, so it
+imports nothing large.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headway.config.options import inner_options, option, parse_numbers
 from headway.errors import ConfigError, HeadwayError
-from headway.model.config import ModelConfig
-from headway.model.head_masks.file import read_masks
-from headway.model.head_masks.gates_file import TrainedGates
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks, random_masks
+
+if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
+    from headway.model.head_masks.gates_file import TrainedGates
 
 log = logging.getLogger("headway")
 
-OWN, NONE, FULL = "own", "none", "full"
+OWN = "own"
+NONE = "none"
+FULL = "full"
+"""Name of the variant without masks."""
+EQUAL_PER_LAYER = (
+    "Keep the same number of full heads in every layer, the best of each.",
+    "--equal-per-layer",
+)
+"""Help and flag."""
 MAX_REACH = 2**40
 """More tokens than any model keeps."""
 
@@ -54,22 +67,28 @@ class MaskSource:
 class MaskChoice:
     """The options that say under which masks one model runs."""
 
-    masks: str | None = None
-    """own, none or a file; None: own where the model has masks, else none."""
-    equal_per_layer: bool = False
-    """The same number of full heads in every layer, those with the layer's highest scores."""
-    window: int | None = None
-    """Replaces the window of the masks."""
-    sinks: int | None = None
+    masks: str | None = option(
+        None,
+        "Head masks; a head at 0 keeps only sinks and a window. own: from the model's gates (the default if it has gates); "
+        "none; or a file (masks.tsv, or DuoAttention's file or folder).",
+        metavar="own|none|FILE",
+    )
+    equal_per_layer: bool = option(False, *EQUAL_PER_LAYER)
+    stream_window: int | None = option(
+        None, "Newest tokens a streaming head keeps; default: from the masks, else 1024."
+    )
+    stream_sinks: int | None = option(
+        None, "First tokens a streaming head keeps; default: from the masks, else 128."
+    )
 
     def __post_init__(self) -> None:
-        if self.window is not None and not 1 <= self.window <= MAX_REACH:
+        if self.stream_window is not None and not 1 <= self.stream_window <= MAX_REACH:
             raise ConfigError(
-                f"--stream-window is {self.window}; it must be 1 (a token sees itself) or more, and at most {MAX_REACH}."
+                f"--stream-window is {self.stream_window}; it must be 1 (a token sees itself) or more, and at most {MAX_REACH}."
             )
-        if self.sinks is not None and not 0 <= self.sinks <= MAX_REACH:
+        if self.stream_sinks is not None and not 0 <= self.stream_sinks <= MAX_REACH:
             raise ConfigError(
-                f"--stream-sinks is {self.sinks}; it must be 0 or more, and at most {MAX_REACH}."
+                f"--stream-sinks is {self.stream_sinks}; it must be 0 or more, and at most {MAX_REACH}."
             )
         if self.masks == NONE and (flag := self.first_flag()) is not None:
             raise ConfigError(
@@ -78,17 +97,20 @@ class MaskChoice:
 
     def first_flag(self) -> str | None:
         """The first given option that needs masks, by name."""
-        given = {
-            "--equal-per-layer": self.equal_per_layer,
-            "--stream-window": self.window is not None,
-            "--stream-sinks": self.sinks is not None,
-        }
-        return next((flag for flag, is_given in given.items() if is_given), None)
+        if self.equal_per_layer:
+            return "--equal-per-layer"
+        if self.stream_window is not None:
+            return "--stream-window"
+        if self.stream_sinks is not None:
+            return "--stream-sinks"
+        return None
 
     @property
     def file(self) -> Path | None:
         """The mask file, where one is given."""
-        return None if self.masks in (None, OWN, NONE) else Path(self.masks)
+        if self.masks in (None, OWN, NONE):
+            return None
+        return Path(self.masks)
 
     def resolve(self, source: MaskSource) -> HeadMasks | None:
         """The masks a model runs under; None = every head keeps the whole past."""
@@ -96,6 +118,7 @@ class MaskChoice:
             return None
         if self.file is not None:
             return self.read(self.file, source.config)
+        # An option that needs masks and would have no effect is an error.
         masks = self.own(source)
         if masks is None and (flag := self.first_flag()) is not None:
             raise ConfigError(
@@ -105,6 +128,7 @@ class MaskChoice:
 
     def own(self, source: MaskSource) -> HeadMasks | None:
         """The model's own masks; None where it has none, which `--masks own` refuses."""
+        # Gates before the table: a table may have been exported at another sparsity.
         gates = source.read_gates()
         if gates is not None:
             _warn_if_different(gates, source.file)
@@ -119,6 +143,8 @@ class MaskChoice:
 
     def read(self, path: Path, config: ModelConfig, sparsity: float | None = None) -> HeadMasks:
         """The masks of a file, checked against a model."""
+        from headway.model.head_masks.file import read_masks
+
         masks = read_masks(path, sparsity, equal_per_layer=self.equal_per_layer)
         masks.check(config, str(path))
         return self._with_reach(masks)
@@ -128,22 +154,24 @@ class MaskChoice:
         return self._with_reach(gates.masks(sparsity, equal_per_layer=self.equal_per_layer))
 
     def _with_reach(self, masks: HeadMasks) -> HeadMasks:
-        found = masks.with_reach(self.window, self.sinks)
-        return found.with_reach(
-            DEFAULT_WINDOW if found.window is None else found.window,
-            DEFAULT_SINKS if found.sinks is None else found.sinks,
-        )
+        """With window and sinks of the options, else of the masks, else of the defaults."""
+        chosen = masks.with_reach(self.stream_window, self.stream_sinks)
+        default = replace(chosen, window=DEFAULT_WINDOW, sinks=DEFAULT_SINKS)
+        return default.with_reach(chosen.window, chosen.sinks)
 
 
 def _warn_if_different(gates: TrainedGates, file: Path | None) -> None:
-    """Warn if the table next to the gates differs from them, e.g. because it was exported at another sparsity."""
+    """Warn if the table next to the gates differs from them, e.g. because it was exported at
+    another sparsity."""
     if file is None:
         return
+    from headway.model.head_masks.file import read_masks
+
     try:
-        same = read_masks(file) == gates.masks()
+        is_same = read_masks(file) == gates.masks()
     except HeadwayError:
-        same = False
-    if not same:
+        is_same = False
+    if not is_same:
         log.warning(
             "%s: differs from the gates of the model, which are used. Give --masks %s to use the file.",
             file,
@@ -161,24 +189,39 @@ class MaskVariant:
     """`own` (of the model's gates), a file or `random`; None without masks."""
 
 
+def parse_sparsities(text: str | None) -> tuple[float, ...]:
+    """The shares of --sparsities; none if it is not given."""
+    if text is None:
+        return ()
+    return parse_numbers("--sparsities", text)
+
+
 @dataclass(frozen=True)
 class MaskSpec:
     """The masks an evaluation compares."""
 
-    choice: MaskChoice = MaskChoice()
-    sparsities: tuple[float, ...] = ()
-    """Shares of streaming heads at which a soft mask file, or else the model's own gates, select heads."""
-    random: bool = False
+    choice: MaskChoice = inner_options(MaskChoice())
+    sparsities: tuple[float, ...] = option(
+        (),
+        "Also measure masks at these shares of streaming heads (0.3,0.5,0.7).",
+        written=None,
+        read=parse_sparsities,
+    )
+    """A soft mask file, or else the model's own gates, select the heads."""
+    random: bool = option(
+        False,
+        "Also measure random masks with as many heads, for comparison.",
+        "--random-masks",
+    )
     """After each, random masks with as many full heads."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if any(not 0 < sparsity <= 1 for sparsity in self.sparsities) or len(
-            set(self.sparsities)
-        ) < len(self.sparsities):
-            given = ", ".join(map(str, self.sparsities))
+        has_repeats = len(set(self.sparsities)) < len(self.sparsities)
+        if has_repeats or any(not 0 < sparsity <= 1 for sparsity in self.sparsities):
+            listed = ", ".join(map(str, self.sparsities))
             raise ConfigError(
-                f"--sparsities is {given}; give different shares above 0 and up to 1. The model without masks is always evaluated."
+                f"--sparsities is {listed}; give different shares above 0 and up to 1. The model without masks is always evaluated."
             )
         if self.choice.masks == NONE and (self.sparsities or self.random):
             flag = "--sparsities" if self.sparsities else "--random-masks"
@@ -188,7 +231,6 @@ class MaskSpec:
 
     def variants(self, source: MaskSource) -> list[MaskVariant]:
         """The model without masks, then under each of the masks, most full heads first."""
-        found = [MaskVariant(FULL, None)]
         masked = self._masked(source)
         if not masked:
             flag = "--random-masks" if self.random else self.choice.first_flag()
@@ -196,26 +238,27 @@ class MaskSpec:
                 raise ConfigError(
                     f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, or remove {flag}."
                 )
+
+        variants = [MaskVariant(FULL, None)]
         for variant in masked:
-            found.append(variant)
+            variants.append(variant)
             if self.random and variant.masks is not None:
-                found.append(
-                    MaskVariant(
-                        f"random {variant.name}", random_masks(variant.masks, self.seed), "random"
-                    )
-                )
-        return found
+                baseline = random_masks(variant.masks, self.seed)
+                variants.append(MaskVariant(f"random {variant.name}", baseline, "random"))
+        return variants
 
     def _masked(self, source: MaskSource) -> list[MaskVariant]:
+        """The variants with masks."""
         choice = self.choice
         if choice.masks == NONE:
             return []
+        # A file may be at another sparsity than asked for (equal layers): its name is what it has.
         if choice.file is not None:
-            read = [
+            tables = [
                 choice.read(choice.file, source.config, sparsity)
                 for sparsity in sorted(self.sparsities) or [None]
             ]
-            return [MaskVariant(f"s={masks.sparsity:.2f}", masks, choice.masks) for masks in read]
+            return [MaskVariant(f"s={masks.sparsity:.2f}", masks, choice.masks) for masks in tables]
         if self.sparsities:
             gates = source.trained_gates()
             return [
@@ -223,4 +266,6 @@ class MaskSpec:
                 for sparsity in sorted(self.sparsities)
             ]
         masks = choice.own(source)
-        return [] if masks is None else [MaskVariant(OWN, masks, OWN)]
+        if masks is None:
+            return []
+        return [MaskVariant(OWN, masks, OWN)]

@@ -1,10 +1,12 @@
 """Mask files: a table, with its window and sinks in a second file next to it.
 
-    masks.tsv     no header; one row per layer, one tab-separated number per KV head: 1.0 = full, 0.0 = streaming
+    masks.tsv     no header; one row per layer, one tab-separated number per KV head: 1.0 = full,
+                  0.0 = streaming
     masks.json    where known: {"window": 1024, "sinks": 128}
 
-DuoAttention's patterns are the same table with soft values (full_attention_heads.tsv) beside a config.json with sink_size and
-recent_size. The file or its folder is read. Soft values become decisions at a given sparsity, or at 0.5. Imports without torch.
+DuoAttention's patterns are the same table with soft values (full_attention_heads.tsv) beside a
+config.json with sink_size and recent_size. The file or its folder is read. Soft values become
+decisions at a given sparsity, or at 0.5. Imports without torch.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.storage import write_atomic
 
 FILE_NAMES = ("masks.tsv", "full_attention_heads.tsv")
+ROUNDING = 1e-6
+"""How far a soft value may be outside of 0..1."""
 
 
 def write_masks(masks: HeadMasks, path: Path) -> None:
-    """Write the table and, if they are known, the window and sinks next to it; digests of both are recorded beside them."""
+    """Write the table and, if they are known, the window and sinks next to it; digests of both
+    are recorded beside them."""
     prepare_output(path)
     lines = ("\t".join("1.0" if is_full else "0.0" for is_full in row) for row in masks.full)
     write_atomic(path, "\n".join(lines) + "\n")
@@ -36,9 +41,8 @@ def write_masks(masks: HeadMasks, path: Path) -> None:
     if masks.window is not None or masks.sinks is not None:
         write_atomic(reach_file, json.dumps({"window": masks.window, "sinks": masks.sinks}) + "\n")
     else:
-        reach_file.unlink(
-            missing_ok=True
-        )  # else the numbers of an earlier export would be read with this table
+        # Else the numbers of an earlier export would be read with this table.
+        reach_file.unlink(missing_ok=True)
     record_digests(path.parent, (path.name, reach_file.name))
 
 
@@ -58,10 +62,12 @@ def prepare_output(path: Path) -> None:
 def read_masks(
     path: Path | str, sparsity: float | None = None, *, equal_per_layer: bool = False
 ) -> HeadMasks:
-    """Read masks. Soft values are selected at `sparsity`, or at 0.5; with `equal_per_layer`, in each layer.
+    """Read masks. Soft values are selected at `sparsity`, or at 0.5; with `equal_per_layer`, in
+    each layer.
 
     A table of 0 and 1 ranks no heads, so it cannot be selected at another sparsity.
     """
+    # Digests are checked where they exist; DuoAttention's folders have none.
     file = find_masks(Path(path))
     check_digests(file.parent, (file.name, file.with_suffix(".json").name, "config.json"))
     scores = read_table(file)
@@ -69,15 +75,14 @@ def read_masks(
     hard = HeadMasks(tuple(tuple(value >= 0.5 for value in row) for row in scores), window, sinks)
     if sparsity is None and not equal_per_layer:
         return hard
-    num_full = (
-        hard.num_full
-        if sparsity is None
-        else num_full_heads(hard.num_layers * hard.num_kv_heads, sparsity)
-    )
-    masks = select_heads(scores, num_full, equal_per_layer=equal_per_layer).with_reach(
-        window, sinks
-    )
-    if all(value in (0.0, 1.0) for row in scores for value in row) and masks.full != hard.full:
+
+    num_full = hard.num_full
+    if sparsity is not None:
+        num_full = num_full_heads(hard.num_layers * hard.num_kv_heads, sparsity)
+    selected = select_heads(scores, num_full, equal_per_layer=equal_per_layer)
+    masks = selected.with_reach(window, sinks)
+    is_decided = all(value in (0.0, 1.0) for row in scores for value in row)
+    if is_decided and masks.full != hard.full:
         _refuse_decided(file, hard, sparsity if num_full != hard.num_full else None)
     if equal_per_layer:
         warn_if_unreached(masks, sparsity, num_full)
@@ -85,7 +90,8 @@ def read_masks(
 
 
 def _refuse_decided(file: Path, hard: HeadMasks, sparsity: float | None) -> NoReturn:
-    """The error for a table of 0 and 1 that is requested at another sparsity, or with equal layers."""
+    """The error for a table of 0 and 1 that is requested at another sparsity, or with equal
+    layers."""
     if sparsity is not None:
         raise ConfigError(
             f"{file}: holds only 0 and 1 at sparsity {hard.sparsity:.4f}, so heads cannot be ranked for sparsity {sparsity}. "
@@ -135,9 +141,8 @@ def _row(path: Path, number: int, line: str) -> tuple[float, ...]:
             f"{path}: line {number} is {line[:40]!r}; a mask table holds numbers between tabs."
         ) from None
     for value in values:
-        if (
-            not -1e-6 <= value <= 1 + 1e-6
-        ):  # a soft value may be off by its rounding; NaN is refused too
+        # Written so that NaN is refused too.
+        if not -ROUNDING <= value <= 1 + ROUNDING:
             raise DataError(
                 f"{path}: line {number} contains {value}; masks must be between 0 (streaming) and 1 (full)."
             )
@@ -158,9 +163,9 @@ def find_masks(path: Path) -> Path:
 
 def _read_reach(file: Path) -> tuple[int | None, int | None]:
     """The window and sinks stored next to a table by headway or DuoAttention."""
-    for path, keys in (
-        (file.with_suffix(".json"), ("window", "sinks")),
-        (file.with_name("config.json"), ("recent_size", "sink_size")),
+    for path, window_key, sinks_key in (
+        (file.with_suffix(".json"), "window", "sinks"),
+        (file.with_name("config.json"), "recent_size", "sink_size"),
     ):
         if not path.is_file():
             continue
@@ -170,16 +175,16 @@ def _read_reach(file: Path) -> tuple[int | None, int | None]:
             raise DataError(
                 f"{path}: cannot be read as JSON ({problem}); it holds the window and sinks of {file.name}."
             ) from None
-        if isinstance(fields, dict) and any(key in fields for key in keys):
-            window, sinks = (
-                _count(path, key, fields.get(key), least)
-                for key, least in zip(keys, (1, 0), strict=True)
-            )
+        if isinstance(fields, dict) and (window_key in fields or sinks_key in fields):
+            window = _count(path, window_key, fields.get(window_key), least=1)
+            sinks = _count(path, sinks_key, fields.get(sinks_key), least=0)
             return window, sinks
     return None, None
 
 
 def _count(file: Path, key: str, value: Any, least: int) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise DataError(f"{file}: {key} is {value!r}; it must be an integer of at least {least}.")

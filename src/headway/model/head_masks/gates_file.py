@@ -1,9 +1,12 @@
-"""Trained head gates of a model: masks come out of them. A Hugging Face folder stores them in files next to the weights.
+"""Trained head gates of a model: masks come out of them. A Hugging Face folder stores them in files
+next to the weights.
 
-    head_gates.json            {"window": 1024, "sinks": 128, "log_alpha": [[4.2, -9.8, ...], ...]}      one row per layer
+    head_gates.json            {"window": 1024, "sinks": 128, "log_alpha": [[4.2, -9.8, ...], ...]}
+                               one row per layer
     masks.tsv, masks.json      the masks these gates give, for programs that read masks
 
-Other programs ignore these files. headway continues training with them, or exports masks at another sparsity.
+Other programs ignore these files. headway continues training with them, or exports masks at another
+sparsity.
 """
 
 from __future__ import annotations
@@ -15,18 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, first_line
 from headway.model.config import HeadGatesConfig, ModelConfig
-from headway.model.head_masks.file import prepare_output, write_masks
-from headway.model.head_masks.masks import (
-    HeadMasks,
-    num_full_heads,
-    select_heads,
-    warn_if_unreached,
-)
 from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
     import torch
+
+    from headway.model.head_masks.masks import HeadMasks
 
 GATES_FILE = "head_gates.json"
 MASKS_FILE = "masks.tsv"
@@ -42,14 +40,15 @@ class TrainedGates:
     """fp32 [num_layers, num_kv_heads]"""
 
     def masks(self, sparsity: float | None = None, *, equal_per_layer: bool = False) -> HeadMasks:
-        """Select heads by log_alpha: as many as the sparsity leaves, or without one, as many as the gates expect to be full."""
+        """Select heads by log_alpha: as many as the sparsity leaves, or without one, as many as
+        the gates expect to be full."""
         from headway.model.head_gates import expected_full_heads
+        from headway.model.head_masks.masks import num_full_heads, select_heads, warn_if_unreached
 
-        num_full = (
-            expected_full_heads(self.log_alpha)
-            if sparsity is None
-            else num_full_heads(self.log_alpha.numel(), sparsity)
-        )
+        if sparsity is None:
+            num_full = expected_full_heads(self.log_alpha)
+        else:
+            num_full = num_full_heads(self.log_alpha.numel(), sparsity)
         masks = select_heads(self.log_alpha.tolist(), num_full, equal_per_layer=equal_per_layer)
         if equal_per_layer:
             warn_if_unreached(masks, sparsity, num_full)
@@ -59,19 +58,27 @@ class TrainedGates:
         """One row per head: layer, head, log_alpha, E[z], P(z=0) and P(z=1)."""
         from headway.model.head_gates import expected_z, probability_one, probability_zero
 
-        wide = self.log_alpha.double()
-        columns = [
-            values.flatten().tolist()
-            for values in (wide, expected_z(wide), probability_zero(wide), probability_one(wide))
-        ]
-        heads = wide.shape[1]
+        log_alpha = self.log_alpha.double()
+        tables = (
+            log_alpha,
+            expected_z(log_alpha),
+            probability_zero(log_alpha),
+            probability_one(log_alpha),
+        )
+        columns = [table.flatten().tolist() for table in tables]
+        heads = log_alpha.shape[1]
         return [
-            (number // heads, number % heads, *values)
-            for number, values in enumerate(zip(*columns, strict=True))
+            (index // heads, index % heads, *values)
+            for index, values in enumerate(zip(*columns, strict=True))
         ]
 
     def write_raw(self, path: Path) -> None:
-        """Write `raw` as a table with a header. It is no mask file, and reading it as one is refused."""
+        """Write `raw` as a table with a header.
+
+        It is no mask file, and reading it as one is refused.
+        """
+        from headway.model.head_masks.file import prepare_output
+
         prepare_output(path)
         lines = ["\t".join(RAW_COLUMNS), *("\t".join(map(repr, row)) for row in self.raw())]
         write_atomic(path, "\n".join(lines) + "\n")
@@ -79,6 +86,8 @@ class TrainedGates:
 
 def write_gates(folder: Path, config: HeadGatesConfig, log_alpha: torch.Tensor) -> None:
     """Write the gates and the masks they give."""
+    from headway.model.head_masks.file import write_masks
+
     gates = TrainedGates(config, log_alpha.detach().float().cpu())
     fields = {"window": config.window, "sinks": config.sinks, "log_alpha": gates.log_alpha.tolist()}
     write_atomic(folder / GATES_FILE, json.dumps(fields) + "\n")
@@ -86,7 +95,10 @@ def write_gates(folder: Path, config: HeadGatesConfig, log_alpha: torch.Tensor) 
 
 
 def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
-    """The gates of a folder, or None. Their other settings only matter where gates begin, so defaults stand in for them."""
+    """The gates of a folder, or None.
+
+    Their other settings only matter where gates begin, so defaults stand in for them.
+    """
     path = folder / GATES_FILE
     if not path.is_file():
         return None
@@ -100,6 +112,7 @@ def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
         raise CheckpointError(
             f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run without gates."
         ) from None
+    # A file that was copied beside another model would otherwise decide about its heads.
     if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
         raise CheckpointError(
             f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "

@@ -1,7 +1,8 @@
 """One decision per layer and KV head, and the rules that make it from scores.
 
-A query at position i of its document sees key j of the same document iff j <= i and, for a streaming head,
-(i - j < window or j < sinks). Positions count from the document's first token. Imports without torch.
+A query at position i of its document sees key j of the same document iff j <= i and, for a
+streaming head, (i - j < window or j < sinks). Positions count from the document's first token.
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 Table = Sequence[Sequence[float]]
-DEFAULT_WINDOW, DEFAULT_SINKS = 1024, 128
-"""Of streaming heads where neither the masks nor the user give them."""
+"""[num_layers][num_kv_heads]"""
+DEFAULT_WINDOW = 1024
+"""Window of streaming heads, if neither the masks nor the user give it."""
+DEFAULT_SINKS = 128
+"""Sinks of streaming heads, likewise."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class HeadMasks:
     window: int | None = None
     """Tokens a streaming head sees, the query's own included; None = the file does not say."""
     sinks: int | None = None
-    """First tokens of the document that a streaming head also sees (0 = none); None = the file does not say."""
+    """First tokens of the document that a streaming head also sees (0 = none); None = the file
+    does not say."""
 
     @property
     def num_layers(self) -> int:
@@ -112,21 +117,25 @@ def in_words(described: dict[str, Any] | None) -> str:
 
 
 def num_full_heads(total: int, sparsity: float) -> int:
-    """How many of `total` heads stay full: floor(total * (1 - sparsity)) in exact decimal arithmetic; 10 heads at 0.9 leave one."""
+    """How many of `total` heads stay full: floor(total * (1 - sparsity)) in exact decimal
+    arithmetic; 10 heads at 0.9 leave one."""
     if not 0 <= sparsity <= 1:
         raise ConfigError(f"sparsity is {sparsity}; it must be between 0 and 1.")
+    # Through its text: 0.9 as a float is a little more, and floor would lose a head.
     return math.floor(total * (1 - Fraction(str(sparsity))))
 
 
 def select_heads(scores: Table, num_full: int, *, equal_per_layer: bool = False) -> HeadMasks:
-    """The `num_full` heads with the highest scores are full; ties go to the lower layer, then to the lower head.
+    """The `num_full` heads with the highest scores are full; ties go to the lower layer, then to
+    the lower head.
 
-    With `equal_per_layer` every layer has the same number of full heads: num_full / layers, rounded to the nearest (a half rounds up).
-    In each layer these are its highest scores. This is the only rule for equal layers; gates and mask files both use it.
+    With `equal_per_layer` every layer has the same number of full heads: num_full / layers, rounded
+    to the nearest (a half rounds up). In each layer these are its highest scores. This is the only
+    rule for equal layers; gates and mask files both use it.
     """
     if equal_per_layer:
-        each = math.floor(Fraction(num_full, len(scores)) + Fraction(1, 2))
-        return HeadMasks(tuple(_highest([row], each)[0] for row in scores))
+        per_layer = math.floor(Fraction(num_full, len(scores)) + Fraction(1, 2))
+        return HeadMasks(tuple(_highest([row], per_layer)[0] for row in scores))
     return HeadMasks(_highest(scores, num_full))
 
 
@@ -134,11 +143,8 @@ def select_at_sparsity(
     scores: Table, sparsity: float, *, equal_per_layer: bool = False
 ) -> HeadMasks:
     """`select_heads` with as many full heads as a sparsity leaves in the whole model."""
-    return select_heads(
-        scores,
-        num_full_heads(len(scores) * len(scores[0]), sparsity),
-        equal_per_layer=equal_per_layer,
-    )
+    num_full = num_full_heads(len(scores) * len(scores[0]), sparsity)
+    return select_heads(scores, num_full, equal_per_layer=equal_per_layer)
 
 
 def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -> None:
@@ -151,14 +157,14 @@ def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -
         sparsity = 1 - num_full / (masks.num_layers * heads)
     if math.isclose(masks.sparsity, sparsity, abs_tol=1e-6):
         return
-    each = sum(masks.full[0])
+    per_layer = sum(masks.full[0])
     log.warning(
         "--equal-per-layer: sparsity %.4g cannot be reached with %d KV heads in every layer, which go in steps of %.4g. "
         "%d of %d heads stay full in each: sparsity %.4g.",
         sparsity,
         heads,
         1 / heads,
-        each,
+        per_layer,
         heads,
         masks.sparsity,
     )
@@ -167,12 +173,14 @@ def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -
 def random_masks(like: HeadMasks, seed: int) -> HeadMasks:
     """As many full heads, drawn at random over the whole model: the baseline for a selection."""
     heads = [(layer, head) for layer in range(like.num_layers) for head in range(like.num_kv_heads)]
-    return replace(
-        like, full=_table(like.full, set(random.Random(seed).sample(heads, like.num_full)))
-    )
+    full = random.Random(seed).sample(heads, like.num_full)
+    return replace(like, full=_table(like.full, set(full)))
 
 
 def _highest(scores: Table, num_full: int) -> tuple[tuple[bool, ...], ...]:
+    """True for the highest scores; of equal ones the lower layer comes first, then the lower
+    head."""
+    # Negated, so that ascending order is highest score, lowest layer, lowest head.
     order = sorted(
         (-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row)
     )
@@ -182,6 +190,7 @@ def _highest(scores: Table, num_full: int) -> tuple[tuple[bool, ...], ...]:
 def _table(
     shape: Sequence[Sequence[Any]], full: set[tuple[int, int]]
 ) -> tuple[tuple[bool, ...], ...]:
+    """A table of this shape, True for these (layer, head)."""
     return tuple(
         tuple((layer, head) in full for head in range(len(row))) for layer, row in enumerate(shape)
     )

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def draw_masks(masks: HeadMasks, out: Path, log_alpha: torch.Tensor | None = None) -> None:
-    """Full heads dark and streaming ones light; with log_alpha, its values in colour and a dot on every full head."""
+    """Full heads dark and streaming ones light; with log_alpha, its values in colour and a dot
+    on every full head."""
     need("matplotlib", str(out))
     # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
 
-    layers, heads = masks.num_layers, masks.num_kv_heads
+    layers = masks.num_layers
+    heads = masks.num_kv_heads
     figure = Figure(
         figsize=(max(3.2, 0.35 * heads + 2.2), max(2.4, 0.22 * layers + 1.3)),
         dpi=140,
@@ -53,9 +55,9 @@ def draw_masks(masks: HeadMasks, out: Path, log_alpha: torch.Tensor | None = Non
     axes.set_ylabel("layer")
     axes.set_xticks(range(0, heads, max(1, heads // 16)))
     axes.set_yticks(range(0, layers, max(1, layers // 16)))
-    what = "dark" if log_alpha is None else "dots"
+    sign = "dark" if log_alpha is None else "dots"
     axes.set_title(
-        f"{masks.num_full} of {layers * heads} heads full ({what}), sparsity {masks.sparsity:.3f}",
+        f"{masks.num_full} of {layers * heads} heads full ({sign}), sparsity {masks.sparsity:.3f}",
         fontsize=9,
     )
     picture = BytesIO()

@@ -1,11 +1,16 @@
-"""Files of an aligner: PurrSight's aligner.pt or aligner.safetensors comes in, heads and scales go out, and back. Never unpickles objects.
+"""Files of an aligner: PurrSight's aligner.pt or aligner.safetensors comes in, heads and scales go
+out, and back. Never unpickles objects.
 
-    projection_heads.{text,image,audio}_head.{ln.weight,ln.bias,fc.weight}      heads.NAME.{norm.weight,norm.bias,proj.weight}
-    postprocessors.{text,image,audio}_scaling.logit_scale                       the log scale of each modality
+    PurrSight's name, in both files                         ours
+    projection_heads.NAME_head.{ln.weight,ln.bias}          heads.NAME.{norm.weight,norm.bias}
+    projection_heads.NAME_head.fc.weight                    heads.NAME.proj.weight
+    postprocessors.NAME_scaling.logit_scale                 the log scale of each modality
 
-A final/ folder has aligner.safetensors, aligner.json (the `model.aligner` section and the scales) and, where encoders were trained,
-towers.safetensors. Invariant: a file that lacks a tensor, has one too many, another shape or a value that is not finite is an error that
-names it; nothing is left out silently.
+NAME is text, image or audio. A final/ folder has aligner.safetensors, aligner.json (the
+`model.aligner` section and the scales) and, where encoders were trained, towers.safetensors.
+
+Invariant: a file that lacks a tensor, has one too many, another shape or a value that is not finite
+is an error that names it; nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -30,10 +35,14 @@ if TYPE_CHECKING:
 
     from headway.model.aligner import Aligner
 
-ALIGNER, DESCRIPTION, TOWERS = "aligner.safetensors", "aligner.json", "towers.safetensors"
+ALIGNER = "aligner.safetensors"
+DESCRIPTION = "aligner.json"
+TOWERS = "towers.safetensors"
 LEAVES = {"ln.weight": "norm.weight", "ln.bias": "norm.bias", "fc.weight": "proj.weight"}
+"""PurrSight's names of a head's parameters -> ours."""
 NOTES = {"format": "pt"}
-"""One key: with two, the order in the file would change from run to run."""
+"""Metadata of a safetensors file. One key: with two, their order in the file would change from
+run to run."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +50,13 @@ class AlignerHeads:
     """The heads and scales of an aligner."""
 
     tensors: dict[str, torch.Tensor]
-    """heads.NAME.norm.weight, heads.NAME.norm.bias, heads.NAME.proj.weight of every modality, fp32."""
+    """heads.NAME.norm.weight, heads.NAME.norm.bias, heads.NAME.proj.weight of every modality,
+    fp32."""
     log_scales: dict[str, float]
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Those that have a head."""
+        """Modalities that have a head, in the order of MODALITIES."""
         return tuple(name for name in MODALITIES if f"heads.{name}.proj.weight" in self.tensors)
 
     def width_of(self, modality: str) -> int:
@@ -77,7 +87,8 @@ class AlignerHeads:
 
 
 def is_purrsight_file(path: Path) -> bool:
-    """Whether the heads of this path come from PurrSight, which saves with torch.save; headway writes such a file only for export."""
+    """Whether the heads of this path come from PurrSight, which saves with torch.save; headway
+    writes such a file only for export."""
     return _heads_file(path).suffix != ".safetensors"
 
 
@@ -96,13 +107,18 @@ def _heads_file(path: Path) -> Path:
 
 
 def read_aligner(path: Path) -> AlignerHeads:
-    """The heads of an aligner.safetensors, a PurrSight aligner.pt (bare, or below `state_dict`), or a folder with aligner.safetensors."""
+    """The heads of an aligner.safetensors, a PurrSight aligner.pt (bare, or below `state_dict`),
+    or a folder with aligner.safetensors."""
     path = _heads_file(path)
+    # Nothing is checked where there are no digests: PurrSight's files have none.
     check_digests(path.parent, (path.name,))
-    given: Any = _read_safetensors(path) if path.suffix == ".safetensors" else open_pickled(path)
-    if isinstance(given.get("state_dict"), dict):
-        given = given["state_dict"]
-    return _parse(given, path)
+    if path.suffix == ".safetensors":
+        state: Any = _read_safetensors(path)
+    else:
+        state = open_pickled(path)
+    if isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    return _parse(state, path)
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -117,38 +133,41 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def _parse(given: Mapping[str, Any], path: Path) -> AlignerHeads:
+def _parse(state: Mapping[str, Any], path: Path) -> AlignerHeads:
+    """The heads in a state dict with PurrSight's names."""
     import torch
 
-    tensors = {str(name): value for name, value in given.items()}
-    other = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
-    expected = {
-        f"projection_heads.{m}_head.{leaf}": f"heads.{m}.{ours}"
-        for m in MODALITIES
-        for leaf, ours in LEAVES.items()
-    }
+    tensors = {str(name): value for name, value in state.items()}
+    no_tensors = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    our_names: dict[str, str] = {}
+    for modality in MODALITIES:
+        for leaf, our_leaf in LEAVES.items():
+            our_names[f"projection_heads.{modality}_head.{leaf}"] = f"heads.{modality}.{our_leaf}"
     scales = {f"postprocessors.{m}_scaling.logit_scale": m for m in MODALITIES}
-    unknown = [name for name in tensors if name not in expected and name not in scales]
-    if other or unknown:
+    unknown = [name for name in tensors if name not in our_names and name not in scales]
+    if no_tensors or unknown:
         raise ConfigError(
-            f"{path}: not an aligner: it holds {(other or unknown)[0]!r}. Expected are projection_heads.* and postprocessors.*."
+            f"{path}: not an aligner: it holds {(no_tensors or unknown)[0]!r}. Expected are projection_heads.* and postprocessors.*."
         )
+
+    # A modality is there if its projection is; then all its other tensors must be too.
     present = [m for m in MODALITIES if f"projection_heads.{m}_head.fc.weight" in tensors]
     if len(present) < 2:
         raise ConfigError(
             f"{path}: has projection heads for {', '.join(present) or 'no modality'}; an aligner has two or three."
         )
-    needed = [name for name in (*expected, *scales) if any(f".{m}_" in name for m in present)]
+    needed = [name for name in (*our_names, *scales) if any(f".{m}_" in name for m in present)]
     missing = [name for name in needed if name not in tensors]
     extra = [name for name in tensors if name not in needed]
-    if missing or extra:
-        raise ConfigError(
-            f"{path}: {f'lacks {missing[0]}' if missing else f'has {extra[0]} without the head it belongs to'}."
-        )
+    if missing:
+        raise ConfigError(f"{path}: lacks {missing[0]}.")
+    if extra:
+        raise ConfigError(f"{path}: has {extra[0]} without the head it belongs to.")
+
     heads = {
-        expected[name]: tensors[name].detach().float().contiguous()
+        our_names[name]: tensors[name].detach().float().contiguous()
         for name in needed
-        if name in expected
+        if name in our_names
     }
     for modality in present:
         _check_shapes(heads, modality, path)
@@ -158,21 +177,24 @@ def _parse(given: Mapping[str, Any], path: Path) -> AlignerHeads:
         raise ConfigError(
             f"{path}: the logit_scale of {wrong} has {log_scales[wrong].numel()} values; it must be one number."
         )
-    found = AlignerHeads(
+    aligner = AlignerHeads(
         dict(check_finite(heads.items(), path)),
-        {m: float(v) for m, v in check_finite(log_scales.items(), path)},
+        {modality: float(value) for modality, value in check_finite(log_scales.items(), path)},
     )
     dims = {m: int(heads[f"heads.{m}.proj.weight"].shape[0]) for m in present}
     if len(set(dims.values())) > 1:
         raise ConfigError(
             f"{path}: its heads project to different widths: {', '.join(f'{m} {d}' for m, d in dims.items())}."
         )
-    return found
+    return aligner
 
 
 def _check_shapes(heads: Mapping[str, torch.Tensor], modality: str, path: Path) -> None:
+    """Norm and projection of a head fit each other."""
     matrix = heads[f"heads.{modality}.proj.weight"]
-    width = matrix.shape[-1] if matrix.ndim == 2 else None
+    width = None
+    if matrix.ndim == 2:
+        width = matrix.shape[-1]
     for leaf in ("norm.weight", "norm.bias"):
         shape = tuple(heads[f"heads.{modality}.{leaf}"].shape)
         if width is None or shape != (width,):
@@ -186,18 +208,17 @@ def purrsight_tensors(heads: AlignerHeads) -> dict[str, torch.Tensor]:
     """The tensors of a file, under PurrSight's names: 12 for three modalities."""
     import torch
 
-    theirs = {ours: leaf for leaf, ours in LEAVES.items()}
-    found = {}
+    purrsight_leaves = {our_leaf: leaf for leaf, our_leaf in LEAVES.items()}
+    tensors = {}
     for name, value in heads.tensors.items():
         _, modality, leaf = name.split(".", 2)
-        found[f"projection_heads.{modality}_head.{theirs[leaf]}"] = (
-            value.detach().float().cpu().contiguous()
-        )
+        purrsight_name = f"projection_heads.{modality}_head.{purrsight_leaves[leaf]}"
+        tensors[purrsight_name] = value.detach().float().cpu().contiguous()
     for modality, value in heads.log_scales.items():
-        found[f"postprocessors.{modality}_scaling.logit_scale"] = torch.tensor(
+        tensors[f"postprocessors.{modality}_scaling.logit_scale"] = torch.tensor(
             value, dtype=torch.float32, device="cpu"
         )
-    return found
+    return tensors
 
 
 def write_aligner(heads: AlignerHeads, path: Path) -> None:
@@ -239,6 +260,7 @@ def write_aligner_folder(
     """Write the three files of an aligner into a folder, and their digests."""
     from safetensors.torch import save
 
+    # Heads alone are in PurrSight's form, for its programs; towers are headway's.
     write_aligner(heads_of(weights, log_scales), folder / ALIGNER)
     towers = {
         name: value.detach().float().cpu().contiguous()
@@ -270,17 +292,19 @@ class StoredAligner:
 
         with torch.device("meta"):
             model = Aligner(ModelConfig(aligner=self.config, vocab_size=1))
-        wanted = {name: tuple(one.shape) for name, one in model.named_parameters()}
-        for name, shape in wanted.items():
-            if name not in self.weights or tuple(self.weights[name].shape) != shape:
-                found = tuple(self.weights[name].shape) if name in self.weights else "missing"
+
+        values: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            stored_shape = "missing"
+            if name in self.weights:
+                stored_shape = tuple(self.weights[name].shape)
+            if stored_shape != shape:
                 raise CheckpointError(
-                    f"{self.path}: {name} is {found}; {shape} is expected. The folder is damaged."
+                    f"{self.path}: {name} is {stored_shape}; {shape} is expected. The folder is damaged."
                 )
-        model.load_state_dict(
-            dict(check_finite(((n, self.weights[n].float()) for n in wanted), self.path)),
-            assign=True,
-        )
+            values[name] = self.weights[name].float()
+        model.load_state_dict(dict(check_finite(values.items(), self.path)), assign=True)
         return model.to(device).eval().requires_grad_(False)
 
 
@@ -299,8 +323,9 @@ def read_aligner_folder(folder: Path) -> StoredAligner:
         )
     config = validate(AlignerConfig, described["aligner"])
     heads = read_aligner(folder / ALIGNER)
-    heads.require(
-        {name: config.width_of(name) for name in config.modalities}, config.dim, folder / ALIGNER
-    )
-    towers = _read_safetensors(folder / TOWERS) if (folder / TOWERS).is_file() else {}
+    widths = {name: config.width_of(name) for name in config.modalities}
+    heads.require(widths, config.dim, folder / ALIGNER)
+    towers = {}
+    if (folder / TOWERS).is_file():
+        towers = _read_safetensors(folder / TOWERS)
     return StoredAligner(folder, config, {**heads.tensors, **towers}, heads.log_scales)

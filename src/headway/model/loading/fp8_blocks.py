@@ -1,5 +1,6 @@
-"""Weights stored in 8-bit floats with a scale for each block of a matrix, as DeepSeek V3 is published: the open files of a folder come in,
-files that give the tensors in bf16 go out. One tensor is read at a time.
+"""Weights stored in 8-bit floats with a scale for each block of a matrix, as DeepSeek V3 is
+published: the open files of a folder come in, files that give the tensors in bf16 go out. One
+tensor is read at a time.
 
     NAME               float8_e4m3fn [out, in]
     NAME_scale_inv     float32 [ceil(out / rows), ceil(in / columns)]; each block of the matrix is multiplied by its number
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 SCALE = "_scale_inv"
+"""Ends the names of scales. They are multiplied, in spite of their name."""
 FP8 = ("F8_E4M3", "float8_e4m3fn")
+"""The type, as safetensors and as torch call it."""
 
 
 class BlockSize(NamedTuple):
@@ -27,33 +30,37 @@ class BlockSize(NamedTuple):
 
 
 def block_size(config: Mapping[str, Any]) -> BlockSize | None:
-    """The blocks of a config.json whose weights are stored so; None for other forms, and for none."""
-    given = config.get("quantization_config")
-    if not isinstance(given, Mapping) or given.get("quant_method") != "fp8":
+    """The blocks of a config.json whose weights are stored so; None for other forms, and for
+    none."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != "fp8":
         return None
-    size: Any = given.get("weight_block_size")
-    whole = (
-        isinstance(size, list)
-        and len(size) == 2
-        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size)
-    )
-    plain = given.get("fmt", "e4m3") in (None, "e4m3") and given.get(
-        "activation_scheme", "dynamic"
-    ) in (None, "dynamic")
-    return BlockSize(*size) if whole and plain else None
+    if settings.get("fmt", "e4m3") not in (None, "e4m3"):
+        return None
+    # Static scales of activations are tensors too, which nothing here would read.
+    if settings.get("activation_scheme", "dynamic") not in (None, "dynamic"):
+        return None
+
+    size: Any = settings.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2:
+        return None
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
+        return None
+    return BlockSize(*size)
 
 
 def without_scales(stored: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Tensors and their files without those of scales; and those of scales, by the tensor they belong to."""
+    """Tensors and their files without those of scales; and those of scales, by the tensor they
+    belong to."""
+    tensors: dict[str, str] = {}
     scales: dict[str, str] = {}
     for name, file in stored.items():
-        if name.endswith(SCALE) and name.removesuffix(SCALE) in stored:
-            scales[name.removesuffix(SCALE)] = file
-    return {
-        name: file
-        for name, file in stored.items()
-        if not name.endswith(SCALE) or name.removesuffix(SCALE) not in scales
-    }, scales
+        scaled = name.removesuffix(SCALE)
+        if name.endswith(SCALE) and scaled in stored:
+            scales[scaled] = file
+        else:
+            tensors[name] = file
+    return tensors, scales
 
 
 def dequantised(
@@ -62,21 +69,21 @@ def dequantised(
     """bf16 of an 8-bit matrix and its scales."""
     import torch
 
-    wanted = tuple(-(-size // each) for size, each in zip(value.shape, block, strict=False))
-    if value.dim() != 2 or tuple(scale.shape) != wanted:
+    blocks = tuple(-(-size // extent) for size, extent in zip(value.shape, block, strict=False))
+    if value.dim() != 2 or tuple(scale.shape) != blocks:
         raise CheckpointError(
-            f"{name}{SCALE} has shape {list(scale.shape)} and {name} {list(value.shape)}; blocks of {list(block)} make it {list(wanted)}. "
+            f"{name}{SCALE} has shape {list(scale.shape)} and {name} {list(value.shape)}; blocks of {list(block)} make it {list(blocks)}. "
             "Download the model again."
         )
+
+    # Scales [rows of blocks, columns of blocks] -> [out, columns of blocks].
     rows = scale.float().repeat_interleave(block.rows, dim=0)[: value.shape[0]]
     result = torch.empty(value.shape, dtype=torch.bfloat16)
-    for first in range(
-        0, value.shape[1], block.columns
-    ):  # a strip of blocks at a time: no whole matrix exists in fp32
+    # A strip of blocks at a time: no whole matrix exists in fp32.
+    for first in range(0, value.shape[1], block.columns):
         strip = slice(first, first + block.columns)
-        result[:, strip] = (
-            value[:, strip].float() * rows[:, first // block.columns, None]
-        ).bfloat16()
+        scaled = value[:, strip].float() * rows[:, first // block.columns, None]
+        result[:, strip] = scaled.bfloat16()
     return result
 
 
@@ -91,19 +98,20 @@ class BlockFile:
         scale_of: Callable[[str], torch.Tensor],
     ) -> None:
         """`scaled`: the tensors that have scales, which `scale_of` reads."""
-        self.file, self.block, self.scaled, self.scale_of = file, block, scaled, scale_of
+        self.file = file
+        self.block = block
+        self.scaled = scaled
+        self.scale_of = scale_of
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """One tensor."""
         value = self.file.get_tensor(name)
-        return (
-            dequantised(name, value, self.scale_of(name), self.block)
-            if name in self.scaled
-            else value
-        )
+        if name in self.scaled:
+            return dequantised(name, value, self.scale_of(name), self.block)
+        return value
 
     def get_slice(self, name: str) -> BlockSlice:
-        """One tensor, of which shape, type or a part is wanted."""
+        """One tensor, of which shape, type or a part is read."""
         return BlockSlice(self, name)
 
 
@@ -111,7 +119,8 @@ class BlockSlice:
     """The interface of a safetensors slice."""
 
     def __init__(self, file: BlockFile, name: str) -> None:
-        self.file, self.name = file, name
+        self.file = file
+        self.name = name
         self.plain = file.file.get_slice(name)
 
     def get_shape(self) -> list[int]:
@@ -120,8 +129,11 @@ class BlockSlice:
 
     def get_dtype(self) -> str:
         """Type in which it is read."""
-        found = self.plain.get_dtype()
-        return "BF16" if found in FP8 and self.name in self.file.scaled else found
+        stored = self.plain.get_dtype()
+        if stored in FP8 and self.name in self.file.scaled:
+            return "BF16"
+        return stored
 
     def __getitem__(self, part: Any) -> torch.Tensor:
+        # Parts cut through blocks, so the whole tensor is read.
         return self.file.get_tensor(self.name)[part]

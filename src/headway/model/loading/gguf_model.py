@@ -1,7 +1,9 @@
-"""A GGUF file of llama.cpp comes in; a ModelConfig, weights under our names, the ids that end a text and a tokenizer folder go out.
+"""A GGUF file of llama.cpp comes in; a ModelConfig, weights under our names, the ids that end a
+text and a tokenizer folder go out.
 
-Quantised weights are dequantised as they are read. The tokenizer's folder is written once into the user's cache, under a hash of the
-file's metadata. Every parameter must exist with its shape; a tensor or architecture headway does not compute is refused by name.
+Quantised weights are dequantised as they are read. The tokenizer's folder is written once into the
+user's cache, under a hash of the file's metadata. Every parameter must exist with its shape; a
+tensor or architecture headway does not compute is refused by name.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from headway.config.regular_file import regular_only
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.model.config import ModelConfig
 from headway.model.layout import EMBEDDING, HEAD, param_specs
-from headway.model.loading.gguf_file import PLAIN_TYPES, REMEDY, GgufFile
 from headway.model.loading.gguf_names import (
     ARCHITECTURES,
     ROPE_FACTORS,
@@ -26,49 +27,62 @@ from headway.model.loading.gguf_names import (
     GgufArchitecture,
     gguf_name,
     unpermuted,
-)  # fmt: skip
+)
 from headway.runtime.digests import read_digests, write_digests
 from headway.runtime.paths import cache_home
 from headway.runtime.storage import remove_folder, rename_folder, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
-from headway.store.file_lock import file_lock
 
 if TYPE_CHECKING:
     import torch
+
+    from headway.model.loading.gguf_file import GgufFile
 
 log = logging.getLogger("headway")
 
 SUFFIX = ".gguf"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""Ends the name of one of several files of a model: its number, and how many there are."""
 NO_SCALING = ("none", "")
 LLAMA3_LENGTH = 8192
 """The first context length of every Llama 3; its files do not carry it."""
 LLAMA3_FACTORS = (1.0, 4.0)
+"""low_freq_factor and high_freq_factor of every Llama 3; its files do not carry them either."""
 TOLERANCE = 1e-4
+"""Relative difference between stored and computed frequencies, which went through fp32."""
 
 
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a path means: itself, or the only one of a folder."""
     if path.is_file():
-        return path if path.suffix == SUFFIX or _begins_as_gguf(path) else None
-    found = sorted(
-        one
-        for one in path.glob(f"*{SUFFIX}")
-        if one.is_file() and not one.name.startswith("mmproj")
+        if path.suffix == SUFFIX or _begins_as_gguf(path):
+            return path
+        return None
+
+    # mmproj-*.gguf is the projector of a multimodal model, beside the model itself.
+    files = sorted(
+        file
+        for file in path.glob(f"*{SUFFIX}")
+        if file.is_file() and not file.name.startswith("mmproj")
     )
-    if len(found) > 1 and not PART.search(found[0].name):
-        names = ", ".join(one.name for one in found[:4])
-        raise ConfigError(f"{path}: holds {len(found)} GGUF files ({names}). Give one of them.")
-    return found[0] if found else None
+    if not files:
+        return None
+    if len(files) > 1 and not PART.search(files[0].name):
+        names = ", ".join(file.name for file in files[:4])
+        raise ConfigError(f"{path}: holds {len(files)} GGUF files ({names}). Give one of them.")
+    return files[0]
 
 
 def holds_only_gguf(folder: Path) -> bool:
-    """Whether the weights of a folder are a GGUF file and nothing else; some have a config.json next to it."""
-    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
-    return any(name.endswith(SUFFIX) for name in names) and not any(
-        name.endswith(OTHER_WEIGHTS) for name in names
-    )
+    """Whether the weights of a folder are a GGUF file and nothing else; some have a config.json
+    next to it."""
+    if not folder.is_dir():
+        return False
+    names = [file.name for file in folder.iterdir()]
+    if any(name.endswith(OTHER_WEIGHTS) for name in names):
+        return False
+    return any(name.endswith(SUFFIX) for name in names)
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -88,6 +102,8 @@ class GgufModel:
             raise ConfigError(
                 f"{path}: is one of {int(split.group(2))} parts. Join them with `llama-gguf-split --merge {path.name} model.gguf`."
             )
+        from headway.model.loading.gguf_file import GgufFile
+
         self.file = GgufFile(path)
         name = self.file.values.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -103,6 +119,8 @@ class GgufModel:
 
     def _check(self) -> None:
         """Every parameter exists in its shape, and every tensor is a parameter."""
+        from headway.model.loading.gguf_file import PLAIN_TYPES, REMEDY
+
         names = {gguf_name(spec.name): spec for spec in param_specs(self.config)}
         for name, spec in names.items():
             tensor = self.file.tensors.get(name)
@@ -113,7 +131,7 @@ class GgufModel:
                     f"{self.file.path}: {name} has shape {list(tensor.shape)}; its metadata makes it {list(spec.shape)}. {REMEDY}"
                 )
             if tensor.type_code not in PLAIN_TYPES:
-                self.file.block(tensor)
+                self.file.block(tensor)  # refuses a type that cannot be read
         strange = sorted(self.file.tensors.keys() - names.keys() - {ROPE_FACTORS})
         if strange:
             raise ConfigError(
@@ -124,6 +142,7 @@ class GgufModel:
         """Our name and the tensor of every parameter, in forward order."""
         import torch
 
+        # One tensor at a time: a quantised file becomes several times its size in floats.
         for spec in param_specs(self.config):
             value = torch.from_numpy(self.file.read(gguf_name(spec.name)))
             if self.architecture.permuted:
@@ -132,35 +151,36 @@ class GgufModel:
 
     def end_ids(self) -> frozenset[int]:
         """The ids that end a text or a turn."""
-        keys = ("eos", "eot", "eom")
-        found = (self.file.values.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
-        return frozenset(
-            one for one in found if isinstance(one, int) and 0 <= one < self.config.vocab
-        )
+        ids: set[int] = set()
+        for key in ("eos", "eot", "eom"):
+            end_id = self.file.values.get(f"tokenizer.ggml.{key}_token_id")
+            if isinstance(end_id, int) and 0 <= end_id < self.config.vocab:
+                ids.add(end_id)
+        return frozenset(ids)
 
     def tokenizer_folder(self) -> Path | None:
         """A folder with the file's tokenizer, in the cache; None where the file has none."""
         if self.file.values.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
             return None
-        folder = (
-            cache_home()
-            / "headway"
-            / "gguf"
-            / hashlib.sha256(self.file.header_bytes).hexdigest()[:32]
-        )
+        digest = hashlib.sha256(self.file.header_bytes).hexdigest()[:32]
+        folder = cache_home() / "headway" / "gguf" / digest
         if _is_whole(folder):
             return folder
+        from headway.store.file_lock import file_lock
+
+        # Of several processes one writes; the others wait until the folder is whole.
+        lock = folder.with_name(f"{folder.name}.lock")
         with (
             writing(folder, error=DataError),
-            file_lock(
-                folder.with_name(f"{folder.name}.lock"), until=lambda: _is_whole(folder)
-            ) as is_writer,
+            file_lock(lock, until=lambda: _is_whole(folder)) as is_writer,
         ):
             if is_writer:
                 self._write_tokenizer(folder)
         return folder
 
     def _write_tokenizer(self, folder: Path) -> None:
+        """Written beside the folder and renamed, so that a folder of this name is complete."""
+        from headway.model.loading.gguf_file import REMEDY
         from headway.tokenizer.gguf_vocabulary import write_files
 
         clear_leftovers(folder)
@@ -185,7 +205,8 @@ class GgufModel:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a tokenizer in the cache is as it was written; one without digests, or a damaged one, is written again."""
+    """Whether a tokenizer in the cache is as it was written; one without digests, or a damaged
+    one, is written again."""
     try:
         digests = read_digests(folder)
         if digests is None:
@@ -198,120 +219,139 @@ def _is_whole(folder: Path) -> bool:
 
 def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
     """The shape of the model, from metadata and from which tensors exist."""
-    at = _Values(file.values, architecture.name)
-    if at.number("expert_count", 0):
+    metadata = _Metadata(file.values, architecture.name)
+    experts = metadata.number("expert_count", 0)
+    if experts:
         raise ConfigError(
-            f"has {architecture.name}.expert_count {at.number('expert_count', 0):g}; experts are not read from GGUF."
+            f"has {architecture.name}.expert_count {experts:g}; experts are not read from GGUF."
         )
-    heads, width, layers = (
-        at.whole("attention.head_count"),
-        at.whole("embedding_length"),
-        at.whole("block_count"),
-    )
-    rows = file.tensors.get(gguf_name(EMBEDDING))
-    if rows is None or len(rows.shape) != 2:
+    heads = metadata.whole("attention.head_count")
+    width = metadata.whole("embedding_length")
+    layers = metadata.whole("block_count")
+    embedding = file.tensors.get(gguf_name(EMBEDDING))
+    if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"holds no {gguf_name(EMBEDDING)} of two dimensions.")
-    head_size = at.whole("attention.key_length", width // max(heads, 1))
-    if (turned := at.whole("rope.dimension_count", head_size)) != head_size:
+
+    head_size = metadata.whole("attention.key_length", width // max(heads, 1))
+    rotated = metadata.whole("rope.dimension_count", head_size)
+    if rotated != head_size:
         raise ConfigError(
-            f"has {architecture.name}.rope.dimension_count {turned}; headway rotates whole heads of {head_size}."
+            f"has {architecture.name}.rope.dimension_count {rotated}; headway rotates whole heads of {head_size}."
         )
-    if at.whole("attention.value_length", head_size) != head_size:
+    if metadata.whole("attention.value_length", head_size) != head_size:
         raise ConfigError(
             "has keys and values of different widths; headway's heads have one width."
         )
+
+    # llama.cpp does not say it in metadata: what a layer has is seen by its tensors.
     names = file.tensors.keys()
     first = "model.layers.0."
+    no_rope_layers: list[int] = []
+    if architecture.name == "smollm3":
+        no_rope_layers = list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))
     return validate(
         ModelConfig,
         {
             "family": architecture.family,
-            "vocab_size": rows.shape[0],
+            "vocab_size": embedding.shape[0],
             "hidden_size": width,
-            "ffn_size": at.whole("feed_forward_length"),
+            "ffn_size": metadata.whole("feed_forward_length"),
             "num_layers": layers,
             "num_heads": heads,
-            "num_kv_heads": at.whole("attention.head_count_kv", heads),
+            "num_kv_heads": metadata.whole("attention.head_count_kv", heads),
             "head_dim": head_size,
-            "max_seq_len": at.whole("context_length"),
-            "norm_eps": at.number("attention.layer_norm_rms_epsilon"),
+            "max_seq_len": metadata.whole("context_length"),
+            "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
             "tie_embeddings": gguf_name(HEAD) not in names,
             "qkv_bias": gguf_name(first + "self_attn.q_proj.bias") in names,
             "output_bias": gguf_name(first + "self_attn.o_proj.bias") in names,
             "ffn_bias": gguf_name(first + "mlp.up_proj.bias") in names,
             "qk_norm": gguf_name(first + "self_attn.q_norm.weight") in names,
-            "no_rope_layers": list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))
-            if architecture.name == "smollm3"
-            else [],
-            "rope_theta": at.number("rope.freq_base", 10000.0),
-            "rope_scaling": _scaling(file, at, head_size),
+            "no_rope_layers": no_rope_layers,
+            "rope_theta": metadata.number("rope.freq_base", 10000.0),
+            "rope_scaling": _scaling(file, metadata, head_size),
         },
     )
 
 
-def _scaling(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any] | None:
-    """The scaling of the rotary frequencies: by name, or as the factors that Llama 3's files hold."""
-    kind, factor = at.text("rope.scaling.type", ""), at.number("rope.scaling.factor", 1.0)
+def _scaling(file: GgufFile, metadata: _Metadata, head_size: int) -> dict[str, Any] | None:
+    """The scaling of the rotary frequencies: by name, or as the factors that Llama 3's files
+    hold."""
+    kind = metadata.text("rope.scaling.type", "")
+    factor = metadata.number("rope.scaling.factor", 1.0)
     if ROPE_FACTORS in file.tensors:
-        return _llama3(file, at, head_size)
+        return _llama3(file, metadata, head_size)
     if kind in NO_SCALING or (kind == "linear" and factor == 1):
         return None
     if kind == "linear":
         return {"kind": "linear", "factor": factor}
     if kind != "yarn":
         raise ConfigError(
-            f"has {at.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's."
+            f"has {metadata.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's."
         )
-    found: dict[str, Any] = {
+
+    scaling: dict[str, Any] = {
         "kind": "yarn",
         "factor": factor,
-        "original_max_seq_len": at.whole("rope.scaling.original_context_length"),
+        "original_max_seq_len": metadata.whole("rope.scaling.original_context_length"),
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
     }
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        found[ours] = at.number(f"rope.scaling.{theirs}", 32.0 if ours == "beta_fast" else 1.0)
-    if (scale := at.number("rope.scaling.attn_factor", 1.0)) != 1.0:
+    # llama.cpp stores the attention factor relative to yarn's default.
+    scale = metadata.number("rope.scaling.attn_factor", 1.0)
+    if scale != 1.0:
         from headway.model.rope_config import yarn_growth
 
-        found["attention_factor"] = float(
-            f"{scale * yarn_growth(factor):.6g}"
-        )  # stored as an fp32 quotient
-    return found
+        # Six digits: the quotient was stored as fp32.
+        scaling["attention_factor"] = float(f"{scale * yarn_growth(factor):.6g}")
+    return scaling
 
 
-def _llama3(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any]:
-    """Llama 3's scaling: the file has what each frequency is divided by, from which its numbers are found again."""
+def _llama3(file: GgufFile, metadata: _Metadata, head_size: int) -> dict[str, Any]:
+    """Llama 3's scaling.
+
+    The file has what each frequency is divided by; the settings that give these numbers are derived
+    from them.
+    """
     import numpy as np
 
     from headway.model.rope import inverse_frequencies
 
     factors = file.read(ROPE_FACTORS).astype(np.float64).reshape(-1)
-    low, high = (
-        at.number("rope.scaling.low_freq_factor", LLAMA3_FACTORS[0]),
-        at.number("rope.scaling.high_freq_factor", LLAMA3_FACTORS[1]),
-    )
-    length = at.whole("rope.scaling.original_context_length", LLAMA3_LENGTH)
-    made = {"kind": "llama3", "factor": round(float(factors.max()), 4), "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_seq_len": length}  # fmt: skip
+    length = metadata.whole("rope.scaling.original_context_length", LLAMA3_LENGTH)
+    scaling = {
+        "kind": "llama3",
+        # The slowest frequencies are divided by the whole factor.
+        "factor": round(float(factors.max()), 4),
+        "low_freq_factor": metadata.number("rope.scaling.low_freq_factor", LLAMA3_FACTORS[0]),
+        "high_freq_factor": metadata.number("rope.scaling.high_freq_factor", LLAMA3_FACTORS[1]),
+        "original_max_seq_len": length,
+    }
     if len(factors) == head_size // 2 and factors.max() >= 1:
+        # Frequencies depend on the width of a head alone: a model of one head has the same.
         shape = {
             "hidden_size": head_size,
             "num_heads": 1,
-            "rope_theta": at.number("rope.freq_base", 10000.0),
+            "rope_theta": metadata.number("rope.freq_base", 10000.0),
         }
         plain = inverse_frequencies(validate(ModelConfig, shape))
-        scaled = inverse_frequencies(validate(ModelConfig, {**shape, "rope_scaling": made}))
+        scaled = inverse_frequencies(validate(ModelConfig, {**shape, "rope_scaling": scaling}))
         if np.allclose((plain / scaled).double().numpy(), factors, rtol=TOLERANCE):
-            return made
+            return scaling
     raise ConfigError(
         f"holds {ROPE_FACTORS} that are not Llama 3's (first length {length}); headway cannot compute them."
     )
 
 
-class _Values:
-    """The metadata of one architecture, each value checked as it is asked for."""
+class _Metadata:
+    """The metadata of one architecture, each value checked when it is read.
+
+    Without a default, a key is required.
+    """
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
-        self.values, self.name = values, name
+        self.values = values
+        self.name = name
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
@@ -344,5 +384,11 @@ def _exact(value: float) -> float:
     """A number that was stored as fp32, as it was written: 1e-05 and not 9.999999747378752e-06."""
     import numpy as np
 
-    short = float(str(np.float32(value))) if value == value and abs(value) < 3e38 else value
-    return short if np.float32(short) == np.float32(value) else value
+    # Neither NaN nor beyond fp32, whose shortest text would be inf.
+    if value == value and abs(value) < 3e38:
+        short = float(str(np.float32(value)))
+    else:
+        short = value
+    if np.float32(short) == np.float32(value):
+        return short
+    return value

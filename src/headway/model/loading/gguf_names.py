@@ -1,7 +1,9 @@
-"""What llama.cpp calls our models: a family has an architecture, a parameter a tensor name, and q and k of some a different order of rows.
+"""What llama.cpp calls our models: a family has an architecture, a parameter has a tensor name, and
+q and k of some architectures have a different order of rows.
 
-llama.cpp rotates neighbouring rows of a head where headway (as Hugging Face) rotates the two halves, for the architectures that came from
-Meta's files. Their q and k are stored in that order: `permuted` and `unpermuted` are inverses. Imports without torch.
+llama.cpp rotates neighbouring rows of a head where headway (as Hugging Face) rotates the two
+halves, for the architectures that came from Meta's files. Their q and k are stored in that order:
+`permuted` and `unpermuted` are inverses. Imports without torch.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class GgufArchitecture:
 
 
 ARCHITECTURES = {
-    one.name: one
-    for one in (
+    architecture.name: architecture
+    for architecture in (
         GgufArchitecture("llama", "llama", permuted=True, output_bias=True),
         GgufArchitecture("qwen2", "qwen2", any_head_size=False),
         GgufArchitecture("qwen3", "qwen3"),
@@ -49,7 +51,7 @@ SMOLLM3_STEP = 4
 """llama.cpp leaves every fourth layer of a smollm3 without rotation, whatever the file says."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency is divided by, for the scaling of Llama 3."""
-WHOLE = {
+OUTSIDE_BLOCKS = {
     EMBEDDING: "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     HEAD: "output.weight",
@@ -67,17 +69,18 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-OURS = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
 
 def gguf_name(name: str) -> str:
     """llama.cpp's name of one of our parameters."""
-    if name in WHOLE:
-        return WHOLE[name]
-    match = OURS.fullmatch(name)
+    if name in OUTSIDE_BLOCKS:
+        return OUTSIDE_BLOCKS[name]
+    match = IN_BLOCK.fullmatch(name)
     assert match is not None and match.group(2) in PARTS, f"{name} has no name in GGUF"
-    return f"blk.{match.group(1)}.{PARTS[match.group(2)]}.{match.group(3)}"
+    layer, part, leaf = match.groups()
+    return f"blk.{layer}.{PARTS[part]}.{leaf}"
 
 
 def permuted(name: str, value: Any, num_heads: int, num_kv_heads: int) -> Any:
@@ -93,10 +96,15 @@ def unpermuted(name: str, value: Any, num_heads: int, num_kv_heads: int) -> Any:
 def _reordered(
     name: str, value: Any, num_heads: int, num_kv_heads: int, *, halves_first: bool
 ) -> Any:
+    """Rows [heads, 2, half] swapped to [heads, half, 2], or back."""
     match = ROTATED.search(name)
     if match is None:
         return value
+    # Biases have rows too, and are reordered with them.
     heads = num_heads if match.group(1) == "q" else num_kv_heads
     half = value.shape[0] // heads // 2
-    shape = (heads, 2, half) if halves_first else (heads, half, 2)
+    if halves_first:
+        shape = (heads, 2, half)
+    else:
+        shape = (heads, half, 2)
     return value.reshape(*shape, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)

@@ -1,7 +1,11 @@
-"""A Hugging Face folder comes in; a ModelConfig and weights under our names go out. Reads safetensors, and pickles with torch's restricted
-loader.
+"""A Hugging Face folder comes in; a ModelConfig and weights under our names go out. Reads
+safetensors, and pickles with torch's restricted loader.
 
-Every parameter of the config must exist with its shape, and every tensor of the files must be a parameter; anything else is an error.
+    config.json -> family -> ModelConfig -> param_specs -> pieces of their tensors (`HfPiece`)
+    names in the files -> Locations: our name -> file and piece -> tensors, one at a time
+
+Every parameter of the config must exist with its shape, and every tensor of the files must be a
+parameter; anything else is an error. All shapes are checked before the first tensor is read.
 """
 
 from __future__ import annotations
@@ -13,7 +17,14 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.errors import CheckpointError, ConfigError, first_line
-from headway.model.families.base import Piece, family_for, family_of, our_name, pieces_of, with_head
+from headway.model.families.base import (
+    HfPiece,
+    family_for,
+    family_of,
+    name_in_folder,
+    pieces_of,
+    with_head,
+)
 from headway.model.layout import HEAD, param_specs
 from headway.model.loading import mxfp4
 from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
@@ -28,11 +39,17 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.families.transformers import Wrapping
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 SUFFIX = ".safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+"""Types of weights, as safetensors and as torch call them."""
 BYTES = {"U8", "uint8"}
 MAX_MESSAGE = 1000
+"""Characters of a message about a config.json: its values may be of any length."""
 FILE_NAME = re.compile(r"[^/\x00-\x1f][^\x00-\x1f]{0,254}")
 
 
@@ -40,14 +57,13 @@ class StoredPiece(NamedTuple):
     """A file, and what of it belongs to a parameter."""
 
     file: str
-    piece: Piece
+    piece: HfPiece
     scales_file: str | None = None
     """Where the piece's scales are."""
 
 
 Locations = dict[str, tuple[StoredPiece, ...]]
-"""Our name -> where it is; several places are stacked, one for each expert."""
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""Our name -> where it is; several pieces are stacked, one for each expert."""
 
 
 def is_pretrained(folder: Path) -> bool:
@@ -61,27 +77,35 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder. With `wrapping`, that of the class of transformers, of any model type."""
+    """The shape of the model in a Hugging Face folder.
+
+    With `wrapping`, that of the class of transformers, of any model type.
+    """
     path = folder / CONFIG
-    given = read_json(path)
-    reason = quantised(given, folder, _readable(given) if wrapping is None else ())
-    if reason is not None and (wrapping is not None or block_size(given) is None):
+    hf_config = read_json(path)
+
+    # A family reads the quantisation that it is published in, and 8-bit blocks are read for any
+    # family. For a class of transformers nothing is dequantised.
+    readable = ()
+    if wrapping is None:
+        readable = _readable_quantisation(hf_config)
+    reason = quantised(hf_config, folder, readable)
+    if reason is not None and (wrapping is not None or block_size(hf_config) is None):
         raise ConfigError(f"{path}: {reason}")
-    given = {key: value for key, value in given.items() if key != "quantization_config"}
+
+    hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     try:
-        return (
-            with_head(given, family_for(given).read(given))
-            if wrapping is None
-            else wrapping.read(given, folder)
-        )
+        if wrapping is None:
+            return with_head(hf_config, family_for(hf_config).read(hf_config))
+        return wrapping.read(hf_config, folder)
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
 
 
-def _readable(given: dict[str, Any]) -> tuple[str, ...]:
+def _readable_quantisation(hf_config: dict[str, Any]) -> tuple[str, ...]:
     """How the weights of this family may be quantised."""
     try:
-        return vars(family_for(given)).get("QUANTISED", ())
+        return vars(family_for(hf_config)).get("QUANTISED", ())
     except ConfigError:
         return ()
 
@@ -89,44 +113,53 @@ def _readable(given: dict[str, Any]) -> tuple[str, ...]:
 def read_end_ids(folder: Path) -> frozenset[int]:
     """The ids that end a text, if the folder names them; chat models have several."""
     for name in ("generation_config.json", CONFIG):
-        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if ids is not None:
-            listed = ids if isinstance(ids, list) else [ids]
-            if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
-                raise ConfigError(
-                    f"{folder / name}: eos_token_id is {str(ids)[:80]}; an id or a list of ids is expected."
-                )
-            return frozenset(listed)
+        if not (folder / name).is_file():
+            continue
+        ids = read_json(folder / name).get("eos_token_id")
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(end_id, int) and not isinstance(end_id, bool) for end_id in listed):
+            raise ConfigError(
+                f"{folder / name}: eos_token_id is {str(ids)[:80]}; an id or a list of ids is expected."
+            )
+        return frozenset(listed)
     return frozenset()
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Compare names and shapes of all tensors with the config, from the headers of safetensors files; pickles are checked when read."""
-    with ExitStack() as opened:
-        where = _locations(folder, config)
-        if all(place.file.endswith(SUFFIX) for places in where.values() for place in places):
-            _check_shapes(folder, config, where, _opened(folder, where, opened))
+    """Compare names and shapes of all tensors with the config, from the headers of safetensors
+    files; pickles are checked when read."""
+    where = _locations(folder, config)
+    if all(file.endswith(SUFFIX) for file in _weight_files(where)):
+        with ExitStack() as opened:
+            _check_shapes(folder, config, where, _open_all(folder, where, opened))
 
 
 def read_weights(
     folder: Path, config: ModelConfig, digests: FolderDigests | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our name and the tensor of every parameter, in forward order, read lazily; all shapes are checked before the first.
+    """Our name and the tensor of every parameter, in forward order, read lazily; all shapes are
+    checked before the first.
 
-    With the folder's digests, the files are hashed meanwhile, and the last tensor comes only if they are as they were written.
+    With the folder's digests, the files are hashed meanwhile, and the last tensor comes only if
+    they are as they were written.
     """
     where = _locations(folder, config)
     values = _read_all(folder, config, where)
+    # Files are read once: hashed while their tensors are taken.
     if digests is None:
         return values
-    names = {place.file for places in where.values() for place in places}
-    names |= {
-        place.scales_file
-        for places in where.values()
-        for place in places
-        if place.scales_file is not None
-    }
-    return digests.through(sorted(names), values)
+    return digests.through(sorted(_weight_files(where) | _scale_files(where)), values)
+
+
+def _weight_files(where: Locations) -> set[str]:
+    return {stored.file for pieces in where.values() for stored in pieces}
+
+
+def _scale_files(where: Locations) -> set[str]:
+    files = {stored.scales_file for pieces in where.values() for stored in pieces}
+    return {file for file in files if file is not None}
 
 
 def _read_all(
@@ -135,35 +168,33 @@ def _read_all(
     import torch
 
     with ExitStack() as opened:
-        files = _opened(folder, where, opened)
+        files = _open_all(folder, where, opened)
         _check_shapes(folder, config, where, files)
         for spec in param_specs(config):
-            theirs = where[spec.name][0].piece.name
             value = _read(folder, files, where[spec.name])
-            if spec.tied_to in where and not torch.equal(
-                value, _read(folder, files, where[spec.tied_to])
-            ):
-                raise CheckpointError(
-                    f"{folder}: {spec.tied_to} differs from {theirs}, but {CONFIG} says tie_word_embeddings. Set it to false."
-                )
+            # A folder may hold a tied head too. One that differs was trained by itself, and would be lost.
+            if spec.tied_to in where:
+                head = _read(folder, files, where[spec.tied_to])
+                if not torch.equal(value, head):
+                    hf_name = where[spec.name][0].piece.name
+                    raise CheckpointError(
+                        f"{folder}: {spec.tied_to} differs from {hf_name}, but {CONFIG} says tie_word_embeddings. Set it to false."
+                    )
             yield spec.name, value
 
 
-def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]:
+def _open_all(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]:
     """All files with tensors, open; those of 8-bit blocks give floats."""
     block = _blocks(folder)
-    scales = {} if block is None else without_scales(_tensors(folder))[1]
-    names = {place.file for places in where.values() for place in places} | set(scales.values())
-    names |= {
-        place.scales_file
-        for places in where.values()
-        for place in places
-        if place.scales_file is not None
-    }
+    scales = {}
+    if block is not None:
+        scales = without_scales(_tensors(folder))[1]
+    names = _weight_files(where) | _scale_files(where) | set(scales.values())
     files = {name: _open(folder / name, opened) for name in sorted(names)}
     if block is None:
         return files
 
+    # A tensor and its scales may lie in different files.
     def scale_of(name: str) -> torch.Tensor:
         return files[scales[name]].get_tensor(name + SCALE)
 
@@ -174,7 +205,10 @@ def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]
 
 
 def _blocks(folder: Path) -> BlockSize | None:
-    return block_size(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else None
+    """The 8-bit blocks in which the weights of a folder are stored, if they are."""
+    if (folder / CONFIG).is_file():
+        return block_size(read_json(folder / CONFIG))
+    return None
 
 
 def _open(path: Path, opened: ExitStack) -> Any:
@@ -185,38 +219,50 @@ def _open(path: Path, opened: ExitStack) -> Any:
     try:
         return opened.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, ValueError) as error:
-        pointed = pointer(path)
-        what = (
-            f"is {pointed}"
-            if pointed is not None
-            else f"not a safetensors file: {first_line(error)}. Download it again."
-        )
-        raise CheckpointError(f"{path}: {what}") from None
+        # Often a pointer of Git LFS in place of the file.
+        other_format = pointer(path)
+        if other_format is not None:
+            raise CheckpointError(f"{path}: is {other_format}") from None
+        raise CheckpointError(
+            f"{path}: not a safetensors file: {first_line(error)}. Download it again."
+        ) from None
 
 
 def _check_shapes(
     folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]
 ) -> None:
+    """Compare shape and type of every piece with the config; nothing is read but headers."""
     for spec in param_specs(config):
-        places = where[spec.name]
-        wanted = spec.shape[1:] if len(places) > 1 else spec.shape
-        for place in places:
-            file, piece = place.file, place.piece
+        pieces = where[spec.name]
+        # Of several pieces each is one expert.
+        expected = spec.shape[1:] if len(pieces) > 1 else spec.shape
+        for stored in pieces:
+            file = stored.file
+            piece = stored.piece
             whole, dtype = _shape_and_dtype(folder, files, file, piece.name)
-            if place.scales_file is not None and piece.scales is not None:
-                scales, kind = _shape_and_dtype(folder, files, place.scales_file, piece.scales)
-                found = mxfp4.shape_of(whole, scales) if {dtype, kind} <= BYTES else None
-                if found is None:
+            if stored.scales_file is not None and piece.scales is not None:
+                scales, scale_dtype = _shape_and_dtype(
+                    folder, files, stored.scales_file, piece.scales
+                )
+                dequantised = None
+                if {dtype, scale_dtype} <= BYTES:
+                    dequantised = mxfp4.shape_of(whole, scales)
+                if dequantised is None:
                     raise CheckpointError(
-                        f"{folder / file}: {piece.name} is {dtype} {list(whole)} and {piece.scales} {kind} {list(scales)}; mxfp4 has "
+                        f"{folder / file}: {piece.name} is {dtype} {list(whole)} and {piece.scales} {scale_dtype} {list(scales)}; mxfp4 has "
                         "bytes [..., blocks, 16] and one byte of scale for each block. Download the model again."
                     )
-                whole, dtype = found, "BF16"
+                whole = dequantised
+                dtype = "BF16"
+
+            # A message about a part names the whole tensor too, since that is what a file shows.
             shape = part_shape(whole, piece)
-            if shape != wanted:
-                of = "" if piece.dim is None else f" of which {spec.name} is {list(shape)}"
+            if shape != expected:
+                part = ""
+                if piece.dim is not None:
+                    part = f" of which {spec.name} is {list(shape)}"
                 raise CheckpointError(
-                    f"{folder / file}: {piece.name} has shape {list(whole)}{of}; {CONFIG} makes it {list(wanted)}."
+                    f"{folder / file}: {piece.name} has shape {list(whole)}{part}; {CONFIG} makes it {list(expected)}."
                 )
             if dtype not in FLOATS:
                 raise CheckpointError(
@@ -225,13 +271,14 @@ def _check_shapes(
                 )
 
 
-def part_shape(whole: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
-    """The shape of a piece of their tensor."""
-    part = tuple(
-        len(range(piece.start, min(piece.stop, n), piece.step)) if dim == piece.dim else n
-        for dim, n in enumerate(whole)
-    )
-    return (*part[:-2], part[-1], part[-2]) if piece.transposed else part
+def part_shape(whole: tuple[int, ...], piece: HfPiece) -> tuple[int, ...]:
+    """The shape that a piece of their tensor has as our parameter."""
+    part = list(whole)
+    if piece.dim is not None and piece.dim < len(part):
+        part[piece.dim] = len(range(piece.start, min(piece.stop, part[piece.dim]), piece.step))
+    if piece.transposed:
+        return (*part[:-2], part[-1], part[-2])
+    return tuple(part)
 
 
 def _shape_and_dtype(
@@ -241,6 +288,7 @@ def _shape_and_dtype(
     from safetensors import SafetensorError
 
     try:
+        # A pickle is in memory, or mapped, as soon as it is open.
         if isinstance(files[file], _Pickled):
             value = files[file].get_tensor(name)
             return tuple(value.shape), str(value.dtype).removeprefix("torch.")
@@ -252,66 +300,75 @@ def _shape_and_dtype(
         ) from None
 
 
-def _read(folder: Path, files: dict[str, Any], places: tuple[StoredPiece, ...]) -> torch.Tensor:
+def _read(folder: Path, files: dict[str, Any], pieces: tuple[StoredPiece, ...]) -> torch.Tensor:
+    """One of our parameters, of one piece or stacked of several."""
     import torch
 
-    if places[0].piece.scales is not None or places[0].piece.step > 1:
-        return _read_expert_by_expert(folder, files, places[0])
-    parts = [_read_piece(folder, files, place) for place in places]
-    parts = [
-        part.transpose(-1, -2).contiguous() if place.piece.transposed else part
-        for place, part in zip(places, parts, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.stack(parts)
+    if pieces[0].piece.scales is not None or pieces[0].piece.step > 1:
+        return _read_expert_by_expert(folder, files, pieces[0])
+
+    parts: list[torch.Tensor] = []
+    for stored in pieces:
+        part = _read_piece(folder, files, stored)
+        if stored.piece.transposed:
+            part = part.transpose(-1, -2).contiguous()
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts)
 
 
-def _read_expert_by_expert(folder: Path, files: dict[str, Any], place: StoredPiece) -> torch.Tensor:
-    """A part of stacked tensors that lie interleaved or in blocks: memory holds the part and one expert."""
-    number = _shape_and_dtype(folder, files, place.file, place.piece.name)[0][0]
-    first = _read_expert(folder, files, place, 0)
-    made = first.new_empty(number, *first.shape)
-    made[0] = first
+def _read_expert_by_expert(
+    folder: Path, files: dict[str, Any], stored: StoredPiece
+) -> torch.Tensor:
+    """A part of stacked tensors that lie interleaved or in blocks: memory holds the part and one
+    expert."""
+    number = _shape_and_dtype(folder, files, stored.file, stored.piece.name)[0][0]
+    first = _read_expert(folder, files, stored, 0)
+    experts = first.new_empty(number, *first.shape)
+    experts[0] = first
     for expert in range(1, number):
-        made[expert] = _read_expert(folder, files, place, expert)
-    return made
+        experts[expert] = _read_expert(folder, files, stored, expert)
+    return experts
 
 
 def _read_expert(
-    folder: Path, files: dict[str, Any], place: StoredPiece, expert: int
+    folder: Path, files: dict[str, Any], stored: StoredPiece, expert: int
 ) -> torch.Tensor:
-    piece = place.piece
-    one = _read_piece(
-        folder, files, StoredPiece(place.file, Piece(piece.name, 0, expert, expert + 1))
-    )[0]
+    piece = stored.piece
+    only_expert = HfPiece(piece.name, 0, expert, expert + 1)
+    value = _read_piece(folder, files, StoredPiece(stored.file, only_expert))[0]
     if piece.scales is not None:
-        assert place.scales_file is not None
-        scales = _read_piece(
-            folder,
-            files,
-            StoredPiece(place.scales_file, Piece(piece.scales, 0, expert, expert + 1)),
-        )[0]
-        one = mxfp4.dequantise(one, scales)
+        assert stored.scales_file is not None
+        only_scales = HfPiece(piece.scales, 0, expert, expert + 1)
+        scales = _read_piece(folder, files, StoredPiece(stored.scales_file, only_scales))[0]
+        value = mxfp4.dequantise(value, scales)
+
     if piece.dim is not None:
-        one = one[
-            (
-                *(slice(None) for _ in range(piece.dim - 1)),
-                slice(piece.start, piece.stop, piece.step),
-            )
-        ]
-    return one.t() if piece.transposed else one
+        # `dim` counts the dim of experts, which is gone here.
+        before = (slice(None),) * (piece.dim - 1)
+        value = value[(*before, slice(piece.start, piece.stop, piece.step))]
+    if piece.transposed:
+        return value.t()
+    return value
 
 
-def _read_piece(folder: Path, files: dict[str, Any], place: StoredPiece) -> torch.Tensor:
+def _read_piece(folder: Path, files: dict[str, Any], stored: StoredPiece) -> torch.Tensor:
+    """What a piece names, as it is stored; only these bytes of a safetensors file are read."""
     from safetensors import SafetensorError
 
-    file, name = place.file, place.piece.name
-    dim, start, stop = place.piece.dim, place.piece.start, place.piece.stop
+    file = stored.file
+    name = stored.piece.name
+    dim = stored.piece.dim
+    start = stored.piece.start
+    stop = stored.piece.stop
     try:
         if dim is None:
             return files[file].get_tensor(name)
         if isinstance(files[file], _Pickled):
             return files[file].get_tensor(name).narrow(dim, start, stop - start)
-        return files[file].get_slice(name)[(*(slice(None) for _ in range(dim)), slice(start, stop))]
+        before = (slice(None),) * dim
+        return files[file].get_slice(name)[(*before, slice(start, stop))]
     except (SafetensorError, KeyError, OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder / file}: {name} cannot be read: {first_line(error)}. Download the model again."
@@ -319,7 +376,9 @@ def _read_piece(folder: Path, files: dict[str, Any], place: StoredPiece) -> torc
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+    if len(text) <= MAX_MESSAGE:
+        return text
+    return text[:MAX_MESSAGE] + "..."
 
 
 class _Pickled:
@@ -329,16 +388,13 @@ class _Pickled:
         self.state = {plain_name(str(name)): value for name, value in state.items()}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """One tensor of a plain kind; others cannot be copied into a parameter."""
         import torch
 
         value = self.state[name]
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.layout is not torch.strided
-            or value.is_quantized
-            or value.is_meta
-        ):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            raise KeyError(f"{name} is not a plain tensor")
+        if value.is_quantized or value.is_meta:
             raise KeyError(f"{name} is not a plain tensor")
         return value
 
@@ -351,78 +407,95 @@ def plain_name(name: str) -> str:
 def _locations(folder: Path, config: ModelConfig) -> Locations:
     """Where every parameter is stored; missing and unknown ones are errors."""
     family = family_of(config.family)
-    found: Locations = {}
-    stored, used = _tensors(folder), set[str]()
-    stored = stored if _blocks(folder) is None else without_scales(stored)[0]
+    files = _tensors(folder)
+    if _blocks(folder) is not None:
+        files = without_scales(files)[0]
+
+    # First the parameters that are a part of a tensor, or made of several: the family knows how.
+    where: Locations = {}
+    used = set[str]()
     for spec in param_specs(config):
-        pieces = pieces_of(family, spec, config, stored)
+        # With the names of the folder: some families are published in several forms.
+        pieces = pieces_of(family, spec, config, files)
         names = [name for piece in pieces for name in piece.names]
-        split = len(names) > 1 or any(piece.dim is not None or piece.transposed for piece in pieces)
-        if split and all(name in stored for name in names):
-            found[spec.name] = tuple(
-                StoredPiece(
-                    stored[one.name], one, None if one.scales is None else stored[one.scales]
-                )
-                for one in pieces
-            )
-            used.update(names)
-    without = vars(family).get("left_out")
-    skipped: Collection[str] = set[str]() if without is None else without(stored, config)
-    for theirs, file in stored.items():
-        ours = None if theirs in skipped else our_name(family, theirs, config)
-        if ours is not None and theirs not in used:
-            found[ours] = (StoredPiece(file, Piece(theirs)),)
-    wanted = {spec.name for spec in param_specs(config)}
-    missing = sorted(wanted - found.keys())
+        is_part = any(piece.dim is not None or piece.transposed for piece in pieces)
+        if not (is_part or len(names) > 1) or not all(name in files for name in names):
+            continue
+        stored: list[StoredPiece] = []
+        for piece in pieces:
+            scales_file = None if piece.scales is None else files[piece.scales]
+            stored.append(StoredPiece(files[piece.name], piece, scales_file))
+        where[spec.name] = tuple(stored)
+        used.update(names)
+
+    # Then all other tensors, by name, so that one that belongs to no parameter is found.
+    list_skipped = vars(family).get("left_out")
+    skipped: Collection[str] = ()
+    if list_skipped is not None:
+        skipped = list_skipped(files, config)
+    for hf_name, file in files.items():
+        if hf_name in skipped:
+            continue
+        name = name_in_folder(family, hf_name, config)
+        if name is not None and hf_name not in used:
+            where[name] = (StoredPiece(file, HfPiece(hf_name)),)
+
+    expected = {spec.name for spec in param_specs(config)}
+    missing = sorted(expected - where.keys())
     if missing:
         raise CheckpointError(
             f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
         )
     # Some tools write a tied head as well.
-    extra = sorted(found.keys() - wanted - ({HEAD} if config.ties_head else set()))
+    accepted = {HEAD} if config.ties_head else set()
+    extra = sorted(where.keys() - expected - accepted)
     if extra:
         raise CheckpointError(
             f"{folder}: {_some(extra)} among the weights, but {CONFIG} defines no such parameter. Is it from another model family?"
         )
-    return found
+    return where
 
 
 def _tensors(folder: Path) -> dict[str, str]:
-    """Name of every tensor -> its file."""
-    for index in (INDEX, PICKLED_INDEX):
-        if (folder / index).is_file() and (index == INDEX or not (folder / WEIGHTS).is_file()):
-            return _listed(folder, index)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        pickled = folder / PICKLED if (folder / PICKLED).is_file() else zero2all_file(folder)
-        if pickled is not None:
-            return {
-                plain_name(str(name)): str(pickled.relative_to(folder))
-                for name in open_pickled(pickled)
-            }
-        other = named_format(folder)
-        if other is not None:
-            raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {PICKLED}; {other}")
-        raise ConfigError(
-            f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights."
-        )
-    with ExitStack() as opened:
-        return dict.fromkeys(_open(path, opened).keys(), WEIGHTS)
+    """Name of every tensor -> its file.
+
+    Safetensors are preferred to pickles where a folder has both.
+    """
+    if (folder / INDEX).is_file():
+        return _listed(folder, INDEX)
+    if (folder / WEIGHTS).is_file():
+        with ExitStack() as opened:
+            return dict.fromkeys(_open(folder / WEIGHTS, opened).keys(), WEIGHTS)
+    if (folder / PICKLED_INDEX).is_file():
+        return _listed(folder, PICKLED_INDEX)
+
+    pickled = folder / PICKLED
+    if not pickled.is_file():
+        pickled = zero2all_file(folder)
+    if pickled is not None:
+        file = str(pickled.relative_to(folder))
+        return dict.fromkeys((plain_name(str(name)) for name in open_pickled(pickled)), file)
+
+    other = named_format(folder)
+    if other is not None:
+        raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {PICKLED}; {other}")
+    raise ConfigError(
+        f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights."
+    )
 
 
 def _listed(folder: Path, index: str) -> dict[str, str]:
+    """The weight_map of an index, whose files must lie in the folder."""
     listed = read_json(folder / index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{folder / index}: has no weight_map. Download the model again.")
     for file in listed.values():
-        if (
-            not isinstance(file, str)
-            or not FILE_NAME.fullmatch(file)
-            or ".." in PurePosixPath(file).parts
-        ):
+        is_name = isinstance(file, str) and FILE_NAME.fullmatch(file)
+        if not is_name or ".." in PurePosixPath(file).parts:
             raise CheckpointError(
                 f"{folder / index}: names the file {str(file)[:80]!r}; it must be a file of the folder. Download it again."
             )
+    # All at once, so that a download with several files missing is reported before anything is read.
     absent = sorted({file for file in listed.values() if not (folder / file).is_file()})
     if absent:
         raise CheckpointError(
@@ -432,7 +505,10 @@ def _listed(folder: Path, index: str) -> dict[str, str]:
 
 
 def _some(names: list[str]) -> str:
-    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
+    """The subject and verb of a sentence about some names."""
+    if len(names) == 1:
+        return f"{names[0]} is"
+    return f"{names[0]} and {len(names) - 1} more are"
 
 
 def read_json(path: Path, holds: str = "a Hugging Face model") -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Weights in mxfp4, as gpt_oss publishes its experts: blocks and scales of a tensor come in, bf16 comes out.
+"""Weights in mxfp4, as gpt_oss publishes its experts: blocks and scales of a tensor come in, bf16
+comes out.
 
-    blocks   uint8 [..., outputs, inputs / 32, 16]   two inputs in each byte, the first one in the low half: a sign and three bits
-    scales   uint8 [..., outputs, inputs / 32]       one power of two for each 32 inputs, plus 127
+    blocks   uint8 [..., outputs, inputs / 32, 16]   two inputs in each byte, the first one in the low
+                                                     half: a sign and three bits of magnitude
+    scales   uint8 [..., outputs, inputs / 32]       one exponent of two for each 32 inputs, plus 127
 
-Every product of a value and a scale is exact in bf16 but for the smallest: these round to the nearest.
+Every product of a value and a scale is exact in bf16 but for the smallest: these round to the
+nearest.
 """
 
 from __future__ import annotations
@@ -15,9 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCK, BYTES = 32, 16
-"""Inputs that share a scale, and the bytes they take."""
+"""What three bits stand for: e2m1, two bits of exponent and one of mantissa."""
+BLOCK = 32
+"""Inputs that share a scale."""
+BYTES = 16
+"""Bytes that they take."""
 OFFSET = 127
+"""Of the exponent in a scale (e8m0)."""
 
 
 def shape_of(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -41,9 +48,10 @@ def _tables() -> tuple[torch.Tensor, torch.Tensor]:
     """fp32: the two values of each byte, [256, 2], and the power of each scale, [256]."""
     import torch
 
-    values = (*MAGNITUDES, *(-one for one in MAGNITUDES))
+    values = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
     pairs = torch.tensor(
         [(values[byte & 15], values[byte >> 4]) for byte in range(256)], dtype=torch.float32
     )
+    # In fp64 first: the largest exponent is beyond fp32 and becomes infinity there.
     powers = torch.tensor([2.0 ** (scale - OFFSET) for scale in range(256)], dtype=torch.float64)
     return pairs, powers.float()

@@ -1,4 +1,5 @@
-"""Model formats that headway cannot read: a path comes in, a sentence that names the format and the remedy goes out.
+"""Model formats that headway cannot read: a path comes in, a sentence that names the format and the
+remedy goes out.
 
 Only names and the first bytes of files are examined.
 """
@@ -69,22 +70,21 @@ MAX_ENTRIES = 1000
 
 
 def named_format(path: Path) -> str | None:
-    """What an unsupported file or folder is, with a remedy; None if the format is not recognised."""
+    """What an unsupported file or folder is, with a remedy; None if the format is not
+    recognised."""
     try:
         if path.is_file():
+            # First bytes before names: a .bin may be anything.
             return _by_content(path) or _by_name(path.name)
         names = [entry.name for _, entry in zip(range(MAX_ENTRIES), path.iterdir(), strict=False)]
     except (OSError, ValueError):
         return None
-    found = {
-        pattern: name
-        for pattern in NAMES
-        for name in sorted(names, reverse=True)
-        if fnmatchcase(name, pattern)
-    }
-    return next(
-        (f"{found[pattern]} is {NAMES[pattern]}" for pattern in NAMES if pattern in found), None
-    )
+    # Of several formats in a folder the most specific pattern decides.
+    for pattern, description in NAMES.items():
+        for name in sorted(names):
+            if fnmatchcase(name, pattern):
+                return f"{name} is {description}"
+    return None
 
 
 def _by_name(name: str) -> str | None:
@@ -108,18 +108,21 @@ def pointer(path: Path) -> str | None:
 def quantised(
     config: Mapping[str, Any], folder: Path, readable: Collection[str] = ()
 ) -> str | None:
-    """How the weights of a Hugging Face folder are quantised, with a remedy; None if they are not, or by a `readable` method."""
-    given = config.get("quantization_config")
-    method = given.get("quant_method") if isinstance(given, Mapping) else None
-    if given is None and (folder / "quantize_config.json").is_file():
-        given, method = {}, "gptq"
-    if given is None or method in readable:
+    """How the weights of a Hugging Face folder are quantised, with a remedy; None if they are
+    not, or by a `readable` method."""
+    settings = config.get("quantization_config")
+    method = None
+    if isinstance(settings, Mapping):
+        method = settings.get("quant_method")
+    # Older GPTQ folders have their settings in a file of their own.
+    if settings is None and (folder / "quantize_config.json").is_file():
+        settings = {}
+        method = "gptq"
+    if settings is None or method in readable:
         return None
-    name = (
-        NAMED_QUANTISERS.get(str(method), str(method))
-        if method is not None
-        else "an unnamed method"
-    )
+    name = "an unnamed method"
+    if method is not None:
+        name = NAMED_QUANTISERS.get(str(method), str(method))
     return (
         f"the weights are quantised ({name}); headway trains and computes with 16 or 32 bits. "
         "Give the model they were made from, or dequantise them first."

@@ -1,11 +1,16 @@
-"""headway's attention behind the attention interface of transformers: what a class hands it after its own projections and rotation.
+"""headway's attention behind the attention interface of transformers: it gets q, k and v after the
+class's own projections and rotation.
 
-    StockModel -> `passing(pass)` -> the class builds its mask -> our mask function returns a `StockMask`, which holds the pass
-               -> the class hands it to every layer -> our attention function attends inside documents, or to what a KV cache holds
+    StockModel -> `passing(pass)` -> the class builds its mask
+               -> our mask function returns a `StockMask`, which holds the pass
+               -> the class hands it to every layer
+               -> our attention function attends inside documents, or to what a KV cache holds
 
-The mask travels as an argument of every layer, so a layer that is recomputed in backward sees the same pass.
+The mask travels as an argument of every layer, so a layer that is recomputed in backward sees the
+same pass.
 
-Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width; transformers hands q [B,H,T,hd] and k, v [B,KV,T,hd].
+Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width; transformers hands
+q [B,H,T,hd] and k, v [B,KV,T,hd].
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from headway.model.base import AttentionCache
 from headway.model.stock.classes import IMPLEMENTATION
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(row, head, position of the query, position of the key) -> whether the query sees the key."""
+SAME_SCALE = 1e-6
+"""A scale this close to 1 / sqrt(hd) is that, rounded."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +75,33 @@ class LayerPass:
     """A forward of headway's: over documents of a batch, or over tokens that a cache is given."""
 
     windows: tuple[int | None, ...]
-    """Of each layer."""
+    """The sliding window of each layer."""
     rule: ScoreRule
     backend: str
     mask: AttentionMask | None
-    """None where a cache shows what tokens see."""
+    """None with a cache, which decides what tokens see."""
     cache: AttentionCache | None = None
     position: Tensor | None = None
 
     def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
-        """Under the window of the layer; a score is q k / sqrt(hd), so another scale makes queries longer."""
-        layer, width, own = layer_of(call.module), call.q.shape[-1], call.v.shape[-1]
-        q, k, v = call.q, call.k, call.v
-        factor = 1.0 if call.scaling is None else call.scaling * width**0.5
-        q = q if abs(factor - 1.0) < 1e-6 else q * factor
-        v = v if own == width else F.pad(v, (0, width - own))
+        """o [B,T,H,width of v], under the window of the layer."""
+        layer = layer_of(call.module)
+        width = call.q.shape[-1]
+        value_width = call.v.shape[-1]
+        q = call.q
+        k = call.k
+        v = call.v
+
+        # Kernels divide scores by sqrt(hd). Another scale is reached by longer queries.
+        factor = 1.0
+        if call.scaling is not None:
+            factor = call.scaling * width**0.5
+        if abs(factor - 1.0) >= SAME_SCALE:
+            q = q * factor
+        # Kernels take values as wide as keys.
+        if value_width != width:
+            v = F.pad(v, (0, width - value_width))
+
         if self.cache is None:
             assert self.mask is not None
             o = attend(
@@ -95,10 +115,13 @@ class LayerPass:
             )
         else:
             assert self.position is not None
+            # q, k and v are transposed views here.
             o = self.cache.attend(
                 layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position
             )
-        return o if own == width else o[..., :own]
+        if value_width == width:
+            return o
+        return o[..., :value_width]
 
 
 def layer_of(module: nn.Module) -> int:
@@ -115,16 +138,17 @@ _PASS: ContextVar[StockPass | None] = ContextVar("stock_pass", default=None)
 
 
 @contextmanager
-def passing(one: StockPass) -> Iterator[None]:
-    """What the mask function of a class is asked for inside belongs to this pass."""
-    token = _PASS.set(one)
+def passing(stock_pass: StockPass) -> Iterator[None]:
+    """Masks that a class builds inside of this context carry this pass."""
+    # A context variable: classes build their mask deep inside, and threads have passes of their own.
+    token = _PASS.set(stock_pass)
     try:
         yield
     finally:
         _PASS.reset(token)
 
 
-def stock_mask(*_given: Any, mask_function: MaskFunction, **_others: Any) -> StockMask:
+def stock_mask(*_arguments: Any, mask_function: MaskFunction, **_others: Any) -> StockMask:
     """The mask that a class asks for, under the interface of transformers."""
     current = _PASS.get()
     assert current is not None, "a class with headway's attention is called by headway"
@@ -148,10 +172,9 @@ def stock_attention(
             f"{type(module).__name__} makes a mask of its own, which headway's attention cannot read."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    given = {name: one for name, one in others.items() if one is not None}
-    return attention_mask.of.attend(
-        AttentionCall(module, q, k, v, scaling, dropout, softcap, given), attention_mask
-    ), None
+    further = {name: value for name, value in others.items() if value is not None}
+    call = AttentionCall(module, q, k, v, scaling, dropout, softcap, further)
+    return attention_mask.of.attend(call, attention_mask), None
 
 
 def register() -> None:
@@ -163,26 +186,35 @@ def register() -> None:
 
 
 def window_of(function: MaskFunction) -> int | None:
-    """The window of a mask that a class states; None where a query sees everything before it. Any other mask is a ConfigError."""
+    """The window of a mask that a class states; None where a query sees everything before it.
+
+    Any other mask is a ConfigError.
+    """
 
     def sees(query: int, key: int) -> bool:
         zero = torch.tensor(0, device="cpu")
-        return bool(
-            function(zero, zero, torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu"))
-        )
+        positions = (torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu"))
+        return bool(function(zero, zero, *positions))
 
     far = 1 << 40
     if sees(far, far + 1) or not sees(far, far):
         raise ConfigError("its mask lets tokens see later ones")
     if sees(far, 0):
         return None
-    low, high = 0, far  # sees `low` tokens back, not `high`
+
+    # Bisection: a query sees `low` tokens back, and not `high`.
+    low = 0
+    high = far
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if sees(far, far - middle) else (low, middle)
-    if any(
-        not sees(far + more, far + more - low) or sees(far + more, far + more - high)
-        for more in (1, high // 2, high - 1)
-    ):
-        raise ConfigError("its mask is neither causal nor a sliding window")
+        if sees(far, far - middle):
+            low = middle
+        else:
+            high = middle
+
+    # A sliding window has the same edge at every position; a chunked mask has not.
+    for offset in (1, high // 2, high - 1):
+        query = far + offset
+        if not sees(query, query - low) or sees(query, query - high):
+            raise ConfigError("its mask is neither causal nor a sliding window")
     return high

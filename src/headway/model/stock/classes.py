@@ -1,7 +1,8 @@
-"""A config.json comes in; the class of transformers that it names goes out, without memory: all parameters on the meta device.
+"""A config.json comes in; the class of transformers that it names goes out, without memory: all
+parameters on the meta device.
 
-Nothing here runs code of a model folder unless `trust_remote_code` is true. Whatever transformers makes of a bad config.json becomes one
-ConfigError.
+Nothing here runs code of a model folder unless `trust_remote_code` is true. Whatever transformers
+raises for a bad config.json becomes one ConfigError.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MIN_VERSION = 5
+"""Least major version of transformers."""
 FOREIGN = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError, TypeError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
     ValueError,
-)  # fmt: skip
-"""What the code of a class may raise where a config.json does not fit it."""
+)
+"""What the code of a class may raise if a config.json does not fit it."""
 OURS = (
     "architectures",
     "dtype",
@@ -52,76 +62,74 @@ def check_installed() -> None:
         )
 
 
-def known_to_transformers(given: Mapping[str, Any]) -> bool:
-    """Whether the installed transformers has a decoder for a config.json; False where it is too old or missing."""
+def known_to_transformers(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers has a decoder for a config.json; False where it is too
+    old or missing."""
     try:
         check_installed()
     except ConfigError:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return given.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return hf_config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def make_config(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedConfig:
+def make_config(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedConfig:
     """The config object of transformers for a parsed config.json."""
     check_installed()
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    kind, rest = (
-        given.get("model_type"),
-        {key: value for key, value in given.items() if key not in OURS},
-    )
-    needs_code = isinstance(given.get("auto_map"), dict)
-    if (
-        needs_code
-        and not (isinstance(kind, str) and kind in CONFIG_MAPPING)
-        and not trust_remote_code
-    ):
+    kind = hf_config.get("model_type")
+    is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
+    settings = {key: value for key, value in hf_config.items() if key not in OURS}
+    has_code = isinstance(hf_config.get("auto_map"), dict)
+    if has_code and not is_known and not trust_remote_code:
         raise ConfigError(
             f"model_type {str(kind)[:80]!r} is code in the model's folder. headway does not run it unless asked: if you trust it, set "
             "model.trust_remote_code=true."
         )
     with _foreign("hf_config"):
-        if needs_code and trust_remote_code and "AutoConfig" in given["auto_map"]:
+        if has_code and trust_remote_code and "AutoConfig" in hf_config["auto_map"]:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-            found = get_class_from_dynamic_module(
-                given["auto_map"]["AutoConfig"], str(given.get("_name_or_path", ""))
+            config_class = get_class_from_dynamic_module(
+                hf_config["auto_map"]["AutoConfig"], str(hf_config.get("_name_or_path", ""))
             )
-            return found.from_dict(dict(rest))
-        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            return config_class.from_dict(dict(settings))
+        if not is_known:
             raise ConfigError(
                 f"model_type is {str(kind)[:80]!r}, which the installed transformers does not know. Install a newer transformers."
             )
-        return AutoConfig.for_model(**rest)
+        return AutoConfig.for_model(**settings)
 
 
-def empty_model(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedModel:
-    """The class of a config.json, its parameters and buffers on the meta device, its attention headway's."""
+def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedModel:
+    """The class of a config.json, its parameters and buffers on the meta device, its attention
+    headway's."""
     from transformers import AutoModelForCausalLM
 
     from headway.model.stock.attention import register
 
-    config = make_config(given, trust_remote_code=trust_remote_code)
+    config = make_config(hf_config, trust_remote_code=trust_remote_code)
     register()
     _check_kind(config)
     with _foreign("hf_config"), _quiet(), torch.device("meta"):
-        config._attn_implementation = (
-            "eager"  # transformers checks the name against the class; ours is set after that
-        )
-        made = AutoModelForCausalLM.from_config(
+        # transformers checks the name against the class; ours is set after that.
+        config._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(
             config,
             trust_remote_code=trust_remote_code,
             attn_implementation="eager",
             dtype=torch.float32,
         )
-    made.config._attn_implementation = IMPLEMENTATION
-    made.config.use_cache = False
-    return made.eval()
+    # Layers look the name up at each call.
+    model.config._attn_implementation = IMPLEMENTATION
+    model.config.use_cache = False
+    return model.eval()
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
+    """Refuse configs of models that are no plain text decoder, before one is built."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         raise ConfigError(
@@ -131,17 +139,18 @@ def _check_kind(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"model_type {config.model_type!r} has parts besides a text decoder; model.family transformers wraps decoders of text alone."
         )
+    # One mapping, or one for each kind of layer. These two kinds choose frequencies by the longest
+    # position of a batch.
     scaling = getattr(config, "rope_parameters", None)
-    kinds = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
-    changing = [
-        one["rope_type"]
-        for one in kinds
-        if isinstance(one, dict) and one.get("rope_type") in ("dynamic", "longrope")
-    ]
-    if changing:
-        raise ConfigError(
-            f"rope_type is {changing[0]!r}; with model.family transformers, the rotation of a document would depend on others in its row."
-        )
+    sections: list[Any] = []
+    if isinstance(scaling, dict):
+        sections = [scaling, *scaling.values()]
+    for section in sections:
+        if isinstance(section, dict) and section.get("rope_type") in ("dynamic", "longrope"):
+            raise ConfigError(
+                f"rope_type is {section['rope_type']!r}; with model.family transformers, the rotation of a document would depend on "
+                "others in its row."
+            )
 
 
 @contextmanager
@@ -154,8 +163,8 @@ def _foreign(what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (*FOREIGN, StrictDataclassError) as error:
-        said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise ConfigError(f"{what}: transformers cannot make this model: {said[:500]}") from None
+        reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise ConfigError(f"{what}: transformers cannot make this model: {reason[:500]}") from None
 
 
 @contextmanager
@@ -170,6 +179,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def canonical(given: Mapping[str, Any]) -> str:
-    """A config.json as a key."""
-    return json.dumps(given, sort_keys=True)
+def canonical(hf_config: Mapping[str, Any]) -> str:
+    """A config.json as the key of a cache."""
+    return json.dumps(hf_config, sort_keys=True)

@@ -1,10 +1,13 @@
-"""What headway must know of a class of transformers, found by one forward through it on the meta device, where nothing is computed.
+"""What headway must know of a class of transformers, found by one forward through it on the meta
+device, where nothing is computed.
 
-    config.json -> the class without memory -> its forward, with a recorder in place of attention -> `StockFacts`
+    config.json -> the class without memory -> its forward, with a recorder in place of attention
+                -> `StockFacts`
 
-The forward shows whether every layer calls the attention that headway puts there, with which heads, windows and soft-capping, whether
-positions reach it, and what happens between the last hidden states and the logits. A class that packing, the KV cache or the fused loss
-could not be exact for is refused here, by name, before any work.
+The forward shows whether every layer calls the attention that headway puts there, with which heads,
+windows and soft-capping, whether positions reach it, and what happens between the last hidden
+states and the logits. A class for which packing, the KV cache or the fused loss would not be exact
+is refused here, by name, before any work.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from torch.utils._pytree import tree_flatten
 from headway.errors import ConfigError, first_line
 from headway.model.layout import HEAD, ParamSpec, Stage, spec_by_name
 from headway.model.stock.attention import AttentionCall, StockMask, layer_of, passing, window_of
-from headway.model.stock.buffers import computed_values
 from headway.model.stock.classes import FOREIGN, canonical, empty_model
+from headway.model.stock.values import computed_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 TOKENS = 5
+"""Tokens of the forward."""
 PASSED_OVER = (
     "position_ids",
     "sliding_window",
@@ -41,7 +45,9 @@ PASSED_OVER = (
     "output_attentions",
     "cache_position",
 )
-"""Arguments of attention that headway's knows without them."""
+"""Arguments that headway's attention does not need: the mask says what a token sees, and the cache
+is not that of transformers. `_Recorder` checks `is_causal`.
+"""
 HEAD_MODULE = HEAD.removesuffix(".weight")
 
 
@@ -59,9 +65,9 @@ class StockFacts:
     kv_heads: int
     head_size: int
     hidden_size: int
-    """Of what the head reads."""
+    """Width of what the head reads."""
     softcap: float | None
-    """Of attention scores."""
+    """Soft cap of attention scores."""
     logit_scale: float
     logit_softcap: float | None
     tied: str | None
@@ -79,16 +85,17 @@ def facts_of(config: ModelConfig) -> StockFacts:
     return read_facts(config.hf_config, trust_remote_code=config.trust_remote_code)
 
 
-def read_facts(given: Mapping[str, Any], *, trust_remote_code: bool) -> StockFacts:
-    """The facts of a config.json; found once."""
-    return _facts(canonical(given), trust_remote_code)
+def read_facts(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> StockFacts:
+    """The facts of a config.json, found once for each."""
+    return _facts(canonical(hf_config), trust_remote_code)
 
 
 @lru_cache(maxsize=16)
 def _facts(key: str, trust_remote_code: bool) -> StockFacts:
+    # `key` is the config.json as text: a cache needs an argument with a hash.
     model = empty_model(json.loads(key), trust_remote_code=trust_remote_code)
     try:
-        return _tried(model)
+        return _facts_of_class(model)
     except ConfigError as problem:
         raise ConfigError(
             f"{type(model).__name__}: {problem} model.family transformers cannot train it exactly. "
@@ -96,21 +103,25 @@ def _facts(key: str, trust_remote_code: bool) -> StockFacts:
         ) from None
 
 
-def _tried(model: PreTrainedModel) -> StockFacts:
+def _facts_of_class(model: PreTrainedModel) -> StockFacts:
     _check_modules(model)
     recorder = _Recorder()
-    hidden = _forward(model, recorder)
-    for call in (
-        recorder.calls
-    ):  # only there does training change what attention is given; dropout itself is slow to follow
+    hidden_size = _forward(model, recorder)
+
+    # Once more with attention in training mode, where a class may ask for dropout. Only attention:
+    # other dropouts are slow to follow on the meta device.
+    for call in recorder.calls:
         call.module.training = True
     _forward(model, _Recorder())
     model.eval()
+
     layers = _layers_of(model, recorder)
-    first = recorder.calls[0]
     trunk = layers.rstrip(".").rpartition(".")[0]
     tied = _tied(model)
-    scale, cap = _logits_of(model, model.get_submodule(trunk), hidden)
+    scale, cap = _logits_of(model, model.get_submodule(trunk), hidden_size)
+
+    # A tied head is left out: `named_parameters` lists a shared weight once, under the embedding's
+    # name, so the name of a tied head's weight is not that of its module.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     linears = {
         path: (module.out_features, module.in_features)
@@ -122,12 +133,32 @@ def _tried(model: PreTrainedModel) -> StockFacts:
         is_linear = name.removesuffix(".weight") in linears
         stage = _stage(name, layers, is_table=value.dim() > 1 and not is_linear)
         spec = spec_by_name(name, tuple(value.shape), stage)
-        specs.append(replace(spec, tied_to=HEAD) if name == tied else spec)
-    computed_values(model)
+        if name == tied:
+            spec = replace(spec, tied_to=HEAD)
+        specs.append(spec)
+
+    computed_values(model)  # refuses a class whose buffers cannot be computed
+
+    # All layers have the shapes of the first (`_forward` has checked it). q, k and v are
+    # [batch, tokens, heads, head size].
+    first = recorder.calls[0]
     return StockFacts(
-        type(model).__name__, layers, trunk, tuple(recorder.windows), first.q.shape[2], first.k.shape[2], first.q.shape[3], hidden,
-        first.softcap, scale, cap, tied, _draws(model), tuple(specs), linears,
-    )  # fmt: skip
+        class_name=type(model).__name__,
+        layers=layers,
+        trunk=trunk,
+        windows=tuple(recorder.windows),
+        num_heads=first.q.shape[2],
+        kv_heads=first.k.shape[2],
+        head_size=first.q.shape[3],
+        hidden_size=hidden_size,
+        softcap=first.softcap,
+        logit_scale=scale,
+        logit_softcap=cap,
+        tied=tied,
+        is_random=_draws(model),
+        specs=tuple(specs),
+        linears=linears,
+    )
 
 
 def _check_modules(model: PreTrainedModel) -> None:
@@ -136,17 +167,19 @@ def _check_modules(model: PreTrainedModel) -> None:
         raise ConfigError(
             "it keeps a recurrent state, which would run across the documents of a row."
         )
+    # Documents share a row; only attention knows where one ends.
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.RNNBase)):
             raise ConfigError(
                 f"{path} is a {type(module).__name__}, which would mix the documents of a row."
             )
+    # Stacked matrices are experts. Their balancing losses are inside of the class's own loss, which
+    # headway does not call.
     stacked = [name for name, value in model.named_parameters() if value.dim() > 2]
     if stacked or getattr(model.config, "output_router_logits", None) is not None:
         raise ConfigError("it is a mixture of experts, whose balance losses would be left out.")
-    persistent = set(model.state_dict()) - {
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    }
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    persistent = set(model.state_dict()) - parameters
     if persistent:
         raise ConfigError(
             f"{min(persistent)} is state that is neither trained nor computed from the config."
@@ -161,16 +194,14 @@ def _check_modules(model: PreTrainedModel) -> None:
 
 
 def _tied(model: PreTrainedModel) -> str | None:
+    """The embedding's parameter if it is the head's too; other ways of sharing are refused."""
     head = _head(model)
     shared = [name for name, value in model.named_parameters() if value is head.weight]
     if shared == [HEAD]:
         return None
     embedding = model.get_input_embeddings()
-    if (
-        not isinstance(embedding, nn.Embedding)
-        or embedding.weight is not head.weight
-        or len(shared) != 1
-    ):
+    is_embedding = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
+    if not is_embedding or len(shared) != 1:
         raise ConfigError(f"its head shares a matrix with {', '.join(shared)}.")
     others = {
         id(value)
@@ -189,7 +220,8 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 
 
 class _Recorder:
-    """A pass that computes nothing and writes down what each layer asks for."""
+    """A pass that computes nothing and records what each layer asks for; what headway's
+    attention would not do is refused."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -215,23 +247,30 @@ class _Recorder:
 
 
 class _Reached(TorchDispatchMode):
-    """Follows positions through a forward: every result of an operation that reads one is marked."""
+    """Follows positions through a forward: every result of an operation that reads a marked tensor
+    is marked.
+
+    Marked tensors are kept, so that no other tensor gets the id of one.
+    """
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
         self.marked: dict[int, Tensor] = {id(start): start}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        flat, _ = tree_flatten((args, kwargs or {}))
-        if any(isinstance(one, Tensor) and id(one) in self.marked for one in flat):
-            results, _ = tree_flatten(found)
-            self.marked.update({id(one): one for one in results if isinstance(one, Tensor)})
-        return found
+        output = func(*args, **(kwargs or {}))
+        inputs, _ = tree_flatten((args, kwargs or {}))
+        if any(isinstance(value, Tensor) and id(value) in self.marked for value in inputs):
+            results, _ = tree_flatten(output)
+            for result in results:
+                if isinstance(result, Tensor):
+                    self.marked[id(result)] = result
+        return output
 
 
 def _not_followed(part: str, error: BaseException) -> str:
-    """Why a class cannot be traced, in words of the class: what stands in for its mask is no concern of the user's."""
+    """Why a class cannot be traced; an error about our stand-in for its mask is put in terms of
+    the class."""
     reason = first_line(error)[:300]
     if StockMask.__name__ in reason:
         return "it computes with its attention mask itself instead of handing it to the attention interface of transformers."
@@ -239,32 +278,38 @@ def _not_followed(part: str, error: BaseException) -> str:
 
 
 def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
-    """Run the class; the width of its last hidden states."""
+    """Run the class and check what it asked of attention; returns the width of the hidden states
+    that its head reads."""
     position = torch.arange(TOKENS, device="meta").expand(2, -1)
     tokens = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
-    seen = torch.ones(2, TOKENS, dtype=torch.bool, device="meta")
+    visible = torch.ones(2, TOKENS, dtype=torch.bool, device="meta")
     try:
         with torch.no_grad(), passing(recorder), _Reached(position) as reached:
-            model(input_ids=tokens, position_ids=position, attention_mask=seen, use_cache=False)
+            model(input_ids=tokens, position_ids=position, attention_mask=visible, use_cache=False)
     except FOREIGN as error:
         raise ConfigError(_not_followed("forward", error)) from None
-    wanted = int(model.config.num_hidden_layers)
-    if len(recorder.calls) != wanted:
+
+    num_layers = int(model.config.num_hidden_layers)
+    if len(recorder.calls) != num_layers:
         raise ConfigError(
-            f"{len(recorder.calls)} of its {wanted} layers use the attention interface of transformers."
+            f"{len(recorder.calls)} of its {num_layers} layers use the attention interface of transformers."
         )
     shapes = {
         (call.q.shape[2:], call.k.shape[2:], call.v.shape[2:], call.softcap)
         for call in recorder.calls
     }
+    # Values narrower than keys are padded to their width (attention.py); wider ones cannot be.
     if len(shapes) > 1 or recorder.calls[0].v.shape[-1] > recorder.calls[0].q.shape[-1]:
         raise ConfigError("its layers have heads of different shapes.")
+    # One ModelConfig.sliding_window for all layers that have one.
     sizes = sorted({window for window in recorder.windows if window is not None})
     if len(sizes) > 1:
         raise ConfigError(
             f"its layers have windows of several sizes ({', '.join(map(str, sizes))})."
         )
-    if not all(id(call.q) in reached.marked for call in recorder.calls[-1:]):
+    # The recorder makes its result from q, so marks pass through attention, and the last layer
+    # shows whether any layer has used positions.
+    if id(recorder.calls[-1].q) not in reached.marked:
         raise ConfigError(
             "positions do not reach its attention, so documents of a row could not start anew."
         )
@@ -272,56 +317,73 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
 
 
 def _layers_of(model: PreTrainedModel, recorder: _Recorder) -> str:
-    """The prefix of the names of the layers: the list of modules whose members hold the attention calls in order."""
+    """The prefix of the names of the layers: the list of modules whose members hold the
+    attention calls in order."""
     calls = [call.module for call in recorder.calls]
     for path, module in model.named_modules():
-        listed = list(module) if isinstance(module, nn.ModuleList) else []
-        if len(listed) == len(calls) and all(
-            call in list(layer.modules()) for call, layer in zip(calls, listed, strict=True)
-        ):
+        if not isinstance(module, nn.ModuleList) or len(module) != len(calls):
+            continue
+        if all(call in list(layer.modules()) for call, layer in zip(calls, module, strict=True)):
             return f"{path}."
     raise ConfigError("its layers are not one list of modules.")
 
 
 def _stage(name: str, layers: str, *, is_table: bool) -> Stage:
-    """Its layer. Tables of embeddings come before the layers; final norms, projections and the head after them."""
+    """The stage of a parameter: the number of its layer, `first` or `last`.
+
+    Tables of embeddings come before the layers; final norms, projections and the head after them.
+    """
     if name.startswith(layers):
         return int(name.removeprefix(layers).split(".")[0])
-    return "first" if is_table else "last"
+    if is_table:
+        return "first"
+    return "last"
 
 
 def _draws(model: PreTrainedModel) -> bool:
     """Whether anything in the config is a dropout above 0."""
-    given = model.config.to_dict()
-    return any(isinstance(one, float) and one > 0 for key, one in given.items() if "drop" in key)
+    dropouts = [value for key, value in model.config.to_dict().items() if "drop" in key]
+    return any(isinstance(value, float) and value > 0 for value in dropouts)
 
 
 def _logits_of(model: PreTrainedModel, trunk: nn.Module, width: int) -> tuple[float, float | None]:
-    """(scale, softcap) of the logits, found by what the class makes of real hidden states with a small head; else a ConfigError."""
+    """(scale, softcap) of the logits: s and c in logits = c tanh(s W h / c).
+
+    Found by what the class makes of real hidden states with a small head; if that is no such
+    function, the class is refused.
+    """
     generator = torch.Generator(device="cpu").manual_seed(0)
     hidden = torch.randn(1, TOKENS, width, generator=generator, device="cpu")
-    bias = _head(model).bias is not None
-    small = nn.Linear(width, 8, bias=bias, device="cpu")
+    has_bias = _head(model).bias is not None
+    small = nn.Linear(width, 8, bias=has_bias, device="cpu")
     with torch.no_grad():
-        small.weight.copy_(
-            torch.randn(8, width, generator=generator, device="cpu") * 4 / width**0.5
-        )
+        # Products of about 4: large enough for a soft cap to show.
+        weight = torch.randn(8, width, generator=generator, device="cpu") * 4 / width**0.5
+        small.weight.copy_(weight)
         if small.bias is not None:
             small.bias.zero_()
-    plain = F.linear(hidden, small.weight).detach()
-    found = _through(model, trunk, hidden, small)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    cap = float(cap) if isinstance(cap, (int, float)) and cap > 0 else None
-    linear = found if cap is None else torch.atanh((found / cap).clamp(-1 + 1e-7, 1 - 1e-7)) * cap
-    scale = float((linear * plain).sum() / (plain * plain).sum())
-    scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
-    ours = plain * scale
-    ours = ours if cap is None else torch.tanh(ours / cap) * cap
-    if (
-        found.shape != ours.shape
-        or not torch.allclose(found, ours, rtol=1e-4, atol=1e-4)
-        or scale <= 0
-    ):
+    products = F.linear(hidden, small.weight).detach()
+    logits = _through(model, trunk, hidden, small)
+
+    cap: float | None = None
+    setting = getattr(model.config, "final_logit_softcapping", None)
+    if isinstance(setting, (int, float)) and setting > 0:
+        cap = float(setting)
+    uncapped = logits
+    if cap is not None:
+        uncapped = torch.atanh((logits / cap).clamp(-1 + 1e-7, 1 - 1e-7)) * cap
+    # The scale by least squares; exactly 1 where only rounding differs.
+    scale = float((uncapped * products).sum() / (products * products).sum())
+    if abs(scale - 1.0) < 1e-4:
+        scale = 1.0
+
+    expected = products * scale
+    if cap is not None:
+        expected = torch.tanh(expected / cap) * cap
+    is_same = logits.shape == expected.shape and torch.allclose(
+        logits, expected, rtol=1e-4, atol=1e-4
+    )
+    if not is_same or scale <= 0:
         raise ConfigError(
             "its logits are not a product of hidden states and the head, scaled and soft-capped."
         )
@@ -329,26 +391,27 @@ def _logits_of(model: PreTrainedModel, trunk: nn.Module, width: int) -> tuple[fl
 
 
 def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: nn.Linear) -> Tensor:
-    """The logits of the class where its trunk returns `hidden` and its head is `small`."""
+    """The logits of the class if its trunk returned `hidden` and its head were `small`."""
 
-    def put(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    def replace_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (hidden, *output[1:])
         output.last_hidden_state = hidden
         return output
 
-    head, handle = model.get_submodule(HEAD_MODULE), trunk.register_forward_hook(put)
+    # Both changes are undone, whatever happens: the model is used again.
+    head = model.get_submodule(HEAD_MODULE)
+    handle = trunk.register_forward_hook(replace_output)
     setattr(model, HEAD_MODULE, small)
     try:
         tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-        seen, position = (
-            torch.ones(1, TOKENS, dtype=torch.bool, device="meta"),
-            torch.arange(TOKENS, device="meta")[None],
-        )
+        visible = torch.ones(1, TOKENS, dtype=torch.bool, device="meta")
+        position = torch.arange(TOKENS, device="meta")[None]
         with torch.no_grad(), passing(_Recorder()):
-            return model(
-                input_ids=tokens, attention_mask=seen, position_ids=position, use_cache=False
-            ).logits.float()
+            output = model(
+                input_ids=tokens, attention_mask=visible, position_ids=position, use_cache=False
+            )
+            return output.logits.float()
     except FOREIGN as error:
         raise ConfigError(_not_followed("logits", error)) from None
     finally:

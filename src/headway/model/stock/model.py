@@ -1,12 +1,14 @@
-"""A class of transformers behind headway's `Model`: its trunk makes hidden states of tokens; attention, head, loss and cache are ours.
+"""A class of transformers behind headway's `Model`: its trunk makes hidden states of tokens;
+attention, head, loss and cache are ours.
 
-    tokens [B,T] -> the class's embedding, layers and final norm -> hidden [B,T,D] -> LM head (fused loss), as for any other model
-                                      |
-                    attention: headway's, inside documents or over a KV cache (attention.py)
+    tokens [B,T] -> the class's embedding, layers and final norm -> hidden [B,T,D]
+                          |                                             |
+      attention: headway's, inside documents or            LM head (fused loss), as for
+      over a KV cache (attention.py)                       any other model
 
-Parameters have the class's own names. Its modules are children of this one; a tied head is no module here, so that a matrix exists once.
-What the class computes from its config (rotary frequencies) are plain attributes: in fp32, whatever the weights are, on the device of the
-tokens.
+Parameters have the class's own names. Its modules are children of this one; a tied head is no
+module here, so that a matrix exists once. What the class computes from its config (rotary
+frequencies) are plain attributes: in fp32, whatever the weights are, on the device of the tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from headway.model.base import (
 )
 from headway.model.layout import HEAD, ParamSpec
 from headway.model.stock.attention import LayerPass, passing
-from headway.model.stock.buffers import computed_values
 from headway.model.stock.classes import empty_model
 from headway.model.stock.facts import HEAD_MODULE, facts_of
+from headway.model.stock.values import computed_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from headway.model.projector import MediaTensors
 
 BIAS_COLUMNS = 8
-"""A head with a bias is one matrix: its bias and zeros are columns of it, so that rows keep an aligned length."""
+"""A head with a bias is one matrix: its bias and zeros are columns of it, so that rows keep an
+aligned length."""
 
 
 class StockModel(Model):
@@ -54,13 +57,16 @@ class StockModel(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.hf_config is not None
-        self.config, self.facts = config, facts_of(config)
-        made = empty_model(config.hf_config, trust_remote_code=config.trust_remote_code)
-        self._computed = computed_values(made)
+        self.config = config
+        self.facts = facts_of(config)
+        wrapped = empty_model(config.hf_config, trust_remote_code=config.trust_remote_code)
+        self._computed = computed_values(wrapped)
         self._device = torch.device("cpu")
-        for name, child in made.named_children():
+        """Where the computed values are."""
+        for name, child in wrapped.named_children():
             if name != HEAD_MODULE or self.facts.tied is None:
                 self.add_module(name, child)
+        # FSDP needs outputs that are no views.
         for layer in self.blocks().values():
             layer.register_forward_hook(_own_memory)
         self.is_random = self.facts.is_random
@@ -73,28 +79,36 @@ class StockModel(Model):
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Nothing is sampled besides dropout."""
         hidden = self(batch.tokens, batch.position, self._pass(mask_of(batch)))
-        return ModelOut(
-            LMHead(
-                hidden,
-                self.head_weight,
-                self.chunk_tokens,
-                self.head_grad_buffer,
-                softcap=self.facts.logit_softcap,
-            )
+        head = LMHead(
+            hidden,
+            self.head_weight,
+            self.chunk_tokens,
+            self.head_grad_buffer,
+            softcap=self.facts.logit_softcap,
         )
+        return ModelOut(head)
 
-    def forward(self, tokens: Tensor, position: Tensor, one: LayerPass) -> Tensor:
+    def forward(self, tokens: Tensor, position: Tensor, layer_pass: LayerPass) -> Tensor:
         """Hidden [B,T,D] as the head reads them: scaled, and with a column of ones for its bias."""
-        self._place(tokens.device)
-        seen = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
-        places = position.clamp(min=0).long()  # a row that takes no part stands at -1
-        with passing(one):
-            found = self.get_submodule(self.facts.trunk)(
-                input_ids=tokens, position_ids=places, attention_mask=seen, use_cache=False
+        self._move_computed(tokens.device)
+        # There is no padding; what a token sees, our mask function decides.
+        all_visible = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
+        # A row of a decoding batch that takes no part stands at -1.
+        position_ids = position.clamp(min=0).long()
+        with passing(layer_pass):
+            output = self.get_submodule(self.facts.trunk)(
+                input_ids=tokens,
+                position_ids=position_ids,
+                attention_mask=all_visible,
+                use_cache=False,
             )
-        hidden = found[0] if self.facts.logit_scale == 1.0 else found[0] * self.facts.logit_scale
+
+        hidden = output[0]
+        if self.facts.logit_scale != 1.0:
+            hidden = hidden * self.facts.logit_scale
         if self._head_bias is None:
             return hidden
+        # [h, 1, 0 ...] times [W, b, 0 ...] is W h + b: the fused loss knows products alone.
         columns = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, BIAS_COLUMNS - 1))
         return torch.cat([hidden, columns], dim=-1)
 
@@ -108,22 +122,21 @@ class StockModel(Model):
         """None with an adapter on the head, and with a bias."""
         if self.facts.tied is not None:
             return self.facts.tied
-        return (
-            None if isinstance(self._head, AdaptedLinear) or self._head_bias is not None else HEAD
-        )
+        if isinstance(self._head, AdaptedLinear) or self._head_bias is not None:
+            return None
+        return HEAD
 
     @property
     def head_weight(self) -> Tensor:
         """[V,D]; the embedding's matrix where the two are tied."""
         if self.facts.tied is not None:
             return self.get_parameter(self.facts.tied)
-        head, bias = self._head, self._head_bias
+        head = self._head
+        bias = self._head_bias
         weight = head.effective if isinstance(head, AdaptedLinear) else head.weight
-        return (
-            weight
-            if bias is None
-            else torch.cat([weight, F.pad(bias[:, None], (0, BIAS_COLUMNS - 1))], dim=1)
-        )
+        if bias is None:
+            return weight
+        return torch.cat([weight, F.pad(bias[:, None], (0, BIAS_COLUMNS - 1))], dim=1)
 
     @property
     def _head(self) -> nn.Linear:
@@ -137,8 +150,11 @@ class StockModel(Model):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped where the class does so."""
-        found, cap = super().logits(hidden), self.facts.logit_softcap
-        return found if cap is None else torch.tanh(found / cap) * cap
+        logits = super().logits(hidden)
+        cap = self.facts.logit_softcap
+        if cap is None:
+            return logits
+        return torch.tanh(logits / cap) * cap
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in every layer."""
@@ -166,7 +182,7 @@ class StockModel(Model):
 
         return forward
 
-    def _place(self, device: torch.device) -> None:
+    def _move_computed(self, device: torch.device) -> None:
         """Move what the class computed from its config to where the tokens are."""
         if device != self._device:
             for module, name in self._computed:
@@ -175,5 +191,8 @@ class StockModel(Model):
 
 
 def _own_memory(_layer: nn.Module, _inputs: Any, output: Any) -> Any:
-    """What a layer returns, copied where it is a view: FSDP hangs its work on the tensor, and a change in place would lose it."""
-    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+    """What a layer returns, copied if it is a view: FSDP attaches its backward hook to the
+    tensor, and a change in place would lose it."""
+    if isinstance(output, Tensor) and output._is_view():
+        return output.clone()
+    return output

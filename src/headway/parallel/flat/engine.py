@@ -1,11 +1,15 @@
-"""The flat-buffer engine: whole parameters and gradients on every rank, fp32 masters and optimizer state sharded over the shard group.
+"""The flat-buffer engine: whole parameters and gradients on every rank, sharded optimizer state.
 
-    shard group of 1      plain data parallelism: gradients are all-reduced, every rank updates everything
-    all ranks             ZeRO-1: gradients are reduce-scattered, each rank updates its shard, parameters are all-gathered
-    in between            ZeRO-1.5: as ZeRO-1 inside a group, and shards are all-reduced across groups
+The size of the shard group, over which fp32 masters and optimizer state are sharded, decides:
 
-Each microbatch and rank back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
-Nothing here waits for the device: the norm, the clip factor and the decision to skip stay on it, and are the same on all ranks.
+    1             plain data parallelism: gradients are all-reduced, every rank updates everything
+    all ranks     ZeRO-1 (arXiv:1910.02054): gradients are reduce-scattered, each rank updates its
+                  shard, parameters are all-gathered
+    in between    ZeRO-1.5: as ZeRO-1 inside a group, and shards are all-reduced across groups
+
+Each microbatch and rank back-propagates its additive share of one global loss; a gradient is the
+plain sum of shares. Nothing here waits for the device: the norm, the clip factor and the decision
+to skip stay on it, and are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from headway.parallel.base import (
     BaseEngine,
     LocalModel,
     ParamShard,
-    beside,
+    on_device,
     parameter_at,
     square_norm,
     view,
 )
 from headway.parallel.box import StateTensor
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
-from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets, taking
+from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, gradient_hook, make_buckets
 from headway.parallel.flat.buffer import (
     BucketSpan,
     BufferSharding,
@@ -43,14 +47,8 @@ from headway.parallel.flat.buffer import (
     boxes_of,
 )
 from headway.parallel.flat.gather import ParameterGather
-from headway.parallel.hooks.all_reduce import AllReduce
 from headway.parallel.hooks.base import Hook, StatefulHook
-from headway.parallel.hooks.compress import Compress
-from headway.parallel.hooks.reduce_scatter import ReduceScatter
-from headway.parallel.offload_optimizer import LocalTensors
-from headway.parallel.pipeline.gather import held_scalars, merge_scalars, over_stages
-from headway.parallel.pipeline.passes import PipelinePasses
-from headway.parallel.update_rules import WholeParameter, WholeState
+from headway.parallel.update_rules import LocalTensors, WholeParameter, WholeState
 from headway.tasks.base import StepInfo, Task
 
 
@@ -67,30 +65,39 @@ class FlatEngine(BaseEngine):
     ) -> None:
         super().__init__(model, objective, groups, spec, local)
         self.overlap = spec.parallel.overlap
-        self.sharers: Mapping[str, tuple[int, ...]] = (
-            {} if local.part is None else local.part.sharers
-        )
+        self.sharers: Mapping[str, tuple[int, ...]] = {}
         """The ranks of the pipeline that hold a parameter, where those are several."""
+        if local.part is not None:
+            self.sharers = local.part.sharers
         self._allocate()
-        buckets = make_buckets(self.buffers, list(self.homes), self.ranks_of, self.sharers)
+
+        buckets = make_buckets(self.buffers, list(self.param_owners), self.ranks_of, self.sharers)
         self.reducer = Reducer(
             buckets, choose_hook(spec), overlap=self.overlap.reduce, share=self._sum_shared
         )
-        if isinstance(self.passes, PipelinePasses):
-            self.passes.end_last = self.reducer.end_last
+        if local.part is not None:
+            from headway.parallel.pipeline.microbatch_runner import PipelineRunner
+
+            assert isinstance(self.runner, PipelineRunner)
+            self.runner.end_last = self.reducer.end_last
+
         self.gather = ParameterGather(buckets)
         self._register_all()
         self._place_head()
         if self.ranks.shard.size > 1 and self.overlap.gather:
             self.gather.watch(model)
+
         self.frees_gradients = spec.device.type == "cuda"
-        """Gradients have no memory between an update and the next backward, when activations need it most."""
+        """Gradients have no memory between an update and the next backward, when activations need
+        it most."""
         self._free_gradients()  # the first forward needs the memory too
-        self._position = {name: index for index, name in enumerate(self.homes)}
+
+        self._position = {name: index for index, name in enumerate(self.param_owners)}
         self._squares: list[tuple[Bucket, Tensor]] = []
         """Sums of squares of buckets, taken while other buckets were still being exchanged."""
 
     def _allocate(self) -> None:
+        """Make a buffer for each kind of parameters that trains, and one for what does not."""
         spec = self.spec
         shapes = {name: box.shape for name, box in self.boxes.items()}
         self.buffers = [
@@ -107,124 +114,146 @@ class FlatEngine(BaseEngine):
         training = {name for group in self.groups for name in group.names}
         frozen = [name for name in shapes if name not in training]
         self.frozen = FrozenBuffer.allocate(frozen, shapes, self._dtype_of, spec.device)
-        self.slots: dict[str, tuple[TrainBuffer, BucketSpan, Slot]] = {
-            slot.name: (buffer, span, slot)
-            for buffer in self.buffers
-            for span in buffer.spans
-            for slot in span.slots
-        }
+        self.slots: dict[str, tuple[TrainBuffer, BucketSpan, Slot]] = {}
+        """Where each parameter that trains lies."""
+        for buffer in self.buffers:
+            for span in buffer.spans:
+                for slot in span.slots:
+                    self.slots[slot.name] = (buffer, span, slot)
 
     def _sharding(self, name: str) -> BufferSharding:
         """How the buffer with a parameter is divided."""
         shard = self.ranks_of(name).shard
-        return BufferSharding(
-            max(1, self.spec.parallel.bucket_bytes // self.spec.grad_dtype.itemsize),
-            shard.size,
-            shard.rank,
-        )
+        bucket_elements = self.spec.parallel.bucket_bytes // self.spec.grad_dtype.itemsize
+        return BufferSharding(max(1, bucket_elements), shard.size, shard.rank)
 
     def _buffer_spec(self, group: ParamGroup) -> BufferSpec:
-        rule, spec = self.rules[group.name], self.spec
-        whole = rule if rule.matrices is not None else None
-        largest = {name: self.boxes[name].largest for name in group.names}
-        averages = rule.averages is not None
+        """What the rule of a group needs besides parameters."""
+        rule = self.rules[group.name]
+        whole = None
+        if rule.matrices is not None:
+            whole = rule
         return BufferSpec(
             rule.optimizer.slots,
             rule.storage,
-            spec.grad_dtype,
-            spec.state_on_host,
-            whole,
-            averages,
-            largest,
+            self.spec.grad_dtype,
+            on_host=self.spec.state_on_host,
+            whole=whole,
+            averages=rule.averages is not None,
+            largest={name: self.boxes[name].largest for name in group.names},
         )
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
-        """The groups of what this rank holds; what several ranks of the tensor or pipeline axis hold has separate buffers, and so have
-        experts that ranks share, in the same order on all of them."""
+        """The groups of what this rank holds, divided by which ranks share it.
+
+        A bucket is exchanged as a whole, so all its parameters need the same exchanges: over the
+        same copies on the tensor axis, the same stages of the pipeline, the same expert ranks.
+        Kinds are sorted, so that all ranks have their buffers in the same order.
+        """
         for group in self.groups:
-            held = {name: self.boxes[name] for name in group.names if self.holds(name)}
-            kinds = {
-                name: (box.copies, box.is_partial, self.sharers.get(name, ()), box.expert_ranks)
-                for name, box in held.items()
-            }
+            kinds: dict[str, tuple[int, bool, tuple[int, ...], int]] = {}
+            for name in group.names:
+                if self.holds(name):
+                    box = self.boxes[name]
+                    stages = self.sharers.get(name, ())
+                    kinds[name] = (box.copies, box.is_partial, stages, box.expert_ranks)
             for kind in sorted(set(kinds.values())):
-                yield replace(group, names=tuple(name for name in held if kinds[name] == kind))
+                yield replace(group, names=tuple(name for name in kinds if kinds[name] == kind))
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        held = parameter_at(self.homes[name]).dtype
-        if not held.is_floating_point:
-            return held  # bytes of a quantised matrix
-        return torch.float32 if self.specs[name].is_wide else self.spec.dtype
+        """The precision in which the model computes with a parameter."""
+        dtype = parameter_at(self.param_owners[name]).dtype
+        if not dtype.is_floating_point:
+            return dtype  # bytes of a quantised matrix
+        if self.specs[name].keeps_float32:
+            return torch.float32
+        return self.spec.dtype
 
     def _register_all(self) -> None:
-        """Put views of the flat buffers where the model has its parameters; values they already have are copied."""
-        given = [
-            (name, parameter_at(home).detach())
-            for name, home in self.homes.items()
-            if not parameter_at(home).is_meta
+        """Put views of the flat buffers where the model has its parameters.
+
+        Values that exist already (the objective's parameters) are copied into them.
+        """
+        values = [
+            (name, parameter_at(owner).detach())
+            for name, owner in self.param_owners.items()
+            if not parameter_at(owner).is_meta
         ]
-        for name, (owner, leaf) in self.homes.items():
-            located = self.slots.get(name)
-            if located is None:
+        for name, (owner, leaf) in self.param_owners.items():
+            if name not in self.slots:
                 owner._parameters[leaf] = nn.Parameter(
                     self.frozen.values[name], requires_grad=False
                 )
                 continue
-            buffer, span, slot = located
+            buffer, span, slot = self.slots[name]
             parameter = nn.Parameter(slot.view(buffer.param))
-            # Gradients come in the precision they were computed in and are added up in fp32. They are taken over by a hook rather than
-            # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
+            # Gradients come in the precision they were computed in and are added up in fp32. They
+            # are taken over by a hook rather than accumulated in `.grad` of another dtype, which
+            # torch.compile refuses to trace.
             parameter.grad_dtype = None
             parameter.register_post_accumulate_grad_hook(
-                taking(self.reducer, name, buffer.gradient(span, slot))
+                gradient_hook(self.reducer, name, buffer.gradient(span, slot))
             )
             owner._parameters[leaf] = parameter
-        self.fill(given)
+        self.fill(values)
 
     def _place_head(self) -> None:
-        """The head's gradient, one of the largest, is computed where it will be reduced."""
+        """Let the head's gradient, one of the largest, be computed where it will be reduced."""
         name = self.model.head_parameter
-        if name in self.slots and self.slots[name][0].grads[0].dtype == torch.float32:
-            buffer, span, slot = self.slots[name]
+        if name not in self.slots:
+            return
+        buffer, span, slot = self.slots[name]
+        # The head adds up its gradient chunk by chunk, which needs fp32.
+        if buffer.grads[0].dtype == torch.float32:
             self.model.head_grad_buffer = InPlace(self.reducer, name, buffer.gradient(span, slot))
 
-    def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
+    def forward_backward(self, batch: StepBatch, step_info: StepInfo) -> StepResult:
         """Accumulate the gradients of one step and exchange them."""
         if isinstance(self.model.head_grad_buffer, InPlace):
             self.model.head_grad_buffer.reset()
-        scale = None if self.scaler is None else self.scaler.scale
-        result = self.passes.backward(batch, at, scale, self.reducer.begin_last)
+        scale = None
+        if self.scaler is not None:
+            scale = self.scaler.scale
+        result = self.runner.backward(batch, step_info, scale, self.reducer.begin_last)
+
         with torch.no_grad():
             self._squares = []
-            ahead = self.overlap.step and self.reducer.hook is not None
+            squares_early = self.overlap.step and self.reducer.hook is not None
             for bucket in self.reducer.finish():
                 self._sum_copies(bucket)
-                if ahead and self._counts(bucket):
+                # While later buckets are still on their way; else `_square_of` does it at once.
+                if squares_early and self._counts_in_norm(bucket):
                     self._squares.append((bucket, square_norm([bucket.local_shard])))
-        return self.passes.over_ranks(result)
+        return self.runner.over_ranks(result)
 
     def _sum_copies(self, bucket: Bucket) -> None:
-        """Add up the gradients of ranks of the tensor axis that hold the same elements, where each has a part of them."""
+        """Add up partial gradients of tensor ranks that hold the same elements (`is_partial`)."""
         box = self.boxes[bucket.span.slots[0].name]
         if box.is_partial:
             self.local.sums[box.copies].all_reduce(bucket.local_shard).wait()
 
     def _sum_shared(self, bucket: Bucket) -> None:
-        """Add up the gradients of stages that hold the same parameters, before they are exchanged with other rows' ranks."""
-        assert isinstance(self.passes, PipelinePasses)
-        self.passes.links.sum_over(bucket.flat, bucket.sharers)
+        """Add up the gradients of stages that hold the same parameters.
+
+        This comes before the exchange with ranks that read other rows.
+        """
+        from headway.parallel.pipeline.microbatch_runner import PipelineRunner
+
+        assert isinstance(self.runner, PipelineRunner)
+        self.runner.links.sum_over(bucket.flat, bucket.sharers)
 
     def _free_gradients(self) -> None:
         if self.frees_gradients:
             for bucket in self.reducer.buckets:
                 bucket.release()
 
-    def _counts(self, bucket: Bucket) -> bool:
-        """Whether this rank counts a bucket in norms."""
+    def _counts_in_norm(self, bucket: Bucket) -> bool:
+        """Whether this rank counts a bucket in norms: of ranks that hold the same, the first."""
         return not self.boxes[bucket.span.slots[0].name].is_copy
 
     def _square_norm(self) -> Tensor:
-        plain, experts = self._square_of(experts=False), None
+        plain = self._square_of(experts=False)
+        experts = None
         if self.ranks.expert.size > 1:
             experts = self._square_of(experts=True)
         return self._sum_over_model(plain, experts)
@@ -236,21 +265,28 @@ class FlatEngine(BaseEngine):
             return (self.boxes[bucket.span.slots[0].name].expert_ranks > 1) == experts
 
         if self._squares:
-            found = [square for bucket, square in self._squares if wanted(bucket)]
-            return torch.stack(found).sum() if found else torch.zeros_like(self._squares[0][1])
-        counted = [
+            squares = [square for bucket, square in self._squares if wanted(bucket)]
+            if squares:
+                return torch.stack(squares).sum()
+            return torch.zeros_like(self._squares[0][1])
+        shards = [
             bucket.local_shard
             for bucket in self.reducer.buckets
-            if self._counts(bucket) and wanted(bucket)
+            if self._counts_in_norm(bucket) and wanted(bucket)
         ]
-        return beside(square_norm(counted), self.spec.device)
+        return on_device(square_norm(shards), self.spec.device)
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
-        """Update this rank's shards and start sending them: all at once, or one bucket ahead of the next forward."""
+        """Update this rank's shards and start gathering them.
+
+        All at once, or one bucket ahead of the next forward.
+        """
         is_sharded = self.ranks.shard.size > 1
         if is_sharded:
             self.gather.begin()
+
         if is_sharded and self.overlap.step:
+            # In the order of forward, so that the first bucket travels while others are updated.
             for bucket in self.gather.buckets:
                 self._step_buckets([bucket], hypers, guard)
                 if not self.overlap.gather:
@@ -262,7 +298,9 @@ class FlatEngine(BaseEngine):
                     hypers,
                     guard,
                 )
+
         if is_sharded and self.overlap.gather:
+            # The modules of the next forward wait for the others and start them (`watch`).
             self.gather.start_next()
         elif is_sharded:
             self.gather.flush()
@@ -270,32 +308,36 @@ class FlatEngine(BaseEngine):
 
     def _step_buckets(self, buckets: list[Bucket], hypers: dict[str, Hyper], guard: Guard) -> None:
         """Update this rank's shards of some buckets of one buffer, in one call."""
-        buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
+        buffer = buckets[0].buffer
+        spans = [bucket.span for bucket in buckets]
         rule = self.rules[buffer.group.name].optimizer
-        as_is = self.host_state is None and takes_narrow_gradients(rule, self.spec.device)
-        if (
-            len(buckets) > 1 and buckets[0].local_shard.dtype != torch.float32 and not as_is
-        ):  # one fp32 copy at a time
+        reads_narrow = self.host_state is None and takes_narrow_gradients(rule, self.spec.device)
+
+        # Gradients in bf16 need a copy in fp32: of one bucket at a time, to bound the memory.
+        is_narrow = buckets[0].local_shard.dtype != torch.float32
+        if len(buckets) > 1 and is_narrow and not reads_narrow:
             for bucket in buckets:
                 self._step_buckets([bucket], hypers, guard)
             return
         if buffer.whole_state is not None:
             self._step_whole(buckets, buffer.whole_state, hypers, guard)
             return
+
+        gradients = [bucket.local_shard for bucket in buckets]
+        if not reads_narrow:
+            gradients = [gradient.float() for gradient in gradients]
         tensors = LocalTensors(
             [buffer.packed(span, buffer.master) for span in spans],
-            [bucket.local_shard if as_is else bucket.local_shard.float() for bucket in buckets],
+            gradients,
             {
                 role: [buffer.packed(span, flat) for span in spans]
                 for role, flat in buffer.state.items()
             },
             [buffer.steps[span.index] for span in spans],
         )
-        copies = (
-            None
-            if buffer.param is buffer.master
-            else [buffer.local_shard(span, buffer.param) for span in spans]
-        )
+        copies = None
+        if buffer.param is not buffer.master:
+            copies = [buffer.local_shard(span, buffer.param) for span in spans]
         self._apply(buffer.group.name, tensors, hypers[buffer.group.name], guard, copies)
 
     def _step_whole(
@@ -305,55 +347,68 @@ class FlatEngine(BaseEngine):
         hypers: dict[str, Hyper],
         guard: Guard,
     ) -> None:
-        """Update the parameters that lie in this rank's shards of some buckets, each as a whole, in one call."""
-        buffer, members = buckets[0].buffer, list[WholeParameter]()
+        """Update the whole parameters in this rank's shards of some buckets, in one call."""
+        buffer = buckets[0].buffer
+        members = list[WholeParameter]()
         for bucket in buckets:
-            span, slots = bucket.span, buffer.local_slots(bucket.span)
-            begin, shard = span.shard_range(buffer.sharding)[0], bucket.local_shard.float()
+            span = bucket.span
+            slots = buffer.local_slots(span)
+            shard_start, _ = span.shard_range(buffer.sharding)
+            gradient = bucket.local_shard.float()
             master = buffer.packed(span, buffer.master)
+            # The rule adds to its counters, so each parameter gets a copy of the bucket's; the
+            # bucket's own is advanced below.
             steps = buffer.steps[span.index].repeat(len(slots)).unbind()
             for slot, step in zip(slots, steps, strict=True):
-                copy = None if buffer.param is buffer.master else slot.view(buffer.param)
+                copy = None
+                if buffer.param is not buffer.master:
+                    copy = slot.view(buffer.param)
                 members.append(
                     WholeParameter(
-                        slot.view(master, begin),
-                        slot.view(shard, begin),
+                        slot.view(master, shard_start),
+                        slot.view(gradient, shard_start),
                         state[slot.name],
                         step,
                         copy,
                     )
                 )
         self._apply_whole(buffer.group.name, members, hypers[buffer.group.name], guard)
-        for bucket in buckets:  # also those of which this rank updates nothing
+        # Also of buckets of which this rank updates nothing: counters are the same on all ranks.
+        for bucket in buckets:
             buffer.steps[bucket.span.index] += 1 - guard.found_inf
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Set parameters by name; returns the names that were not given."""
         self.flush()
-        missing = set(self.homes)
+        missing = set(self.param_owners)
         for name, whole in values:
             if name in self.shapes and not self.holds(name):
-                continue  # another stage's
+                continue  # another pipeline stage has it
             missing.discard(name)
-            value, located = self.boxes[name].of(whole), self.slots.get(name)
-            if located is None:
+            value = self.boxes[name].of(whole)
+            if name not in self.slots:
                 self.frozen.values[name].copy_(value)
                 continue
-            buffer, span, slot = located
+            buffer, span, slot = self.slots[name]
             local = buffer.local_slice(span, slot)
             if local is not None and buffer.master is not buffer.param:
-                buffer.master[local.at : local.at + local.size].copy_(
-                    value.reshape(-1)[local.first : local.first + local.size]
-                )
+                # From the value itself: the compute parameter is rounded.
+                master = buffer.master[local.packed_start : local.packed_start + local.size]
+                master.copy_(value.reshape(-1)[local.first : local.first + local.size])
             slot.view(buffer.param).copy_(value)
         return sorted(missing)
 
     def shards(self) -> Iterator[ParamShard]:
-        """This rank's slices of what trains, in the order of the buffers; then what does not train, whole."""
+        """This rank's slices of what trains, in the order of the buffers.
+
+        Then what does not train, whole.
+        """
         for name, (buffer, span, slot) in self.slots.items():
             local = buffer.local_slice(span, slot)
-            whole = None if buffer.whole_state is None else buffer.whole_state.get(name, {})
+            whole = None
+            if buffer.whole_state is not None:
+                whole = buffer.whole_state.get(name, {})
             if local is None:
                 yield ParamShard(name, [], buffer.master[:0], True, buffer.state, whole_state=whole)
                 continue
@@ -364,10 +419,10 @@ class FlatEngine(BaseEngine):
             yield ParamShard(
                 name,
                 boxes,
-                buffer.master[local.at : local.at + local.size],
+                buffer.master[local.packed_start : local.packed_start + local.size],
                 True,
                 buffer.state,
-                local.at,
+                local.packed_start,
                 whole_state=whole,
             )
         for name, value in self.frozen.values.items():
@@ -385,45 +440,49 @@ class FlatEngine(BaseEngine):
         yield from super().tensors()
         if isinstance(self.reducer.hook, StatefulHook):
             for name, role, shape, boxes in self.reducer.hook.tensors(self.ranks.reduce):
-                kept = [] if self.boxes[name].of_earlier_stage else boxes
-                yield StateTensor(name, role, shape, kept)
+                if self.boxes[name].of_earlier_stage:
+                    boxes = []  # that stage saves it
+                yield StateTensor(name, role, shape, boxes)
 
     def scalars(self) -> dict[str, Any]:
         """As BaseEngine.scalars, and what the hook keeps."""
         hook = self.reducer.hook
-        kept = hook.scalars(self.ranks.reduce) if isinstance(hook, StatefulHook) else None
-        return super().scalars() | {
-            "hook": None if kept is None else merge_scalars(self.ranks.pipeline.gather(kept))
-        }
+        merged = None
+        if isinstance(hook, StatefulHook):
+            from headway.parallel.pipeline.gather import merge_scalars
+
+            stages = self.ranks.pipeline.gather(hook.scalars(self.ranks.reduce))
+            merged = merge_scalars(stages)
+        return super().scalars() | {"hook": merged}
 
     def _updates_done(self) -> dict[str, int]:
-        counts = [
-            (span, count)
-            for buffer in self.buffers
-            for span, count in zip(buffer.spans, buffer.steps, strict=True)
-        ]
-        return {slot.name: int(count) for span, count in counts for slot in span.slots}
+        done: dict[str, int] = {}
+        for buffer in self.buffers:
+            for span, count in zip(buffer.spans, buffer.steps, strict=True):
+                done |= dict.fromkeys((slot.name for slot in span.slots), int(count))
+        return done
 
     def _set_updates_done(self, done: dict[str, int]) -> None:
+        # A buffer has one count: a parameter that joined its group on resume takes the largest.
         for buffer in self.buffers:
             buffer.steps.fill_(max(done.get(slot.name, 0) for slot in buffer.slots))
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """As BaseEngine.load; then compute parameters are set from the master weights on all ranks."""
+        """As BaseEngine.load; then compute parameters are set from the masters on all ranks."""
         super().load(read, scalars)
-        self._show(averages=False)
+        self._set_compute_params(averages=False)
         if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
-            own = (
-                scalars["hook"]
-                if self.local.part is None
-                else held_scalars(scalars["hook"], self.holds)
-            )
-            self.reducer.hook.load(read, own, self.ranks.reduce, self.spec.device)
+            stored = scalars["hook"]
+            if self.local.part is not None:
+                from headway.parallel.pipeline.gather import held_scalars
+
+                stored = held_scalars(stored, self.holds)
+            self.reducer.hook.load(read, stored, self.ranks.reduce, self.spec.device)
 
     @torch.no_grad()
-    def _show(self, *, averages: bool) -> None:
-        """As BaseEngine._show, on all ranks."""
+    def _set_compute_params(self, *, averages: bool) -> None:
+        """As BaseEngine._set_compute_params, on all ranks."""
         self.gather.flush()
         for buffer in self.buffers:
             rule = self.rules[buffer.group.name].averages
@@ -444,43 +503,50 @@ class FlatEngine(BaseEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters at full precision, bucket by bucket in the order of the model."""
-        for name, value in self._whole():
+        for name, value in self._whole_parameters():
             if "objective" not in self.specs[name].groups:
                 yield name, value
 
     @property
     def masters(self) -> dict[str, Tensor]:
         """Every parameter at full precision, by name; all ranks call it together."""
-        found = dict(self._whole())
-        return {name: found[name] for name in self.shapes}
+        values = dict(self._whole_parameters())
+        return {name: values[name] for name in self.shapes}
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of all stages, one after another: no rank ever holds the whole model."""
         if self.local.part is None:
-            return self._held()
-        counted = (
-            (name, value) for name, value in self._held() if not self.boxes[name].of_earlier_stage
-        )
-        return over_stages(counted, self.ranks.pipeline)
+            return self._stage_parameters()
+        from headway.parallel.pipeline.gather import over_stages
 
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        # A parameter that several stages share comes from the first of them.
+        values = (
+            (name, value)
+            for name, value in self._stage_parameters()
+            if not self.boxes[name].of_earlier_stage
+        )
+        return over_stages(values, self.ranks.pipeline)
+
+    def _stage_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every whole parameter of this rank's stages; the memory of one bucket at a time."""
         self.flush()
         for bucket in self.gather.buckets:
-            buffer, span = bucket.buffer, bucket.span
+            buffer = bucket.buffer
+            span = bucket.span
             shard = buffer.packed(span, buffer.master).to(self.spec.device)
-            whole, group = shard, bucket.ranks.shard
+            whole = shard
+            group = bucket.ranks.shard
             if group.size > 1:
                 whole = torch.empty(
                     span.stop - span.start, dtype=torch.float32, device=shard.device
                 )
                 group.all_gather(whole, shard).wait()
+            # Slots are in backward order; exports want that of the model.
             for slot in sorted(span.slots, key=lambda slot: self._position[slot.name]):
-                yield (
-                    slot.name,
-                    self._whole_box(slot.name, view(whole, slot.start - span.start, slot.shape)),
-                )
+                box = view(whole, slot.start - span.start, slot.shape)
+                yield slot.name, self._gather_whole(slot.name, box)
         for name, value in self.frozen.values.items():
-            yield name, self._whole_box(name, value)
+            yield name, self._gather_whole(name, value)
 
     def flush(self) -> None:
         """Wait until all parameters and state in host memory are current."""
@@ -491,27 +557,35 @@ class FlatEngine(BaseEngine):
     @property
     def state_bytes(self) -> int:
         """Bytes of fp32 masters and optimizer state on this rank."""
-        flat = sum(
-            flat.nbytes
-            for buffer in self.buffers
-            for flat in (buffer.master, *buffer.state.values())
-        )
-        whole = (
-            held
-            for buffer in self.buffers
-            for state in (buffer.whole_state or {}).values()
-            for held in state.values()
-        )
-        return flat + sum(held.nbytes for held in whole)
+        total = 0
+        for buffer in self.buffers:
+            tensors = [buffer.master, *buffer.state.values()]
+            for state in (buffer.whole_state or {}).values():
+                tensors += state.values()
+            total += sum(tensor.nbytes for tensor in tensors)
+        return total
 
 
 def choose_hook(spec: EngineSpec) -> Hook | None:
-    """The hook of a recipe; without one, the plain sum that fits the layout. None: nothing to exchange."""
-    parallel, mesh = spec.parallel, spec.ranks.mesh
+    """The hook of a recipe; without one, the plain sum that fits the layout.
+
+    None: nothing to exchange.
+    """
+    parallel = spec.parallel
+    mesh = spec.ranks.mesh
     if parallel.hook is not None:
         return parallel.hook.build(spec.device)
     if mesh.reduce == 1:
         return None
+    # Sums are exchanged in another precision than that in which they were accumulated.
     if DTYPES[parallel.reduce_dtype] != spec.grad_dtype:
+        from headway.parallel.hooks.compress import Compress
+
         return Compress(parallel.reduce_dtype, spec.device)
-    return ReduceScatter(spec.device) if mesh.shard > 1 else AllReduce()
+    if mesh.shard > 1:
+        from headway.parallel.hooks.reduce_scatter import ReduceScatter
+
+        return ReduceScatter(spec.device)
+    from headway.parallel.hooks.all_reduce import AllReduce
+
+    return AllReduce()

@@ -1,8 +1,11 @@
-"""Gathers updated parameters on all ranks of a shard group: bucket by bucket, in the order in which forward needs them.
+"""Gathers updated parameters on all ranks of a shard group, bucket by bucket.
 
-Without overlap, every bucket is gathered right after its update. With overlap, one bucket is gathered ahead of the one forward uses: each
-block waits for its buckets and starts the next. After the last block, or after `flush`, everything has been gathered.
-The FSDP engine leaves gathering to torch (`parallel/fsdp.py`).
+The order is that in which forward needs them.
+
+Without overlap, every bucket is gathered right after its update. With overlap, one bucket is
+gathered ahead of the one forward uses: each block waits for its buckets and starts the next. After
+the last block, or after `flush`, everything has been gathered. The FSDP engine leaves gathering to
+torch (`parallel/fsdp.py`).
 """
 
 from __future__ import annotations
@@ -21,29 +24,36 @@ class ParameterGather:
         self.buckets = list(reversed(buckets))
         """In the order of forward."""
         self._handles: list[Handle] = []
+        """Of the buckets whose gathering has begun, in order."""
         self._waited = len(self.buckets)
+        """Buckets that are current: at first all of them."""
 
     def begin(self) -> None:
         """All buckets are out of date from now on."""
         self.flush()
-        self._handles, self._waited = [], 0
+        self._handles = []
+        self._waited = 0
 
     def start_next(self) -> None:
         """Start gathering the next bucket, if one is left."""
-        if len(self._handles) < len(self.buckets):
-            bucket = self.buckets[len(self._handles)]
-            buffer, span = bucket.buffer, bucket.span
-            # `.data`: autograd would take a change of this storage for a change of parameters that forward has used
-            param = buffer.param.data
-            self._handles.append(
-                bucket.ranks.shard.all_gather(
-                    param[span.start : span.stop], buffer.local_shard(span, param)
-                )
-            )
+        if len(self._handles) == len(self.buckets):
+            return
+        bucket = self.buckets[len(self._handles)]
+        span = bucket.span
+        # `.data`: autograd would take a change of this storage for a change of parameters that
+        # forward has used.
+        param = bucket.buffer.param.data
+        whole = param[span.start : span.stop]
+        shard = bucket.buffer.local_shard(span, param)
+        self._handles.append(bucket.ranks.shard.all_gather(whole, shard))
 
     def need(self, position: int) -> None:
-        """Wait until every bucket up to a position in forward order is current; one more is being gathered."""
+        """Wait until every bucket up to a position in forward order is current.
+
+        One more is being gathered.
+        """
         while self._waited <= position:
+            # Start the next one before waiting, so that it travels while this one is used.
             while len(self._handles) < min(self._waited + 2, len(self.buckets)):
                 self.start_next()
             self._handles[self._waited].wait()
@@ -54,7 +64,10 @@ class ParameterGather:
         self.need(len(self.buckets) - 1)
 
     def watch(self, model: Model) -> None:
-        """Let the modules of a model wait for their parameters when forward reaches them; what follows the blocks waits for everything."""
+        """Let the modules of a model wait for their parameters when forward reaches them.
+
+        What follows the blocks waits for everything.
+        """
         positions = {
             slot.name: position
             for position, bucket in enumerate(self.buckets)
@@ -68,8 +81,12 @@ class ParameterGather:
             if needed >= 0:
                 module.register_forward_pre_hook(lambda _module, _inputs: self.need(needed))
 
+        # One hook per block waits for all that is inside it.
         for path, module in model.named_modules():
-            if not any(path.startswith(f"{name}.") for name in blocks):
-                wait_before(module, f"{path}." if path else "", recurse=path in blocks)
-        last = list(blocks.values())[-1]
-        last.register_forward_hook(lambda _module, _inputs, _output: self.flush())
+            is_inside_block = any(path.startswith(f"{name}.") for name in blocks)
+            if not is_inside_block:
+                prefix = f"{path}.".removeprefix(".")  # the model itself has an empty path
+                wait_before(module, prefix, recurse=path in blocks)
+
+        last_block = list(blocks.values())[-1]
+        last_block.register_forward_hook(lambda _module, _inputs, _output: self.flush())

@@ -1,8 +1,10 @@
-"""The contract of a gradient hook: it takes a bucket whose gradients are complete on this rank and starts their exchange.
+"""The contract of a gradient hook: it starts the exchange of one bucket of gradients.
 
-After `wait` on the handle it returned, `bucket.flat` (or, where the optimizer state is sharded, at least `bucket.local_shard`) holds the
-SUM over all ranks (`bucket.ranks.reduce`). Buckets come in the same order on every rank. A hook that keeps something from step to step is a
-StatefulHook.
+The gradients of the bucket are complete on this rank.
+
+After `wait` on the handle it returned, `bucket.flat` (or, where the optimizer state is sharded, at
+least `bucket.local_shard`) holds the SUM over all ranks (`bucket.ranks.reduce`). Buckets come in
+the same order on every rank. A hook that keeps something from step to step is a StatefulHook.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ class StatefulHook(Protocol):
     def load(
         self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device
     ) -> None:
-        """Restore what `tensors` and `scalars` returned, perhaps on another number of ranks, perhaps from another hook."""
+        """Restore what `tensors` and `scalars` returned.
+
+        The number of ranks may have changed, and so may the hook.
+        """
         ...
 
 

@@ -42,7 +42,10 @@ class Compress:
         """Start the sum."""
         from headway.parallel.collectives import Then
 
-        ranks, narrow = bucket.ranks, bucket.flat.to(self.dtype)
+        ranks = bucket.ranks
+        narrow = bucket.flat.to(self.dtype)
+
+        # One collective is asynchronous by itself; two in a row need a thread or a stream.
         if ranks.shard.size == 1:
             return Then(ranks.reduce.all_reduce(narrow), lambda: bucket.flat.copy_(narrow))
         part = bucket.shard_of(narrow)
@@ -51,9 +54,9 @@ class Compress:
                 ranks.shard.reduce_scatter(part, narrow), lambda: bucket.local_shard.copy_(part)
             )
 
-        def both() -> None:
+        def reduce_twice() -> None:
             ranks.shard.reduce_scatter(part, narrow).wait()
             ranks.replicate.all_reduce(part).wait()
             bucket.local_shard.copy_(part)
 
-        return self.background.run(both)
+        return self.background.run(reduce_twice)

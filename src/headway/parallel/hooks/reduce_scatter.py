@@ -1,4 +1,7 @@
-"""Each rank gets its shard of the sum: half the traffic of an all-reduce. Replicas then all-reduce their shards."""
+"""Each rank gets its shard of the sum: half the traffic of an all-reduce.
+
+Replicas then all-reduce their shards.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Config(HookConfig):
         """It needs sharded optimizer state."""
         if mesh.shard == 1 and mesh.world > 1:
             raise ParallelError(
-                "parallel.hook.kind is reduce_scatter; it needs parallel.zero1.size above 1. Use all_reduce, or no hook."
+                "parallel.hook.kind is reduce_scatter; it needs parallel.zero1.size above 1. Use "
+                "all_reduce, or no hook."
             )
 
     def build(self, device: torch.device) -> ReduceScatter:
@@ -47,8 +51,9 @@ class ReduceScatter:
         if ranks.replicate.size == 1:
             return ranks.shard.reduce_scatter(bucket.local_shard, bucket.flat)
 
-        def both() -> None:
+        # Two collectives in a row need a thread or a stream to be asynchronous.
+        def reduce_twice() -> None:
             ranks.shard.reduce_scatter(bucket.local_shard, bucket.flat).wait()
             ranks.replicate.all_reduce(bucket.local_shard).wait()
 
-        return self.background.run(both)
+        return self.background.run(reduce_twice)

@@ -1,8 +1,11 @@
-"""Hooks written for torch's DistributedDataParallel: `hook(state, bucket) -> Future` of the MEAN over ranks.
+"""Hooks written for torch's DistributedDataParallel.
 
-They find in the bucket what torch's has: index(), buffer(), set_buffer(), gradients(), parameters(), is_last(). Their result is
-multiplied by the number of ranks, because a gradient here is a sum. Their `state` is not saved: a resumed run creates it again.
-On one rank there is nothing to exchange and the hook is not called.
+Such a hook is `hook(state, bucket) -> Future` of the MEAN over ranks.
+
+They find in the bucket what torch's has: index(), buffer(), set_buffer(), gradients(),
+parameters(), is_last(). Their result is multiplied by the number of ranks, because a gradient here
+is a sum. Their `state` is not saved: a resumed run creates it again. On one rank there is nothing
+to exchange and the hook is not called.
 """
 
 from __future__ import annotations
@@ -44,33 +47,39 @@ class Config(HookConfig):
         """Such a hook exchanges among all ranks of the run."""
         if mesh.world != mesh.expert_reduce:
             raise ParallelError(
-                "parallel.hook.kind is torch_style, whose hooks exchange among all ranks; with parallel.tensor, parallel.pipeline or "
-                "parallel.expert above 1 only some of them share gradients. Use another hook."
+                "parallel.hook.kind is torch_style, whose hooks exchange among all ranks; with "
+                "parallel.tensor, parallel.pipeline or parallel.expert above 1 only some of them "
+                "share gradients. Use another hook."
             )
 
     def build(self, device: torch.device) -> TorchStyle:
         """Make the hook."""
-        state = find(self.state, "state")(**self.options) if self.state is not None else None
+        state = None
+        if self.state is not None:
+            state = find(self.state, "state")(**self.options)
         return TorchStyle(find(self.function, "function"), state)
 
 
 def find(path: str, key: str) -> Callable[..., Any]:
     """The function at module:name."""
     module, _, name = path.rpartition(":")
-    found = getattr(import_user_module(module, f"parallel.hook.{key}"), name, None)
-    if not callable(found):
+    function = getattr(import_user_module(module, f"parallel.hook.{key}"), name, None)
+    if not callable(function):
         raise ConfigError(
-            f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no function {name!r}."
+            f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no "
+            f"function {name!r}."
         )
-    return found
+    return function
 
 
 class TorchStyle:
     """Calls a hook in torch's style."""
 
     def __init__(self, function: Callable[[Any, Any], Any], state: Any) -> None:
-        self.function, self.state = function, state
-        self._before: Any = None
+        self.function = function
+        self.state = state
+        self._previous: Any = None
+        """The future of the bucket before."""
 
     def __call__(self, bucket: Bucket) -> Handle:
         """Start the exchange."""
@@ -78,16 +87,18 @@ class TorchStyle:
 
         if bucket.ranks.reduce.size == 1:
             return Done()
-        if self._before is not None:
-            # Such a hook may start further exchanges from its callbacks (torch's PowerSGD does). With two buckets exchanged at once, ranks
-            # would start them in different orders and wait for each other for ever; so one bucket at a time.
-            self._before.wait()
-        seen = TorchBucket(bucket)
-        future = self._before = self.function(self.state, seen)
+        if self._previous is not None:
+            # Such a hook may start further exchanges from its callbacks (torch's PowerSGD does).
+            # With two buckets exchanged at once, ranks would start them in different orders and
+            # wait for each other for ever; so one bucket at a time.
+            self._previous.wait()
+        future = self._previous = self.function(self.state, TorchBucket(bucket))
 
         def put_back() -> None:
-            value = future.value()
-            mean = value[0] if isinstance(value, list) else value
+            # torch accepts a tensor or a list with one.
+            mean = future.value()
+            if isinstance(mean, list):
+                mean = mean[0]
             if mean.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(mean.view(-1))
             bucket.flat.mul_(bucket.ranks.reduce.size)
@@ -99,7 +110,8 @@ class TorchBucket:
     """A bucket with the methods of torch's GradBucket."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self._buffer = bucket, bucket.flat
+        self._bucket = bucket
+        self._buffer = bucket.flat
 
     def index(self) -> int:
         """Which bucket, in the order of backward."""
@@ -119,7 +131,8 @@ class TorchBucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of the flat gradients, one per parameter."""
-        start, slots = self._bucket.span.start, self._bucket.span.slots
+        start = self._bucket.span.start
+        slots = self._bucket.span.slots
         return [
             self._buffer[slot.start - start : slot.start - start + slot.size].view(slot.shape)
             for slot in slots

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: which stages a rank has, what it does in which order, and how hidden states travel between ranks."""
+"""Pipeline parallelism: the stages of a rank, the order of its work, and its messages."""

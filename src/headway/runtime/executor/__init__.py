@@ -1,4 +1,7 @@
-"""Where the tasks of data verbs run. `KINDS` names the modules that `--on KIND` may choose: each has `build(place, workers)`.
+"""Where the tasks of data verbs run.
+
+`KINDS` names the modules that `--on KIND` may choose: each has `build(suffix, workers)`,
+where `suffix` is the text after `KIND:`.
 
 --on local                  processes of this machine
 --on ray[://HOST:PORT]      a Ray cluster; without an address one on this machine

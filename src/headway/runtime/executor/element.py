@@ -1,4 +1,7 @@
-"""One element of an array job: `python -m headway.runtime.executor.element JOB.json`. It does every N-th task and leaves what failed."""
+"""One element of an array job: `python -m headway.runtime.executor.element JOB.json`.
+
+It does every N-th task and leaves what failed.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ def main(job_file: Path, element: int) -> int:
         except HeadwayError as problem:
             outcome = {"state": "failed", "kind": type(problem).__name__, "message": str(problem)}
         if outcome["state"] != "done":
+            # The driver submits the tasks that this element leaves undone again.
             content = {"index": index, "kind": "", "message": "", **outcome}
-            write_atomic(
-                job_file.with_name(f"{job_file.stem}-failed-{index}.json"), json.dumps(content)
-            )
+            failure_file = job_file.with_name(f"{job_file.stem}-failed-{index}.json")
+            write_atomic(failure_file, json.dumps(content))
             return 1
     return 0
 

@@ -1,4 +1,8 @@
-"""`--on local`: worker processes of this machine. When one dies, the tasks that were running are reported as lost and the pool is new."""
+"""`--on local`: worker processes of this machine.
+
+When a worker dies, the whole pool breaks: its unfinished tasks are reported as lost, and the next
+task starts a new pool.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ from headway.runtime.machine import usable_cores
 from headway.runtime.process import worker_pool
 
 
-def build(place: str, workers: int | None) -> LocalExecutor:
+def build(suffix: str, workers: int | None) -> LocalExecutor:
     """The executor of `--on local`."""
-    if place:
+    if suffix:
         raise ConfigError(
-            f"--on is 'local:{place}'; local takes nothing after it. Give the number of processes as --workers."
+            f"--on is 'local:{suffix}'; local takes nothing after it. "
+            "Give the number of processes as --workers."
         )
     return LocalExecutor(workers or usable_cores())
 
@@ -42,17 +47,19 @@ class LocalExecutor:
         """Nothing to connect to."""
 
     def run(self, work: Path, tasks: Sequence[WorkTask]) -> Generator[TaskOutcome, None, None]:
-        """Run every task once."""
+        """Run every task once. Outcomes come as tasks end; the caller runs lost ones again."""
+        # Submitted and not ended yet -> the index of its task.
         running: dict[Future[dict[str, Any]], int] = {}
-        waiting = iter(enumerate(tasks))
+        next_index = 0
         try:
             while True:
-                while (
-                    len(running) <= self.workers and (following := next(waiting, None)) is not None
-                ):
-                    running[self._submit(work, following[1])] = following[0]
+                # One task more than there are workers: the first worker that is done finds it.
+                while len(running) <= self.workers and next_index < len(tasks):
+                    running[self._submit(work, tasks[next_index])] = next_index
+                    next_index += 1
                 if not running:
                     return
+
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     index = running.pop(future)
                     try:
@@ -62,6 +69,7 @@ class LocalExecutor:
                             index, "lost", message="a worker process died, perhaps out of memory"
                         )
         finally:
+            # Those that run already cannot be cancelled; `close` waits for them.
             for future in running:
                 future.cancel()
 
@@ -69,9 +77,8 @@ class LocalExecutor:
         if self._pool is not None:
             try:
                 return self._pool.submit(run_task, str(work), as_json(task))
-            except (
-                BrokenProcessPool
-            ):  # all its processes are gone; the tasks that ran there are reported as lost
+            except BrokenProcessPool:
+                # All its processes are gone; `run` reports its unfinished tasks as lost.
                 self.close()
         self._pool = self._opened.enter_context(worker_pool(self.workers, _ignore_interrupt))
         return self._pool.submit(run_task, str(work), as_json(task))

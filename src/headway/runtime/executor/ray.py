@@ -1,10 +1,13 @@
-"""`--on ray`: tasks of a Ray cluster. Without an address, a cluster of this machine alone for the time of the command.
+"""`--on ray`: tasks of a Ray cluster.
+
+Without an address, a cluster of this machine alone for the time of the command.
 
     ray                   starts one here: loopback only, without its dashboard
     ray://HOST:PORT       connects as a Ray client (usually port 10001)
     ray:HOST:PORT         joins from a machine of the cluster (usually port 6379); ray:auto finds it
 
-Ray moves small values only: a task's arguments and its outcome. Data is in the work folder. Usage statistics are off.
+Ray moves small values only: a task's arguments and its outcome. Data is in the work folder. Usage
+statistics are off.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray accepts; nothing large goes through it."""
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 120.0
+"""How long all machines together may take for a first small task."""
 CONNECT_SECONDS = 10.0
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -45,17 +49,21 @@ VARIABLES = {
 }
 """Read by Ray when it is imported. A busy machine starts its processes slowly."""
 ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Whatever its name says: with it Ray keeps to 127.0.0.1, where it would replace that by an address that others can reach."""
+"""Whatever its name says: with it Ray keeps to 127.0.0.1, where it would replace that by an address
+that others can reach.
+"""
 
 
-def build(place: str, workers: int | None) -> RayExecutor:
+def build(suffix: str, workers: int | None) -> RayExecutor:
     """The executor of `--on ray`."""
     need("ray", "--on ray")
-    address = f"ray:{place}" if place.startswith("//") else place
+    address = suffix
+    if suffix.startswith("//"):
+        address = f"ray:{suffix}"
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if address not in ("", "auto") and (not host or not colon or not port.isdigit()):
         raise ConfigError(
-            f"--on is 'ray:{place}'; it must be ray, ray://HOST:PORT or ray:HOST:PORT."
+            f"--on is 'ray:{suffix}'; it must be ray, ray://HOST:PORT or ray:HOST:PORT."
         )
     return RayExecutor(address or None, workers)
 
@@ -64,48 +72,50 @@ class RayExecutor:
     """The workers of a Ray cluster."""
 
     def __init__(self, address: str | None, workers: int | None) -> None:
-        self.address, self.workers = address, workers
+        self.address = address
+        """None: a cluster of this machine alone, started here."""
+        self.workers = workers
         self._limit = 1
+        """Tasks at a time."""
         self._nodes = 1
 
     def start(self, work: Path) -> None:
         """Connect and look at every machine of the cluster."""
-        wanted = VARIABLES if self.address is not None else VARIABLES | ONLY_HERE
-        os.environ.update(
-            {
-                name: value
-                for name, value in wanted.items()
-                if name not in os.environ or name in ONLY_HERE
-            }
-        )
-        self._refuse_silence()
-        ray = _ray()
-        given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        # The user's own values stay, but for the one that keeps Ray off the network.
+        for name, value in VARIABLES.items():
+            os.environ.setdefault(name, value)
         if self.address is None:
-            given |= {
+            os.environ.update(ONLY_HERE)
+        self._refuse_silence()
+
+        ray = _ray()
+        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if self.address is None:
+            options |= {
                 "num_cpus": self.workers or usable_cores(),
                 "include_dashboard": False,
                 "_node_ip_address": LOOPBACK,
+                "object_store_memory": OBJECT_STORE_BYTES,
             }
-            given |= {"object_store_memory": OBJECT_STORE_BYTES}
         else:
-            given |= {"address": self.address}
+            options["address"] = self.address
         try:
-            ray.init(**given)
-        except (
-            Exception
-        ) as problem:  # a bare one comes from Ray when its processes do not start in time
-            where = (
-                "a Ray cluster on this machine cannot be started"
-                if self.address is None
-                else f"no Ray cluster answers at {self.address}"
-            )
+            ray.init(**options)
+        except Exception as problem:
+            # Ray raises a bare Exception when its processes do not start in time.
+            where = "a Ray cluster on this machine cannot be started"
+            if self.address is not None:
+                where = f"no Ray cluster answers at {self.address}"
             raise LaunchError(f"--on ray: {where}: {first_line(problem)}.") from None
-        if self.address is None and (here := ray.util.get_node_ip_address()) != LOOPBACK:
+
+        if self.address is None and (listens_on := ray.util.get_node_ip_address()) != LOOPBACK:
             ray.shutdown()
             raise LaunchError(
-                f"--on ray: Ray listens on {here} instead of {LOOPBACK}: it was imported before. Use a new process."
+                f"--on ray: Ray listens on {listens_on} instead of {LOOPBACK}: "
+                "it was imported before. Use a new process."
             )
+
+        # The head node of a cluster often has no CPUs for tasks.
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         self._nodes = len(nodes)
         self._limit = self.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
@@ -126,41 +136,43 @@ class RayExecutor:
 
     def _check(self, work: Path, nodes: Sequence[str]) -> None:
         """Every machine must see the work folder and have this machine's versions."""
-        ray, on_node = (
-            _ray(),
-            importlib.import_module(
-                "ray.util.scheduling_strategies"
-            ).NodeAffinitySchedulingStrategy,
-        )
+        ray = _ray()
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
         token = secrets.token_hex(16)
         place_token(work, token)
-        look = ray.remote(num_cpus=0)(inspect_worker)
-        asked = [
-            look.options(scheduling_strategy=on_node(node, soft=False)).remote(str(work))
-            for node in nodes
-        ]
+
+        # One task for each node. It needs no CPU, so that it also runs on a busy one.
+        inspect = ray.remote(num_cpus=0)(inspect_worker)
+        references: list[Any] = []
+        for node in nodes:
+            strategy = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+            references.append(inspect.options(scheduling_strategy=strategy).remote(str(work)))
         try:
-            found = ray.get(asked, timeout=CHECK_SECONDS)
+            workers = ray.get(references, timeout=CHECK_SECONDS)
         except ray.exceptions.RayError as problem:
             raise LaunchError(
-                f"--on ray: a machine of the cluster did not answer a first task: {first_line(problem)}. headway must be installed on each."
+                "--on ray: a machine of the cluster did not answer a first task: "
+                f"{first_line(problem)}. headway must be installed on each."
             ) from None
-        for one in found:
-            check_worker(one, work, token, versions())
+        for worker in workers:
+            check_worker(worker, work, token, versions())
 
     def run(self, work: Path, tasks: Sequence[WorkTask]) -> Generator[TaskOutcome, None, None]:
         """Run every task once."""
         ray = _ray()
-        # Lost tasks are counted and done again by the work folder, which says so.
+        # Ray does not retry: the work folder counts lost tasks, logs them and runs them again.
         remote = ray.remote(num_cpus=1, max_retries=0)(run_task)
         running: dict[Any, int] = {}
-        waiting = iter(enumerate(tasks))
+        next_index = 0
         try:
             while True:
-                while len(running) < self._limit and (following := next(waiting, None)) is not None:
-                    running[remote.remote(str(work), as_json(following[1]))] = following[0]
+                while len(running) < self._limit and next_index < len(tasks):
+                    task = as_json(tasks[next_index])
+                    running[remote.remote(str(work), task)] = next_index
+                    next_index += 1
                 if not running:
                     return
+
                 for reference in ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)[0]:
                     index = running.pop(reference)
                     try:
@@ -173,9 +185,8 @@ class RayExecutor:
                         )
         finally:
             for reference in running:
-                with suppress(
-                    ray.exceptions.RayError, RuntimeError, ConnectionError
-                ):  # the cluster may be gone
+                # The cluster may be gone.
+                with suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):
                     ray.cancel(reference, force=True)
 
     def describe(self) -> str:

@@ -1,9 +1,15 @@
-"""`--on slurm`: each stage is an array job. The driver submits it, follows the work folder and the queue, and submits what was lost again.
+"""`--on slurm`: each stage is an array job.
 
-    sbatch --array=0-15 WORK/jobs/element.sh PYTHON -P -m headway.runtime.executor.element WORK/jobs/JOB.json
+The driver submits it, follows the work folder and the queue, and submits what was lost again.
 
-Element I of N does tasks I, I + N, I + 2N, ... of JOB.json. A task that is done is in WORK/done; a failed one leaves JOB-failed-I.json.
-No shell text is built: the script runs the words that follow it.
+    sbatch --array=0-15 WORK/jobs/element.sh \\
+        PYTHON -P -m headway.runtime.executor.element WORK/jobs/JOB.json
+
+JOB is a random name that headway gives; SLURM's own number of the job is `job` in this file.
+
+Element I of N does tasks I, I + N, I + 2N, ... of JOB.json (element.py). A task that is done is in
+WORK/done. Task K that failed leaves WORK/jobs/JOB-failed-K.json, and its element ends: the tasks
+that it had left are lost. No shell text is built: the script runs the words that follow it.
 """
 
 from __future__ import annotations
@@ -30,15 +36,17 @@ log = logging.getLogger("headway")
 ELEMENTS = 16
 """Array elements without --workers."""
 POLL_SECONDS = 1.0
+"""How often the work folder is read."""
 QUEUE_SECONDS = 5.0
 """How often squeue is called."""
 SETTLE_SECONDS = 10.0
 """How long after the end of an element its results may take to appear on a network file system."""
 COMMAND_SECONDS = 60.0
+"""How long a command of SLURM may take."""
 SCRIPT = '#!/bin/sh\nexec "$@"\n'
 JOB_NAME = "headway-data"
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
-OURS = (
+RESERVED_OPTIONS = (
     "array",
     "job-name",
     "output",
@@ -49,22 +57,31 @@ OURS = (
     "wait",
     "dependency",
 )
+"""Options of sbatch that a user may not set: headway sets them, or they would change what it does.
+"""
 
 
-def build(place: str, workers: int | None) -> SlurmExecutor:
-    """The executor of `--on slurm`: `partition=cpu,time=2:00:00,mem=8G` are options of sbatch; `python=PATH` names Python on the nodes."""
+def build(suffix: str, workers: int | None) -> SlurmExecutor:
+    """The executor of `--on slurm`: `partition=cpu,time=2:00:00,mem=8G` are options of sbatch.
+
+    `python=PATH` names Python on the nodes.
+    """
+    # A comma separates options only where KEY= follows: values may hold commas (nodelist=a,b).
+    parts = re.split(r",(?=[^,=]+=)", suffix) if suffix else []
     options: dict[str, str] = {}
-    for part in re.split(r",(?=[^,=]+=)", place) if place else []:
+    for part in parts:
         key, equals, value = part.partition("=")
-        if not equals or not OPTION.fullmatch(key) or not value or key in OURS:
+        if not equals or not OPTION.fullmatch(key) or not value or key in RESERVED_OPTIONS:
             raise ConfigError(
-                f"--on slurm: {part!r} is no option KEY=VALUE of sbatch that can be set here, e.g. slurm:partition=cpu,mem=8G."
+                f"--on slurm: {part!r} is no option KEY=VALUE of sbatch that can be set here, e.g. "
+                "slurm:partition=cpu,mem=8G."
             )
         options[key] = value
     for program in ("sbatch", "squeue", "scancel"):
         if shutil.which(program) is None:
             raise LaunchError(
-                f"--on slurm needs the command {program}, which is not found. Run this on a machine that can submit jobs."
+                f"--on slurm needs the command {program}, which is not found. "
+                "Run this on a machine that can submit jobs."
             )
     return SlurmExecutor(options, workers or ELEMENTS)
 
@@ -74,28 +91,36 @@ class SlurmExecutor:
 
     def __init__(self, options: dict[str, str], elements: int) -> None:
         self.python = options.pop("python", sys.executable)
-        self.options, self.elements = options, elements
-        self._names: dict[str, str] = {}
+        self.options = options
+        self.elements = elements
 
     def start(self, work: Path) -> None:
-        """Ask the controller for its queue, so that a cluster that does not answer is noticed first; each element checks its machine."""
+        """Write the script, and ask the controller for its queue, so that a cluster that does not
+        answer is noticed before anything is submitted. Nodes are not checked here: each element
+        checks its machine.
+        """
         (work / "jobs").mkdir(exist_ok=True)
         write_atomic(work / "jobs" / "element.sh", SCRIPT)
         _call(["squeue", "--noheader", "--me", "--states=RUNNING"])
 
     def run(self, work: Path, tasks: Sequence[WorkTask]) -> Generator[TaskOutcome, None, None]:
-        """Run every task once."""
+        """Run every task once, as one array job. The caller runs lost tasks again."""
         elements = min(self.elements, len(tasks))
         name = secrets.token_hex(4)
         token = (work / "token").read_text(encoding="utf-8")
-        content = {"work": str(work), "token": token, "versions": versions(), "elements": elements}
-        write_atomic(
-            work / "jobs" / f"{name}.json",
-            json.dumps({**content, "tasks": [as_json(task) for task in tasks]}),
-        )
+        content = {
+            "work": str(work),
+            "token": token,
+            "versions": versions(),
+            "elements": elements,
+            "tasks": [as_json(task) for task in tasks],
+        }
+        write_atomic(work / "jobs" / f"{name}.json", json.dumps(content))
         try:
-            yield from self._follow(work, name, self._submit(work, name, elements), tasks, elements)
-        finally:  # by name: a stop may come while sbatch submits, and its answer is then unknown
+            job = self._submit(work, name, elements)
+            yield from self._follow(work, name, job, tasks, elements)
+        finally:
+            # By name: a stop may come while sbatch submits, and the number is then unknown.
             subprocess.run(
                 ["scancel", f"--name={JOB_NAME}-{name}"],
                 capture_output=True,
@@ -104,6 +129,7 @@ class SlurmExecutor:
             )
 
     def _submit(self, work: Path, name: str, elements: int) -> str:
+        """Submit an array job; returns its number."""
         jobs = work / "jobs"
         command = [
             "sbatch",
@@ -111,8 +137,6 @@ class SlurmExecutor:
             f"--array=0-{elements - 1}",
             "--ntasks=1",
             f"--job-name={JOB_NAME}-{name}",
-        ]
-        command += [
             f"--output={jobs}/{name}-%a.log",
             "--open-mode=append",
             *(f"--{key}={value}" for key, value in self.options.items()),
@@ -124,41 +148,50 @@ class SlurmExecutor:
             "headway.runtime.executor.element",
             str(jobs / f"{name}.json"),
         ]
-        return _call([*command, str(jobs / "element.sh"), *element]).strip().partition(";")[0]
+        # `JOB` or `JOB;CLUSTER`.
+        answer = _call([*command, str(jobs / "element.sh"), *element])
+        return answer.strip().partition(";")[0]
 
     def _follow(
         self, work: Path, name: str, job: str, tasks: Sequence[WorkTask], elements: int
     ) -> Generator[TaskOutcome, None, None]:
-        """The outcomes, from the work folder; a task whose element has left the queue without one is lost."""
-        left = {task.name: index for index, task in enumerate(tasks)}
+        """The outcomes, from the work folder.
+
+        A task without an outcome is lost once its element has left the queue.
+        """
+        unfinished = {task.name: index for index, task in enumerate(tasks)}
+        # Elements that are not in the queue -> since when. One that SLURM puts back into the queue
+        # is dropped from it.
         gone_since: dict[int, float] = {}
-        asked = -QUEUE_SECONDS
-        while left:
-            for found in left.keys() & set(os.listdir(work / DONE)):
-                if tasks[left[found]].is_done(work):
-                    yield TaskOutcome(left.pop(found), "done")
+        asked_at = -QUEUE_SECONDS  # the first round asks
+        while unfinished:
+            for task_name in unfinished.keys() & set(os.listdir(work / DONE)):
+                if tasks[unfinished[task_name]].is_done(work):
+                    yield TaskOutcome(unfinished.pop(task_name), "done")
             for index, outcome in _failures(work, name):
-                if left.pop(tasks[index].name, None) is not None:
+                if unfinished.pop(tasks[index].name, None) is not None:
                     yield outcome
+
             now = time.monotonic()
-            if left and now - asked >= QUEUE_SECONDS:
-                asked = now
-                queued = _queued(job, elements)
-                gone_since = {
-                    one: gone_since.get(one, now) for one in range(elements) if one not in queued
-                }
-            lost = {one for one, since in gone_since.items() if now - since >= SETTLE_SECONDS}
-            for found, index in [
-                (found, index) for found, index in left.items() if index % elements in lost
-            ]:
-                del left[found]
-                log_file = work / "jobs" / f"{name}-{index % elements}.log"
-                yield TaskOutcome(
-                    index,
-                    "lost",
-                    message=f"element {index % elements} of job {job} ended without a result (see {log_file})",
-                )
-            if left:
+            if unfinished and now - asked_at >= QUEUE_SECONDS:
+                asked_at = now
+                gone = set(range(elements)) - _queued(job, elements)
+                gone_since = {element: gone_since.get(element, now) for element in gone}
+
+            # An element's last result may appear later than its end on a network file system.
+            lost = {
+                element for element, since in gone_since.items() if now - since >= SETTLE_SECONDS
+            }
+            for task_name, index in list(unfinished.items()):
+                element = index % elements
+                if element not in lost:
+                    continue
+                del unfinished[task_name]
+                log_file = work / "jobs" / f"{name}-{element}.log"
+                message = f"element {element} of job {job} ended without a result (see {log_file})"
+                yield TaskOutcome(index, "lost", message=message)
+
+            if unfinished:
                 time.sleep(POLL_SECONDS)
 
     def describe(self) -> str:
@@ -171,43 +204,54 @@ class SlurmExecutor:
 
 
 def _failures(work: Path, name: str) -> list[tuple[int, TaskOutcome]]:
-    """Failed tasks, and elements that refused to work."""
-    found: list[tuple[int, TaskOutcome]] = []
+    """(Index of a task, its outcome) of every task that an element could not do.
+
+    Its state is `failed`, also if the element refused its machine, or `lost` if memory ran out.
+    """
+    outcomes: list[tuple[int, TaskOutcome]] = []
     for path in sorted((work / "jobs").glob(f"{name}-failed-*.json")):
         values = read_object(path, DataError)
-        found.append(
-            (
-                values["index"],
-                TaskOutcome(values["index"], values["state"], values["kind"], values["message"]),
-            )
-        )
-    return found
+        index = values["index"]
+        outcome = TaskOutcome(index, values["state"], values["kind"], values["message"])
+        outcomes.append((index, outcome))
+    return outcomes
 
 
 def _queued(job: str, elements: int) -> set[int]:
-    """The elements that wait or run. A queue that cannot be read holds all of them: the controller may be back soon."""
+    """The elements that wait or run.
+
+    A queue that cannot be read holds all of them: the controller may be back soon.
+    """
     command = ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%K"]
+    every = set(range(elements))
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return set(range(elements))
-    if done.returncode:
-        if "Invalid job id" in done.stderr:  # it has left the queue and the controller's memory
+        return every
+
+    if process.returncode:
+        # The job has left the queue, and the controller has forgotten it.
+        if "Invalid job id" in process.stderr:
             return set()
-        log.warning(
-            "squeue: %s",
-            done.stderr.strip().splitlines()[-1]
-            if done.stderr.strip()
-            else f"exit code {done.returncode}",
-        )
-        return set(range(elements))
-    return {int(word) for word in done.stdout.split() if word.isdigit()}
+        log.warning("squeue: %s", _last_line(process.stderr, process.returncode))
+        return every
+    return {int(word) for word in process.stdout.split() if word.isdigit()}
+
+
+def _last_line(errors: str, code: int) -> str:
+    """What a command printed last, or its exit code."""
+    lines = errors.strip().splitlines()
+    return lines[-1] if lines else f"exit code {code}"
 
 
 def _call(command: Sequence[str]) -> str:
-    """Run a command of SLURM to its end, also when a stop is requested meanwhile: what it does is then known."""
+    """Run a command of SLURM to its end and return what it prints.
+
+    A Ctrl-C in the terminal does not reach it, because it has a session of its own. If sbatch ended
+    halfway, nobody would know whether the job was submitted.
+    """
     try:
         child = subprocess.Popen(
             command,
@@ -229,6 +273,6 @@ def _call(command: Sequence[str]) -> str:
                 f"--on slurm: {command[0]} does not answer within {COMMAND_SECONDS:.0f} s."
             ) from None
     if child.returncode:
-        said = (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        raise LaunchError(f"--on slurm: {command[0]} refused: {said.rstrip('.')}.")
+        reason = _last_line(errors, child.returncode).rstrip(".")
+        raise LaunchError(f"--on slurm: {command[0]} refused: {reason}.")
     return out

@@ -1,10 +1,13 @@
-"""One task: a function of headway, its arguments as JSON, and a folder for what it writes. The same code runs it on every kind of executor.
+"""One task: a function of headway, its arguments as JSON, and a folder for what it writes.
 
-    WORK/done/NAME/          what the task wrote, and result.json last; the folder appears by one rename
+The same code runs it on every kind of executor.
+
+    WORK/done/NAME/          what the task wrote, and result.json last; appears by one rename
     WORK/done/.tmp-NAME-*    a task that is running, or was killed
 
-NAME holds a hash of the function and its arguments, so a folder that is there is the result of this very task. Two workers may run the
-same task, when one of them was taken for lost: the first rename wins, and both results are the same.
+NAME holds a hash of the function and its arguments, so a folder that is there is the result of this
+very task. Two workers may run the same task, when one of them was taken for lost: the first rename
+wins, and both results are the same.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ DONE = "done"
 RESULT = "result.json"
 TOKEN = "token"
 BUG = "bug"
+"""The kind of a failure that is no error of headway's classes."""
 FORMAT = 1
 """Counts changes of what tasks write: results of another number are not used again."""
 TaskFunction = Callable[[Mapping[str, Any], Path, Path], dict[str, Any]]
@@ -46,7 +50,10 @@ class WorkTask:
     function: str
     """`headway.package.module:function`."""
     arguments: dict[str, Any]
-    """Values that JSON can hold; together with the function they decide every byte that the task writes."""
+    """Values that JSON can hold.
+
+    Together with the function they decide every byte that the task writes.
+    """
     size: int
     """Its share of the work, for the progress line."""
 
@@ -57,12 +64,8 @@ class WorkTask:
         """A task of a stage, with its name."""
         dotted = f"{function.__module__}:{function.__name__}"
         content = json.dumps([FORMAT, __version__, dotted, arguments], sort_keys=True)
-        return WorkTask(
-            f"{stage}-{number:06d}-{hashlib.sha256(content.encode()).hexdigest()[:16]}",
-            dotted,
-            arguments,
-            size,
-        )
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        return WorkTask(f"{stage}-{number:06d}-{digest}", dotted, arguments, size)
 
     def folder(self, work: Path) -> Path:
         """Where its result is when it has finished."""
@@ -74,15 +77,17 @@ class WorkTask:
 
     def result(self, work: Path) -> dict[str, Any]:
         """What the function returned, and the path of the task's folder under `folder`."""
-        return {
-            **read_object(self.folder(work) / RESULT, DataError),
-            "folder": str(self.folder(work)),
-        }
+        folder = self.folder(work)
+        return {**read_object(folder / RESULT, DataError), "folder": str(folder)}
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """How a task ended. failed: by an error of headway, which would come again; lost: its worker is gone, another can do it."""
+    """How a task ended.
+
+    failed: by an error of headway, which would come again. lost: its worker is gone, another can do
+    the task.
+    """
 
     index: int
     """The task's place in the list that was given to the executor."""
@@ -93,20 +98,23 @@ class TaskOutcome:
 
     def error(self) -> HeadwayError | RuntimeError:
         """The error of a failed task, as on one machine."""
+        # The same class as on one machine, so that exit codes are the same.
         if self.kind == BUG:
             return RuntimeError(f"a task failed on its worker:\n{self.message}")
         return getattr(errors, self.kind)(self.message)
 
 
-def run_task(work: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def run_task(work: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Run a task on this machine; returns the fields of its outcome."""
-    task = WorkTask(**given)
+    task = WorkTask(**fields)
     target = task.folder(Path(work))
     if task.is_done(Path(work)):
         return {"state": "done"}
+
     temporary = temporary_name(target)
     try:
         with writing(target.parent, error=DataError):
+            # Of workers that died with this task.
             clear_leftovers(target)
             temporary.mkdir()
             result = _function(task.function)(task.arguments, Path(work), temporary)
@@ -116,8 +124,10 @@ def run_task(work: str, given: Mapping[str, Any]) -> dict[str, Any]:
     except HeadwayError as problem:
         return {"state": "failed", "kind": type(problem).__name__, "message": str(problem)}
     except MemoryError:
+        # Another worker may have more memory, or fewer neighbours that use it.
         return {"state": "lost", "message": f"{socket.gethostname()} ran out of memory"}
     except Exception:
+        # The traceback as text: the driver may not be able to unpickle the exception.
         return {
             "state": "failed",
             "kind": BUG,
@@ -128,6 +138,7 @@ def run_task(work: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _function(name: str) -> TaskFunction:
+    """The function of a dotted name. Only headway's: the name comes from a file."""
     module, _, function = name.partition(":")
     assert module.startswith("headway."), f"{name} is no function of headway"
     return getattr(importlib.import_module(module), function)
@@ -136,6 +147,7 @@ def _function(name: str) -> TaskFunction:
 def _save(folder: Path, result: Mapping[str, Any]) -> None:
     """Write the result and wait until everything is on the disk."""
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    # All before the rename: a folder that has its name counts as done for ever.
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -146,19 +158,22 @@ def _save(folder: Path, result: Mapping[str, Any]) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
+    """Rename to the final name, unless another worker has done the same task meanwhile."""
     try:
         os.rename(temporary, target)
     except OSError:
-        if not (target / RESULT).is_file():  # else another worker has done the same task
+        if not (target / RESULT).is_file():
             raise
     fsync_folder(target.parent)
 
 
 def versions() -> dict[str, str]:
     """What must be the same on every machine for the same bytes."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"headway": __version__, "python": python} | {
-        name: package_version(name) or "none" for name in ("numpy", "tokenizers")
+    return {
+        "headway": __version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "numpy": package_version("numpy") or "none",
+        "tokenizers": package_version("tokenizers") or "none",
     }
 
 
@@ -178,18 +193,23 @@ def inspect_worker(work: str) -> dict[str, Any]:
 
 
 def check_worker(
-    found: Mapping[str, Any], work: Path, token: str, wanted: Mapping[str, str]
+    worker: Mapping[str, Any], work: Path, token: str, wanted: Mapping[str, str]
 ) -> None:
-    """Refuse a worker that does not see the work folder, or that has other versions than the driver."""
-    host = found["host"]
-    if found["token"] != token:
+    """Refuse a worker that does not see the work folder, or that has other versions than the
+    driver.
+    """
+    host = worker["host"]
+    if worker["token"] != token:
         raise LaunchError(
-            f"{host} does not see the work folder {work}. Give one on a file system that all machines share: --work-dir DIR."
+            f"{host} does not see the work folder {work}. Give one on a file system that all "
+            "machines share: --work-dir DIR."
         )
     for name, version in wanted.items():
-        if (there := found["versions"].get(name, "none")) != version:
+        worker_version = worker["versions"].get(name, "none")
+        if worker_version != version:
             raise LaunchError(
-                f"{host} has {name} {there}, the driver has {version}; results could differ. Install the same version there."
+                f"{host} has {name} {worker_version}, the driver has {version}; "
+                "results could differ. Install the same version there."
             )
 
 

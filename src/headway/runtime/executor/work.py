@@ -1,10 +1,13 @@
-"""The work folder of one command: tasks in, results out, in order. What has finished stays until the command has succeeded.
+"""The work folder of one command: tasks in, results out, in order.
+
+What has finished stays until the command has succeeded.
 
     OUT.work/token          written by the driver, read by every worker: the folder is shared
     OUT.work/done/NAME/     the results of tasks; a command that is run again uses them
     OUT.work/lock.json      one driver at a time
 
-Invariant: results depend on the tasks alone, not on the executor, on lost workers, or on how often the driver was started again.
+Invariant: results depend on the tasks alone, not on the executor, on lost workers, or on how often
+the driver was started again.
 """
 
 from __future__ import annotations
@@ -36,14 +39,17 @@ from headway.runtime.executor.base import Executor, executor_for
 from headway.runtime.executor.task import DONE, TaskOutcome, WorkTask, place_token
 from headway.runtime.progress import progress
 from headway.runtime.run_lock import RunLock, read_holder
-from headway.runtime.stop import handled_signals
+from headway.runtime.stop import SIGNAL_EXIT, handled_signals
 from headway.runtime.storage import check_writable, remove_folder, write_atomic, writing
 
 log = logging.getLogger("headway")
 
 ATTEMPTS = 4
+"""How often a task may lose its worker before the command fails."""
 TAKEOVER_SECONDS = 10.0
+"""How long the lock of a driver on another machine must stand still before it counts as dead."""
 TASK_BYTES = 32 << 20
+"""Input of a task without --task-size."""
 
 
 @dataclass(frozen=True)
@@ -67,52 +73,66 @@ class WorkFolder:
     """Runs stages of tasks in one folder."""
 
     def __init__(self, path: Path, executor: Executor) -> None:
-        self.path, self.executor = path, executor
+        self.path = path
+        self.executor = executor
 
     def run(self, label: str, tasks: Sequence[WorkTask]) -> list[dict[str, Any]]:
-        """The results of all tasks, in their order. Of several failures the first task's is raised, as on one machine."""
+        """The results of all tasks, in their order.
+
+        Of several failures the first task's is raised, as on one machine.
+        """
         open_tasks = {number for number, task in enumerate(tasks) if not task.is_done(self.path)}
-        lost = Counter[int]()
+        losses = Counter[int]()
         failed: dict[int, TaskOutcome] = {}
         with progress(label, total=sum(task.size for task in tasks), unit="bytes") as advance:
             advance(sum(task.size for number, task in enumerate(tasks) if number not in open_tasks))
             while open_tasks:
-                given = sorted(open_tasks)
-                outcomes = self.executor.run(self.path, [tasks[number] for number in given])
+                # The executor counts in the list that it gets; `numbers` leads back to `tasks`.
+                numbers = sorted(open_tasks)
+                outcomes = self.executor.run(self.path, [tasks[number] for number in numbers])
                 try:
                     for outcome in outcomes:
-                        number = given[outcome.index]
+                        number = numbers[outcome.index]
                         if outcome.state == "lost":
-                            self._count_loss(label, lost, number, outcome)
+                            # It stays open: the next round of the loop runs it again.
+                            self._count_loss(label, losses, number, outcome)
                             continue
                         open_tasks.discard(number)
                         if outcome.state == "done":
                             advance(tasks[number].size)
                             continue
+
                         failed[number] = outcome
-                        # Later tasks need not run; an earlier one may still fail, and its error is the one to report.
-                        open_tasks = {one for one in open_tasks if one < min(failed)}
+                        # Later tasks need not run. An earlier one may still fail, and its error is
+                        # the one to report.
+                        first_failed = min(failed)
+                        open_tasks = {earlier for earlier in open_tasks if earlier < first_failed}
                         if not open_tasks:
                             break
                 finally:
                     outcomes.close()
+
         if failed:
             raise failed[min(failed)].error()
         return [task.result(self.path) for task in tasks]
 
     def _count_loss(
-        self, label: str, lost: Counter[int], number: int, outcome: TaskOutcome
+        self, label: str, losses: Counter[int], number: int, outcome: TaskOutcome
     ) -> None:
-        lost[number] += 1
-        if lost[number] >= ATTEMPTS:
+        losses[number] += 1
+        if losses[number] >= ATTEMPTS:
             raise LaunchError(
-                f"{label}: task {number} was lost {ATTEMPTS} times ({outcome.message}). Finished tasks are kept in {self.path}; run this "
-                "again with a smaller --task-size or --max-memory, or with more memory for each worker."
+                f"{label}: task {number} was lost {ATTEMPTS} times ({outcome.message}). "
+                f"Finished tasks are kept in {self.path}; run this again with a smaller "
+                "--task-size or --max-memory, or with more memory for each worker."
             )
         log.warning("%s: %s; task %d is done again", label, outcome.message, number)
 
     def share(self, name: str, values: Any) -> str:
-        """Write values that many tasks read; returns the name of the file, which states its content."""
+        """Write values that many tasks read.
+
+        Returns the name of the file, which states its content.
+        """
         content = json.dumps({"values": values})
         file = f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
         if not (self.path / file).is_file():
@@ -122,16 +142,22 @@ class WorkFolder:
 
 @contextmanager
 def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
-    """The work folder of a command that writes `out`; removed if the block ends without an error, else kept for the next attempt."""
-    path = (
-        placement.work_dir / f"{out.name}.work"
-        if placement.work_dir is not None
-        else out.with_name(f"{out.name}.work")
-    ).absolute()
+    """The work folder of a command that writes `out`.
+
+    Removed if the block ends without an error, else kept for the next attempt.
+    """
+    if placement.work_dir is not None:
+        path = placement.work_dir / f"{out.name}.work"
+    else:
+        path = out.with_name(f"{out.name}.work")
+    path = path.absolute()
+
+    # Everything that can be refused at once comes before the lock.
     executor = executor_for(placement.on, placement.workers)
     check_writable(path)
     lock = RunLock(path, TAKEOVER_SECONDS)
-    _take(lock, path)
+    _take_lock(lock, path)
+
     try:
         with _signals(path), writing(path, error=DataError):
             (path / DONE).mkdir(exist_ok=True)
@@ -144,52 +170,65 @@ def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
                 executor.close()
     except BaseException as problem:
         lock.release()
+        # A folder without results is of no use to the next attempt.
         if not _has_results(path):
             remove_folder(path)
         elif isinstance(problem, HeadwayError):
             log.info(
-                "finished tasks are kept in %s: run the command again to continue, or remove that folder",
+                "finished tasks are kept in %s: run the command again to continue, or remove that "
+                "folder",
                 path,
             )
         raise
+
     lock.release()
     remove_folder(path)
 
 
 def _has_results(path: Path) -> bool:
-    return (path / DONE).is_dir() and any(
-        not name.startswith(".") for name in os.listdir(path / DONE)
-    )
+    """Whether a task has finished; the names of unfinished ones begin with a dot."""
+    if not (path / DONE).is_dir():
+        return False
+    return any(not name.startswith(".") for name in os.listdir(path / DONE))
 
 
-def _take(lock: RunLock, path: Path) -> None:
+def _take_lock(lock: RunLock, path: Path) -> None:
     try:
         lock.take()
     except ConfigError:
-        found = read_holder(lock.path)
-        if found is None or found[0] is None:
+        # The message of the lock speaks of runs; this one speaks of outputs.
+        state = read_holder(lock.path)
+        if state is None or state.holder is None:
             raise
         raise ConfigError(
-            f"{path} is in use by {found[0].describe()}, which makes the same output. Wait for it, stop it, or choose another output."
+            f"{path} is in use by {state.holder.describe()}, which makes the same output. "
+            "Wait for it, stop it, or choose another output."
         ) from None
 
 
 @contextmanager
 def _signals(path: Path) -> Iterator[None]:
     """A stop signal ends the block with a line that says how to continue."""
-    message = f"stopped; finished tasks are kept in {path}. Run the same command again to continue, or remove that folder."
+    message = (
+        f"stopped; finished tasks are kept in {path}. Run the same command again to continue, or "
+        "remove that folder."
+    )
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(message) if number == signal.SIGINT else Terminated(message, 128 + number)
+        if number == signal.SIGINT:
+            raise Interrupted(message)
+        raise Terminated(message, SIGNAL_EXIT + number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before: Mapping[int, Any] = (
-        {number: signal.signal(number, stop) for number in handled_signals()} if is_main else {}
-    )
+    # Only the main thread may set handlers.
+    before: Mapping[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, stop) for number in handled_signals()}
     try:
         yield
-    except KeyboardInterrupt as stopped:
-        raise stopped if isinstance(stopped, Interrupted) else Interrupted(message) from None
+    except Interrupted:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted(message) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

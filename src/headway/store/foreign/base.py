@@ -1,8 +1,10 @@
-"""What the readers and writers of all foreign formats share. A format gives `FilePart`s; `ForeignStore` makes one source of them.
+"""What the readers and writers of all foreign formats share. A format gives `FilePart`s;
+`ForeignStore` makes one source of them.
 
-In: checked file parts, each with whole documents. Out: documents by number, as ids and loss mask; tokens are read only when needed.
-Invariant: ids are uint16 or uint32; a mask is True for loss targets, None if every token is one. A writer's files get their names
-in `finish`; without it they are removed.
+In: checked file parts, each with whole documents. Out: documents by number, as ids and loss mask;
+tokens are read only when needed. Invariant: ids are uint16 or uint32; a mask is True for loss
+targets, None if every token is one. A writer's files get their names in `finish`; without it they
+are removed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +29,10 @@ from headway.store.memory_map import map_file
 from headway.store.source import Flags, Ids, Longs, TokenDocument, TokenSource
 
 PROBE_BYTES = 1 << 16
+"""Of each end of a file, for the content key."""
 LARGEST_ID = (1 << 32) - 1
+"""What uint32 holds."""
+WRITE_BUFFER_BYTES = 1 << 20
 
 __all__ = [
     "LARGEST_ID",
@@ -70,11 +76,9 @@ class FilePart(ABC):
 
     def folder_type(self, root: Path) -> str:
         """The file's folder, relative to the root of the store; empty for the root itself."""
-        return (
-            ""
-            if self.file == root
-            else self.file.parent.relative_to(root).as_posix().removeprefix(".")
-        )
+        if self.file == root:
+            return ""
+        return self.file.parent.relative_to(root).as_posix().removeprefix(".")
 
     def is_masked(self) -> bool:
         """Whether some tokens are not loss targets."""
@@ -103,13 +107,13 @@ class TokenFile(FilePart):
         return self.type
 
     def read(self, i: int) -> tuple[Ids, Flags | None]:
-        return as_ids(
-            self.stream[self.starts[i] : self.starts[i + 1]], f"{self.file}: document {i}"
-        ), None
+        values = self.stream[self.starts[i] : self.starts[i + 1]]
+        return as_ids(values, f"{self.file}: document {i}"), None
 
 
 class ForeignStore(TokenSource):
-    """A store in the format of another framework. As a `TokenSource` it can be trained on in place."""
+    """A store in the format of another framework. As a `TokenSource` it can be trained on in
+    place."""
 
     def __init__(
         self,
@@ -129,15 +133,15 @@ class ForeignStore(TokenSource):
         self._sizes = {
             file: file.stat().st_size for part in parts for file in part.files if file.exists()
         }
-        self.name, self.fingerprint = str(path / (folder_type or "")), None
+        self.name = str(path / (folder_type or ""))
+        self.fingerprint = None
+        # [parts + 1]: the number of each part's first document. [documents + 1]: token offsets.
         self._first = np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int64)
-        self._starts = np.concatenate(
-            [
-                np.zeros(1, np.int64),
-                np.cumsum(np.concatenate([part.lengths for part in parts]), dtype=np.int64),
-            ]
-        )
-        self.num_documents, self.num_tokens = int(self._first[-1]), int(self._starts[-1])
+        lengths = np.concatenate([part.lengths for part in parts])
+        ends = np.cumsum(lengths, dtype=np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), ends])
+        self.num_documents = int(self._first[-1])
+        self.num_tokens = int(self._starts[-1])
         if self.num_documents == 0:
             raise DataError(f"{path}: the {kind} files hold no document.")
 
@@ -148,22 +152,19 @@ class ForeignStore(TokenSource):
     @cached_property
     def max_id(self) -> int:
         """The highest id that occurs; the first use reads the whole store."""
-        return max(
-            (int(document.ids.max()) for document in self.documents() if len(document.ids)),
-            default=-1,
-        )
+        filled = (document for document in self.documents() if len(document.ids))
+        return max((int(document.ids.max()) for document in filled), default=-1)
 
     @cached_property
     def content_key(self) -> str:
         """Depends on kind, names, sizes, document lengths and both ends of every file."""
         digest = hashlib.sha256(self.kind.encode() + self._starts.astype("<i8").tobytes())
         for part in self.parts:
-            digest.update(
-                str(
-                    part.file.relative_to(self.path) if part.file != self.path else part.file.name
-                ).encode()
-                + b"\0"
-            )
+            # Relative, so that a moved folder keeps its key.
+            name = part.file.name
+            if part.file != self.path:
+                name = str(part.file.relative_to(self.path))
+            digest.update(name.encode() + b"\0")
             digest.update(_ends(part.file))
         return digest.hexdigest()
 
@@ -187,23 +188,29 @@ class ForeignStore(TokenSource):
             return None
         part, local = self.locate(document)
         ids, mask = part.read(local)
-        return (np.ones(len(ids), np.bool_) if mask is None else mask)[start:stop]
+        if mask is None:
+            mask = np.ones(len(ids), np.bool_)
+        return mask[start:stop]
 
     def span_starts(self, document: int) -> Longs | None:
         part, local = self.locate(document)
         return part.span_starts(local)
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
-        """The ids (and loss mask) of many pieces, concatenated; each document is read once for both."""
+        """The ids (and loss mask) of many pieces, concatenated; each document is read once for
+        both."""
+        # Empty arrays first: numpy cannot concatenate nothing.
         ids: list[Ids] = [np.zeros(0, np.uint16)]
         masks: list[Flags] = [np.zeros(0, np.bool_)]
-        for i, start, stop in zip(
-            documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True
-        ):
-            part, local = self.locate(i)
+        pieces = zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+        for document, start, stop in pieces:
+            part, local = self.locate(document)
             tokens, mask = part.read(local)
             ids.append(tokens[start:stop])
-            masks.append(np.ones(stop - start, np.bool_) if mask is None else mask[start:stop])
+            if mask is None:
+                masks.append(np.ones(stop - start, np.bool_))
+            else:
+                masks.append(mask[start:stop])
         return np.concatenate(ids), np.concatenate(masks) if self.masked else None
 
     def documents(self) -> Iterator[TokenDocument]:
@@ -217,9 +224,11 @@ class ForeignStore(TokenSource):
         return part.type_of(local)
 
     def by_folder(self) -> list[ForeignStore]:
-        """One store per type folder, in the order of the files; only this store if there is one type."""
+        """One store per type folder, in the order of the files; only this store if there is one
+        type."""
         groups: dict[str, list[FilePart]] = {}
         for part in self.parts:
+            # A source without documents could not be read.
             if len(part.lengths):
                 groups.setdefault(part.folder_type(self.path), []).append(part)
         if len(groups) < 2:
@@ -230,16 +239,21 @@ class ForeignStore(TokenSource):
         ]
 
     def count_types(self) -> dict[str, tuple[int, int]]:
-        found: dict[str, tuple[int, int]] = {}
+        documents: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
         for part in self.parts:
-            common, lengths = part.common_type(), part.lengths
-            counted = [(common, len(lengths), int(lengths.sum()))] if common is not None else None
-            for name, documents, tokens in counted or [
-                (part.type_of(i), 1, int(length)) for i, length in enumerate(lengths)
-            ]:
-                before = found.get(name, (0, 0))
-                found[name] = (before[0] + documents, before[1] + tokens)
-        return found
+            lengths = part.lengths
+            common = part.common_type()
+            if common is not None:
+                documents[common] += len(lengths)
+                tokens[common] += int(lengths.sum())
+                continue
+            # The type is a column of the file: every document is asked.
+            for i, length in enumerate(lengths):
+                name = part.type_of(i)
+                documents[name] += 1
+                tokens[name] += int(length)
+        return {name: (documents[name], tokens[name]) for name in documents}
 
     def locate(self, i: int) -> tuple[FilePart, int]:
         """The file part with document `i`, and the number of the document in it."""
@@ -250,7 +264,8 @@ class ForeignStore(TokenSource):
         return self.parts[part], i - int(self._first[part])
 
     def _check_size(self, number: int) -> None:
-        """Refuse a file whose size changed since it was opened: reading past the end of a map kills the process."""
+        """Refuse a file whose size changed since it was opened: reading past the end of a map kills
+        the process."""
         for file in self.parts[number].files:
             try:
                 size = os.stat(file).st_size
@@ -258,12 +273,15 @@ class ForeignStore(TokenSource):
                 raise DataError(
                     f"{file}: cannot be read ({problem.strerror or problem})."
                 ) from None
+            # A file that did not exist when the store was opened is known from its first use on.
             if self._sizes.setdefault(file, size) != size:
                 raise DataError(
-                    f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. Copy it again and restart."
+                    f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. "
+                    "Copy it again and restart."
                 )
 
     def __reduce__(self) -> tuple[Callable[[], ForeignStore], tuple[()]]:
+        # Maps cannot be pickled; worker processes open the store anew.
         return self.reopen, ()
 
 
@@ -273,17 +291,22 @@ def _of_folder(reopen: Callable[[], ForeignStore], name: str) -> ForeignStore:
 
 def as_ids(values: np.ndarray[Any, Any], where: str) -> Ids:
     """Token ids as uint16 or uint32; an error if they cannot be ids."""
+    # Any value of these types is an id, so nothing has to be looked at.
     if values.dtype in (np.uint16, np.uint32):
         return values
-    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    low = int(values.min(initial=0))
+    high = int(values.max(initial=0))
     if low < 0 or high > LARGEST_ID:
+        wrong = low if low < 0 else high
         raise DataError(
-            f"{where}: token id {low if low < 0 else high} is not in 0..{LARGEST_ID}; the file is damaged or of another format."
+            f"{where}: token id {wrong} is not in 0..{LARGEST_ID}; the file is damaged or of "
+            "another format."
         )
     return values.astype(np.uint16 if values.dtype.itemsize == 1 else np.uint32)
 
 
 def _ends(path: Path) -> bytes:
+    # Hashing all bytes would take minutes at every start. Lengths of documents are in the key, too.
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(PROBE_BYTES)
@@ -292,7 +315,8 @@ def _ends(path: Path) -> bytes:
 
 
 class ForeignWriter(ABC):
-    """Writes documents. Use it as a context manager: it removes its files if `finish` was not called."""
+    """Writes documents. Use it as a context manager: it removes its files if `finish` was not
+    called."""
 
     def __init__(self) -> None:
         self._files: list[PendingFile] = []
@@ -307,6 +331,8 @@ class ForeignWriter(ABC):
 
     def close(self) -> None:
         """Close the files, and remove them if they were not finished."""
+        # The last one first: a file removes the folders that were created for it, and the first
+        # created most.
         for file in reversed(self._files):
             file.drop()
 
@@ -328,7 +354,8 @@ class PendingFile:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             clear_leftovers(path)
-            self._handle: BinaryIO = open(self._temporary, "xb", buffering=1 << 20)  # noqa: SIM115 - open until sealed or dropped
+            # Open until it is sealed or dropped.
+            self._handle: BinaryIO = open(self._temporary, "xb", WRITE_BUFFER_BYTES)  # noqa: SIM115
 
     def write(self, content: bytes) -> None:
         """Append bytes."""

@@ -1,7 +1,9 @@
-"""InternLM's token files: `X.bin` is JSON Lines of {"tokens": [...]}, `X.bin.meta` a .npy array of (byte offset, tokens) per document.
+"""InternLM's token files: `X.bin` is JSON Lines of {"tokens": [...]}, `X.bin.meta` a .npy array of
+(byte offset, tokens) per document.
 
-In: a bin, or a folder with one subfolder per data type (`cn/`, `en/`, `code/`). Out: documents. A negative id -t is the input t without
-loss. Id 0 cannot be negated, so in a document with negative ids it is never a target (InternLM itself drops label 0).
+In: a bin, or a folder with one subfolder per data type (`cn/`, `en/`, `code/`). Out: documents. A
+negative id -t is the input t without loss. Id 0 cannot be negated, so in a document with negative
+ids it is never a target (InternLM itself drops label 0).
 """
 
 from __future__ import annotations
@@ -37,16 +39,19 @@ REBUILD = "Rebuild it: headway data convert SRC DST --to internlm --rebuild-inde
 
 
 def open_internlm(path: Path, rebuild_index: bool = False) -> ForeignStore:
-    """Open a bin or a folder of bins; `rebuild_index` reads every line instead of trusting the .meta files."""
+    """Open a bin or a folder of bins; `rebuild_index` reads every line instead of trusting the
+    .meta files."""
     path = Path(path)
     bins = bin_files(path)
     if not bins:
         raise DataError(
-            f"{path}: no .bin file here; InternLM data is X.bin and X.bin.meta, in one folder per type (cn/, en/)."
+            f"{path}: no .bin file here; InternLM data is X.bin and X.bin.meta, in one folder per "
+            "type (cn/, en/)."
         )
+    read_index = scan_lines if rebuild_index else read_meta
     parts: list[InternlmBin] = []
     for file in bins:
-        meta = scan_lines(file) if rebuild_index else read_meta(file)
+        meta = read_index(file)
         parts.append(InternlmBin(file, type_of_bin(file, path), meta))
     return ForeignStore(KIND, path, parts, partial(open_internlm, path, rebuild_index))
 
@@ -54,23 +59,29 @@ def open_internlm(path: Path, rebuild_index: bool = False) -> ForeignStore:
 def bin_files(path: Path) -> list[Path]:
     """The bins under a path in InternLM's order: folder by folder, names sorted."""
     if path.is_file():
-        return [path.with_suffix("") if path.suffix == ".meta" else path]
-    found: list[Path] = []
+        if path.suffix == ".meta":
+            return [path.with_suffix("")]
+        return [path]
+    files: list[Path] = []
     for folder, subfolders, names in os.walk(path, followlinks=True):
+        # In place: os.walk visits the folders in this order.
         subfolders.sort()
-        found += [Path(folder, name) for name in sorted(names) if name.endswith(".bin")]
-    return found
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".bin")]
+    return files
 
 
 def type_of_bin(file: Path, root: Path) -> str:
-    """The data type of a bin: the first folder below the root; `z_cn` counts as `cn` if `cn` exists."""
+    """The data type of a bin: the first folder below the root; `z_cn` counts as `cn` if `cn`
+    exists."""
     if file == root:
         return file.parent.name
     parents = file.relative_to(root).parts[:-1]
     if not parents:
         return root.name
     plain = parents[0].lstrip("z_")
-    return plain if plain and (root / plain).is_dir() else parents[0]
+    if plain and (root / plain).is_dir():
+        return plain
+    return parents[0]
 
 
 @dataclass(eq=False)
@@ -82,24 +93,30 @@ class InternlmBin(FilePart):
     meta: Longs
     """[documents, 2]: byte offset, tokens."""
     _last: tuple[int, tuple[Ids, Flags | None]] | None = None
+    """The document that was parsed last: `tokens` and `mask` ask for the same one in turn."""
 
     @property
     def lengths(self) -> Longs:
         return self.meta[:, 1]
 
     def is_masked(self) -> bool:
+        # A minus sign occurs only in front of an id without loss.
         return self._bytes.find(b"-") >= 0
 
     @cached_property
     def _bytes(self) -> mmap.mmap | bytes:
         with open(self.file, "rb") as handle:
-            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if len(self.meta) else b""
+            if len(self.meta):
+                return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            return b""
 
     def common_type(self) -> str:
         return self.type
 
     def folder_type(self, root: Path) -> str:
-        return "" if self.file == root or self.file.parent == root else self.type
+        if self.file == root or self.file.parent == root:
+            return ""
+        return self.type
 
     def read(self, i: int) -> tuple[Ids, Flags | None]:
         last = self._last
@@ -109,38 +126,49 @@ class InternlmBin(FilePart):
 
     def _parse(self, i: int) -> tuple[Ids, Flags | None]:
         start = int(self.meta[i, 0])
-        stop = int(self.meta[i + 1, 0]) if i + 1 < len(self.meta) else len(self._bytes)
+        stop = len(self._bytes)
+        if i + 1 < len(self.meta):
+            stop = int(self.meta[i + 1, 0])
         line = self._bytes[start:stop]
-        if (start and self._bytes[start - 1 : start] != b"\n") or line.find(b"\n") != len(line) - 1:
+        starts_line = start == 0 or self._bytes[start - 1 : start] == b"\n"
+        if not starts_line or line.find(b"\n") != len(line) - 1:
             raise DataError(
-                f"{self.file}: document {i} at byte {start} is not one line; bin and .meta do not belong together. {REBUILD}"
+                f"{self.file}: document {i} at byte {start} is not one line; bin and .meta do not "
+                f"belong together. {REBUILD}"
             )
         signed = parse_line(line, f"{self.file}: document {i} at byte {start}")
         if len(signed) != self.meta[i, 1]:
             raise DataError(
-                f"{self.file}: document {i} has {len(signed)} tokens, its .meta says {int(self.meta[i, 1])}. {REBUILD}"
+                f"{self.file}: document {i} has {len(signed)} tokens, its .meta says "
+                f"{int(self.meta[i, 1])}. {REBUILD}"
             )
         ids = np.abs(signed).astype(np.uint32)
-        return ids, (signed > 0 if bool((signed < 0).any()) else None)
+        # Not `>= 0`: id 0 has no sign, and InternLM drops label 0.
+        mask = None
+        if bool((signed < 0).any()):
+            mask = signed > 0
+        return ids, mask
 
 
 def parse_line(line: bytes, where: str) -> Longs:
     """The signed ids of one line."""
     try:
         tokens: Any = json.loads(line)["tokens"]
+        # numpy would make floats of an empty list.
         values = np.array(tokens) if tokens else np.zeros(0, dtype=np.int64)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(
             f'{where} is not {{"tokens": [...]}}; the bin is damaged or of another format.'
         ) from None
-    listed = isinstance(tokens, list) and values.ndim == 1 and values.dtype.kind == "i"
+    is_list = isinstance(tokens, list) and values.ndim == 1 and values.dtype.kind == "i"
     if (
-        not listed
+        not is_list
         or int(values.max(initial=0)) > LARGEST_ID
         or int(values.min(initial=0)) < -LARGEST_ID
     ):
         raise DataError(
-            f"{where}: tokens must be a list of whole numbers between -{LARGEST_ID} and {LARGEST_ID}."
+            f"{where}: tokens must be a list of whole numbers between -{LARGEST_ID} and "
+            f"{LARGEST_ID}."
         )
     return values
 
@@ -170,10 +198,16 @@ def read_meta(file: Path) -> Longs:
 
 
 def parse_npy(content: bytes) -> np.ndarray[Any, Any]:
-    """The array in the bytes of a .npy file. Stricter than np.load, which raises many kinds of errors on damaged headers."""
-    wide = content[6:7] != b"\x01"
-    (size,) = struct.unpack_from("<I" if wide else "<H", content, 8)
-    begin = (12 if wide else 10) + size
+    """The array in the bytes of a .npy file. Stricter than np.load, which raises many kinds of
+    errors on damaged headers."""
+    # 6 bytes of magic, 2 of version, the header's length (2 bytes in version 1, else 4), the
+    # header.
+    if content[6:7] == b"\x01":
+        (size,) = struct.unpack_from("<H", content, 8)
+        begin = 10 + size
+    else:
+        (size,) = struct.unpack_from("<I", content, 8)
+        begin = 12 + size
     header: Any = ast.literal_eval(content[begin - size : begin].decode("latin1"))
     if content[:6] != b"\x93NUMPY" or not re.fullmatch("[<>|=][iuf][1248]", header["descr"]):
         raise ValueError("not a .npy file of numbers")
@@ -182,41 +216,52 @@ def parse_npy(content: bytes) -> np.ndarray[Any, Any]:
 
 
 def _check_meta(meta: Longs, dtype: np.dtype[Any], path: Path, size_bytes: int) -> None:
+    # An index that does not fit would be found document by document, hours into a run.
     if len(meta) == 0:
         if size_bytes:
             raise DataError(
                 f"{path}: lists no document, but the bin has {size_bytes} bytes. {REBUILD}"
             )
         return
+
+    # Lines follow each other, so offsets rise; a 32-bit writer wraps them in a large bin.
     steps = np.diff(meta[:, 0])
     if int(meta[:, 0].min()) < 0 or bool((steps <= 0).any()):
-        first = int(np.argmax(np.concatenate([[meta[0, 0] < 0], (steps <= 0) | (meta[1:, 0] < 0)])))
-        wrapped = f"they are {dtype.name} and wrapped past {2 if dtype.kind == 'i' else 4} GiB"
-        why = wrapped if dtype.itemsize == 4 else "the file is damaged"
+        is_wrong = np.concatenate([[meta[0, 0] < 0], (steps <= 0) | (meta[1:, 0] < 0)])
+        first = int(np.argmax(is_wrong))
+        reason = "the file is damaged"
+        if dtype.itemsize == 4:
+            limit = 2 if dtype.kind == "i" else 4
+            reason = f"they are {dtype.name} and wrapped past {limit} GiB"
         raise DataError(
-            f"{path}: byte offsets must rise, but number {first} is {int(meta[first, 0])}; {why}. {REBUILD}"
+            f"{path}: byte offsets must rise, but number {first} is {int(meta[first, 0])}; "
+            f"{reason}. {REBUILD}"
         )
+
     if int(meta[0, 0]) != 0 or int(meta[-1, 0]) >= size_bytes:
         edge = f"first offset is {int(meta[0, 0])}, last is {int(meta[-1, 0])}"
         raise DataError(
-            f"{path}: {edge}, but the bin has {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}"
+            f"{path}: {edge}, but the bin has {size_bytes} bytes: bin and .meta do not belong "
+            f"together. {REBUILD}"
         )
     if int(meta[:, 1].min()) < 0 or int(meta[:, 1].max()) > size_bytes:
         raise DataError(
-            f"{path}: token counts do not fit a bin of {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}"
+            f"{path}: token counts do not fit a bin of {size_bytes} bytes: bin and .meta do not "
+            f"belong together. {REBUILD}"
         )
 
 
 def scan_lines(file: Path) -> Longs:
     """The index of a bin, built by reading every line."""
-    found, offset = array("q"), 0
+    index = array("q")
+    offset = 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 raise DataError(f"{file}:{number}: the last line has no end; the bin is truncated.")
-            found.extend((offset, len(parse_line(line, f"{file}:{number}"))))
+            index.extend((offset, len(parse_line(line, f"{file}:{number}"))))
             offset += len(line)
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+    return np.array(index, dtype=np.int64).reshape(-1, 2)
 
 
 class InternlmWriter(ForeignWriter):
@@ -230,16 +275,21 @@ class InternlmWriter(ForeignWriter):
         self._files = [PendingFile(self.file)]
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
-        """Append one document. Tokens whose mask is False are negated, except the first, which is never a target."""
+        """Append one document. Tokens whose mask is False are negated, except the first, which is
+        never a target."""
         signed = np.asarray(ids).astype(np.int64)
         if mask is not None and not bool(np.asarray(mask)[1:].all()):
             targets = np.asarray(mask, dtype=bool).copy()
             targets[:1] = True
-            plain, signed = signed, np.where(targets, signed, -signed)
-            if bool(((plain == 0) & targets)[1:].any()) or not bool((signed < 0).any()):
+            # Two things a sign cannot say: that id 0 is a target, and a mask that covers nothing
+            # but ids of 0.
+            has_zero_target = bool(((signed == 0) & targets)[1:].any())
+            signed = np.where(targets, signed, -signed)
+            if has_zero_target or not bool((signed < 0).any()):
                 raise DataError(
-                    f"{self.file}: document {len(self._index) // 2} contains token 0. InternLM files mark masked tokens by sign and "
-                    "drop label 0, so they cannot hold its mask. Write --to headway, or use a tokenizer whose id 0 is not text."
+                    f"{self.file}: document {len(self._index) // 2} contains token 0. InternLM "
+                    "files mark masked tokens by sign and drop label 0, so they cannot hold its "
+                    "mask. Write --to headway, or use a tokenizer whose id 0 is not text."
                 )
         line = json.dumps({"tokens": signed.tolist()}).encode() + b"\n"
         self._files[0].write(line)
@@ -247,20 +297,23 @@ class InternlmWriter(ForeignWriter):
         self._offset += len(line)
 
     def seal(self) -> None:
-        """Write everything to disk. Only the renaming is left, so a full disk never costs an older bin."""
+        """Write everything to disk. Only the renaming is left, so a full disk never costs an older
+        bin."""
         if len(self._files) == 1:
             packed = io.BytesIO()
-            np.save(
-                packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False
-            )
+            meta = np.array(self._index, dtype=np.int64).reshape(-1, 2)
+            np.save(packed, meta, allow_pickle=False)
             self._files[0].seal()
             self._files.append(PendingFile(self.file.with_name(self.file.name + ".meta")))
             self._files[1].write(packed.getvalue())
             self._files[1].seal()
 
     def finish(self) -> None:
-        """Rename both files, the meta last. An older meta is removed first: it must never describe the new bin."""
+        """Rename both files, the meta last. An older meta is removed first: it must never describe
+        the new bin."""
         self.seal()
+        # Between the two renames a crash leaves a bin without a meta, which is refused, never a
+        # wrong pair.
         self._files[1].path.unlink(missing_ok=True)
         for file in self._files:
             file.place()

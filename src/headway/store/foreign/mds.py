@@ -1,10 +1,15 @@
-"""Token data in MDS shards (mosaicml streaming, version 2; the layout is drawn in headway.text.formats.mds), read in place.
+"""Token data in MDS shards (mosaicml streaming, version 2; the layout is drawn in
+headway.text.formats.mds), read in place.
 
-In: an MDS folder, or a folder of them (one per domain), with a column `input_ids` (or `tokens`), and perhaps
+In: an MDS folder, or a folder of them (one per domain), with a column `input_ids` (or `tokens`),
+and perhaps
+
     mask      uint8 array: 1 where the token is a loss target
-    indices   [n, 2] array: (start, end) of the true documents inside a pack; the sample is then a pack with those spans
+    indices   [n, 2] array: (start, end) of the true documents of a pack; the sample is then a pack
     domain    text: the type of the sample
-Out: one document per sample. Raw shards are mapped; compressed ones are unpacked into memory, a few at a time.
+
+Out: one document per sample. Raw shards are mapped; compressed ones are unpacked into memory, a few
+at a time.
 """
 
 from __future__ import annotations
@@ -28,17 +33,19 @@ from headway.text.raw import RawFile
 KIND = "mds"
 TOKEN_COLUMNS = ("input_ids", "tokens")
 CACHED_SHARDS = 4
+"""Compressed shards that stay unpacked in memory."""
 
 
 def open_mds(path: Path, verify: bool = False) -> ForeignStore:
-    """Open an MDS folder with a token column; `verify` compares the shards' hashes with the index."""
+    """Open an MDS folder with a token column; `verify` compares the shards' hashes with the
+    index."""
     path = Path(path)
     cache = ShardCache()
     parts: list[MdsShard] = []
     for shard in mds_shards(path):
         if verify:
             check_shard(shard)
-        parts.append(MdsShard(shard, path, cache))
+        parts.append(MdsShard(shard, cache))
     if not parts:
         raise DataError(f"{path}: index.json lists no shard.")
     return ForeignStore(KIND, path, parts, partial(open_mds, path, verify))
@@ -47,10 +54,10 @@ def open_mds(path: Path, verify: bool = False) -> ForeignStore:
 def has_tokens(path: Path) -> bool:
     """Whether the first shard of an MDS folder has a column of tokens (else it holds text)."""
     shards = mds_shards(path)
-    return bool(shards) and any(
-        column.name in TOKEN_COLUMNS
-        for column in MdsShard(shards[0], path, ShardCache()).table.columns
-    )
+    if not shards:
+        return False
+    columns = MdsShard(shards[0], ShardCache()).table.columns
+    return any(column.name in TOKEN_COLUMNS for column in columns)
 
 
 class ShardCache:
@@ -62,6 +69,8 @@ class ShardCache:
 
     def data(self, path: Path) -> np.ndarray[Any, Any]:
         """The unpacked bytes of a shard."""
+        # The loader's threads share the cache; unpacking a shard twice would cost more than
+        # waiting.
         with self._lock:
             if path not in self._cached:
                 with RawFile.at(path).open() as stream:
@@ -84,36 +93,42 @@ class Table:
 class MdsShard(FilePart):
     """One shard of an MDS folder."""
 
-    def __init__(self, shard: MdsShardEntry, root: Path, cache: ShardCache) -> None:
+    def __init__(self, shard: MdsShardEntry, cache: ShardCache) -> None:
         self.file = shard.path
         self._shard = shard
-        self._folder = shard.path.parent.name if shard.path.parent != root else root.name
+        self._folder = shard.path.parent.name
         self._cache = cache
         size = shard.path.stat().st_size
         if shard.stored_bytes is not None and size != shard.stored_bytes:
             raise DataError(
-                f"{self.file}: has {size} bytes, but index.json lists {shard.stored_bytes}; copy it again."
+                f"{self.file}: has {size} bytes, but index.json lists {shard.stored_bytes}; copy "
+                "it again."
             )
 
     @cached_property
     def table(self) -> Table:
         """The layout from the shard's header, checked against its size and the index."""
-        found = read_table(self._data, self.file)
-        if len(found.starts) != self._shard.samples:
+        table = read_table(self._data, self.file)
+        if len(table.starts) != self._shard.samples:
             raise DataError(
-                f"{self.file}: has {len(found.starts)} samples, but index.json lists {self._shard.samples}."
+                f"{self.file}: has {len(table.starts)} samples, but index.json lists "
+                f"{self._shard.samples}."
             )
-        return found
+        return table
 
     @property
     def lengths(self) -> Longs:
         return self._lengths
 
     def common_type(self) -> str | None:
-        return None if "domain" in self._names else self._folder
+        if "domain" in self._names:
+            return None
+        return self._folder
 
     def type_of(self, i: int) -> str:
-        return str(self._value(i, "domain")) if "domain" in self._names else self._folder
+        if "domain" in self._names:
+            return str(self._value(i, "domain"))
+        return self._folder
 
     def is_masked(self) -> bool:
         return "mask" in self._names
@@ -127,6 +142,8 @@ class MdsShard(FilePart):
                 raise DataError(
                     f"{self.file}: sample {i}: {mask.size} mask values for {ids.size} tokens."
                 )
+
+        # Tokens outside of every span are padding: they are left out. Usually there are none.
         spans = self._spans(i, len(ids))
         if spans is None or (
             spans[0, 0] == 0
@@ -135,18 +152,25 @@ class MdsShard(FilePart):
         ):
             return ids, mask
         inside = np.concatenate([np.arange(start, stop) for start, stop in spans])
-        return ids[inside], None if mask is None else mask[inside]
+        if mask is not None:
+            mask = mask[inside]
+        return ids[inside], mask
 
     def span_starts(self, i: int) -> Longs | None:
         if "indices" not in self._names:
             return None
         spans = self._spans(i, self._array_lengths[i])
-        lengths = np.zeros(0, np.int64) if spans is None else spans[:, 1] - spans[:, 0]
+        lengths = np.zeros(0, np.int64)
+        if spans is not None:
+            lengths = spans[:, 1] - spans[:, 0]
         return np.cumsum(lengths) - lengths
 
     @property
     def _data(self) -> np.ndarray[Any, Any]:
-        return self._mapped if self.file.suffix == ".mds" else self._cache.data(self.file)
+        # A compressed shard has another ending, e.g. .mds.zstd.
+        if self.file.suffix == ".mds":
+            return self._mapped
+        return self._cache.data(self.file)
 
     @cached_property
     def _mapped(self) -> np.ndarray[Any, Any]:
@@ -154,51 +178,61 @@ class MdsShard(FilePart):
 
     @cached_property
     def _names(self) -> dict[str, int]:
+        """The columns by name, each with its number."""
         return {column.name: number for number, column in enumerate(self.table.columns)}
 
     @cached_property
     def _tokens(self) -> str:
+        """The name of the column of tokens."""
         for name in TOKEN_COLUMNS:
             if name in self._names:
                 return name
-        have = ", ".join(self._names)
+        names = ", ".join(self._names)
         raise DataError(
-            f"{self.file}: no column {' or '.join(TOKEN_COLUMNS)}; it has {have}. Text columns are read by `headway data tokenize`."
+            f"{self.file}: no column {' or '.join(TOKEN_COLUMNS)}; it has {names}. Text columns "
+            "are read by `headway data tokenize`."
         )
 
     @cached_property
     def _array_lengths(self) -> Longs:
-        """Elements of the token column, from the byte ranges and the shape in front of the values."""
+        """Elements of the token column, from the byte ranges and the shape in front of the
+        values."""
         number = self._names[self._tokens]
         encoding = self.table.columns[number].encoding
-        starts, stops = self.table.starts[:, number], self.table.starts[:, number + 1]
+        starts = self.table.starts[:, number]
+        stops = self.table.starts[:, number + 1]
+        # Other encodings do not say how long they are: every sample is decoded.
         if encoding != "ndarray" and not encoding.startswith("ndarray:"):
             return np.array([len(self._ids(i)) for i in range(len(starts))], np.int64)
         return array_lengths(self._data, starts, stops, encoding, self.file)
 
     @cached_property
     def _lengths(self) -> Longs:
-        found = self._array_lengths
+        """Tokens of each sample that are read: those inside its spans, where it has some."""
+        lengths = self._array_lengths
         if "indices" not in self._names:
-            return found
-        spans = [self._spans(i, length) for i, length in enumerate(found.tolist())]
-        return np.array(
-            [0 if span is None else int((span[:, 1] - span[:, 0]).sum()) for span in spans],
-            np.int64,
-        )
+            return lengths
+        covered: list[int] = []
+        for i, length in enumerate(lengths.tolist()):
+            spans = self._spans(i, length)
+            covered.append(0 if spans is None else int((spans[:, 1] - spans[:, 0]).sum()))
+        return np.array(covered, np.int64)
 
     def _ids(self, i: int) -> Ids:
         values = self._value(i, self._tokens)
         if isinstance(values, bytes):
+            # llm-foundry's scripts store tokens as the bytes of an int64 array.
             if len(values) % 8:
                 raise DataError(
-                    f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is not a multiple of 8."
+                    f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is not "
+                    "a multiple of 8."
                 )
             values = np.frombuffer(values, "<i8")
         array = np.asarray(values)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise DataError(
-                f"{self.file}: sample {i}: {self._tokens} must be a one-dimensional array of integers."
+                f"{self.file}: sample {i}: {self._tokens} must be a one-dimensional array of "
+                "integers."
             )
         return as_ids(array, f"{self.file}: sample {i}")
 
@@ -212,22 +246,19 @@ class MdsShard(FilePart):
                 f"{self.file}: sample {i}: indices must be an [n, 2] array of (start, end)."
             )
         spans = spans.astype(np.int64)
-        if bool(
-            (spans[:, 0] < 0).any()
-            or (spans[:, 1] < spans[:, 0]).any()
-            or (spans[:, 1] > length).any()
-        ):
+        starts = spans[:, 0]
+        stops = spans[:, 1]
+        if bool((starts < 0).any() or (stops < starts).any() or (stops > length).any()):
             raise DataError(f"{self.file}: sample {i}: indices reach outside its {length} tokens.")
-        spans = spans[spans[:, 1] > spans[:, 0]]
+        spans = spans[stops > starts]
         return spans if len(spans) else None
 
     def _value(self, i: int, name: str) -> Any:
         number = self._names[name]
-        start, stop = (int(at) for at in self.table.starts[i, number : number + 2])
+        start, stop = self.table.starts[i, number : number + 2].tolist()
+        encoding = self.table.columns[number].encoding
         try:
-            return decode_value(
-                self.table.columns[number].encoding, self._data[start:stop].tobytes()
-            )
+            return decode_value(encoding, self._data[start:stop].tobytes())
         except (ValueError, IndexError, KeyError, TypeError, DataError) as error:
             raise DataError(
                 f"{self.file}: sample {i}: column {name} cannot be read: {error}"
@@ -236,7 +267,10 @@ class MdsShard(FilePart):
 
 def read_table(data: np.ndarray[Any, Any], file: Path) -> Table:
     """The columns of a shard and the byte range of each in each sample, with all bounds checked."""
-    count = int(data[:4].view("<u4")[0]) if len(data) >= 4 else -1
+    # u32 samples, u32 offset of each sample and the end, JSON with the columns, the samples.
+    count = -1
+    if len(data) >= 4:
+        count = int(data[:4].view("<u4")[0])
     begin = 4 + 4 * (count + 1)
     if count < 0 or len(data) < begin:
         raise DataError(
@@ -245,80 +279,87 @@ def read_table(data: np.ndarray[Any, Any], file: Path) -> Table:
     offsets = data[4:begin].view("<u4").astype(np.int64)
     if offsets[0] <= begin or offsets[-1] != len(data) or bool((np.diff(offsets) < 0).any()):
         raise DataError(
-            f"{file}: the sample offsets do not fit its {len(data)} bytes; not an MDS shard, or damaged."
+            f"{file}: the sample offsets do not fit its {len(data)} bytes; not an MDS shard, or "
+            "damaged."
         )
     try:
-        config = json.loads(data[begin : offsets[0]].tobytes())
-        columns = tuple(
-            Column(*c)
-            for c in zip(
-                config["column_names"],
-                config["column_encodings"],
-                config["column_sizes"],
-                strict=True,
-            )
-        )
-        variable = [column.size is None for column in columns]
-        if not columns or not all(
-            c.size is None or (isinstance(c.size, int) and c.size > 0) for c in columns
-        ):
-            raise ValueError("column sizes must be numbers or null")
-        if any(not isinstance(c.encoding, str) or c.encoding == "pkl" for c in columns):
-            raise ValueError("columns must not be pickled")
+        columns = _columns(json.loads(data[begin : offsets[0]].tobytes()))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{file}: the shard's description of its columns is damaged: {error}."
         ) from None
-    starts, head = offsets[:-1], 4 * sum(variable)
+
+    # A sample: the u32 size of each column of variable size (its head), then all columns.
+    starts = offsets[:-1]
+    variable = [column.size is None for column in columns]
+    head = 4 * sum(variable)
     if bool((np.diff(offsets) < head).any()):
         raise DataError(f"{file}: a sample is shorter than its header; the shard is damaged.")
-    listed = (
-        data[starts[:, None] + np.arange(head)]
-        .reshape(len(starts), head)
-        .view("<u4")
-        .astype(np.int64)
-    )
+    heads = data[starts[:, None] + np.arange(head)].reshape(len(starts), head)
     sizes = np.empty((len(starts), len(columns)), np.int64)
-    sizes[:, variable] = listed
+    sizes[:, variable] = heads.view("<u4").astype(np.int64)
     sizes[:, np.logical_not(variable)] = [
         column.size for column in columns if column.size is not None
     ]
-    places = np.concatenate(
-        [(starts + head)[:, None], (starts + head)[:, None] + np.cumsum(sizes, axis=1)], axis=1
-    )
-    if not np.array_equal(places[:, -1], offsets[1:]):
-        wrong = int(np.argmax(places[:, -1] != offsets[1:]))
+
+    first = (starts + head)[:, None]
+    column_starts = np.concatenate([first, first + np.cumsum(sizes, axis=1)], axis=1)
+    is_wrong = column_starts[:, -1] != offsets[1:]
+    if is_wrong.any():
         raise DataError(
-            f"{file}: the columns of sample {wrong} do not fill it; the shard is damaged."
+            f"{file}: the columns of sample {int(np.argmax(is_wrong))} do not fill it; the shard "
+            "is damaged."
         )
-    return Table(columns, places)
+    return Table(columns, column_starts)
+
+
+def _columns(config: dict[str, Any]) -> tuple[Column, ...]:
+    """The columns that a shard describes; an error if their sizes or encodings cannot be."""
+    described = zip(
+        config["column_names"], config["column_encodings"], config["column_sizes"], strict=True
+    )
+    columns = tuple(Column(*column) for column in described)
+    sizes = [column.size for column in columns if column.size is not None]
+    if not columns or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError("column sizes must be numbers or null")
+    # A pickle can run any code.
+    if any(not isinstance(column.encoding, str) or column.encoding == "pkl" for column in columns):
+        raise ValueError("columns must not be pickled")
+    return columns
 
 
 def array_lengths(
     data: np.ndarray[Any, Any], starts: Longs, stops: Longs, encoding: str, file: Path
 ) -> Longs:
-    """How many elements the one-dimensional arrays in some byte ranges have."""
-    given = encoding.split(":")[1:]
+    """How many elements the one-dimensional arrays in some byte ranges have.
+
+    ndarray:DTYPE:SHAPE has values only, ndarray:DTYPE a shape in front of them, and ndarray a code
+    of the dtype before that. The shape: a byte dims << 2 | width, then each size in 1 << width
+    bytes.
+    """
+    parameters = encoding.split(":")[1:]
     try:
-        itemsize = np.dtype(given[0]).itemsize if given else 0
+        itemsize = np.dtype(parameters[0]).itemsize if parameters else 0
     except TypeError:
         raise DataError(f"{file}: arrays of encoding {encoding!r} cannot be read.") from None
-    if len(given) == 2:
+    if len(parameters) == 2:
         return (stops - starts) // itemsize
-    header = starts if given else starts + 1
+
+    header = starts if parameters else starts + 1
     if bool((header >= stops).any()):
         raise DataError(f"{file}: an array has no shape; the shard is damaged.")
     shape = data[header]
+    # One dimension: its size follows the byte of the shape, then the values.
     body = header + 1 + (1 << (shape & 3).astype(np.int64))
-    sizes = (
-        np.full(len(starts), itemsize, np.int64)
-        if given
-        else np.maximum(1, data[starts].astype(np.int64) >> 3)
-    )
+    if parameters:
+        item_sizes = np.full(len(starts), itemsize, np.int64)
+    else:
+        # The code of a dtype is its bits plus 0 to 2 (DTYPE_CODES), so an eighth of it is its bytes.
+        item_sizes = np.maximum(1, data[starts].astype(np.int64) >> 3)
     if (
         bool((shape >> 2 != 1).any())
-        or bool(((stops - body) % sizes != 0).any())
+        or bool(((stops - body) % item_sizes != 0).any())
         or bool((body > stops).any())
     ):
         raise DataError(f"{file}: a token array is not one-dimensional, or damaged.")
-    return (stops - body) // sizes
+    return (stops - body) // item_sizes

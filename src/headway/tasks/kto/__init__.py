@@ -1,4 +1,5 @@
-"""KTO, a whole task: its settings (here), how labelled answers and their mismatches are read (source.py), and its loss (loss.py)."""
+"""KTO, a whole task: its settings (here), how labelled answers and their KL completions are read
+(source.py), and its loss (loss.py)."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ class Config(TaskConfig):
     )
     reference: str | None = setting(
         None,
-        "The reference model: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.",
+        "The reference model: a run, a checkpoint or a Hugging Face folder; null = the weights "
+        "the run starts from.",
         on_resume="fixed",
     )
     reference_logps: Literal["live", "cached"] = setting(
         "live",
-        "live: keep the reference as a second model. cached: score the records it reads once and store the results in data.cache_dir.",
+        "live: keep the reference as a second model. cached: score the records it reads once and "
+        "store the results in data.cache_dir.",
     )
 
     @property
@@ -44,18 +47,18 @@ class Config(TaskConfig):
 
     @property
     def usual_rates(self) -> UsualRates | None:
-        """Those of other preference tasks."""
+        """The learning rates of other preference tasks."""
         return PREFERENCE_RATES
 
     def reader(self, config: DataConfig) -> SourceReader:
-        """Records with their mismatches, which are no longer than a row."""
+        """Records with their KL completions, which are no longer than a row."""
         from headway.tasks.kto.source import UnpairedReader
 
         return UnpairedReader(config.seq_len)
 
     @property
     def needs(self) -> TaskNeeds:
-        """The frozen model to compare with."""
+        """A frozen reference, live or as stored log-probabilities of records and KL completions."""
         from headway.tasks.kto.loss import RecordColumns
 
         is_cached = self.reference_logps == "cached"

@@ -1,4 +1,5 @@
-"""What tasks over preference pairs share: how pairs are read (source.py) and how answers are scored (loss.py)."""
+"""What tasks over preference pairs share: how pairs are read (source.py) and how answers are scored
+(loss.py)."""
 
 from __future__ import annotations
 
@@ -12,18 +13,21 @@ if TYPE_CHECKING:
 
 
 PAIR = "pair"
-"""The batch column with the pair numbers of each row: [rows, pairs of a row], -1 for empty slots."""
+"""The batch column with the pair numbers of each row: [rows, pairs of a row], -1 for empty
+slots."""
 
 
 PREFERENCE_RATES = UsualRates("preference", 1e-8, 5e-5)
+"""Peak learning rates that are usual for these tasks; `headway doctor recipe` names others."""
 
 
 class PreferenceConfig(TaskConfig):
-    """Settings of a task over pairs: every source holds a chosen and a rejected answer to each prompt."""
+    """Settings of a task over pairs: every source holds a chosen and a rejected answer to each
+    prompt."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Pairs."""
+        """Sources of pairs: a prompt with a chosen and a rejected answer."""
         return ("preference",)
 
     @property
@@ -32,7 +36,7 @@ class PreferenceConfig(TaskConfig):
         return PREFERENCE_RATES
 
     def reader(self, config: DataConfig) -> SourceReader:
-        """Both answers of a pair stand in one row."""
+        """A reader that keeps both answers of a pair in one row, where the loss compares them."""
         from headway.tasks.preference.source import PairReader
 
         return PairReader()

@@ -1,11 +1,13 @@
-"""Preference pairs as the loader reads them: one document is one pair, split into its two conversations only when a row is laid out.
+"""Preference pairs as the loader reads them: one document is one pair, split into its two
+conversations only when a row is laid out.
 
     store    c0 | r0 | c1 | r1 | ...          document 2i is the chosen, 2i + 1 the rejected conversation of pair i
     source   [c0 r0] | [c1 r1] | ...          so packing, shuffling, splits and limits all count pairs
     a row    c1 r1 c0 r0 padding              even positions are chosen, odd ones rejected; a pair is never split over two rows
 
-Invariant: no row holds half a pair. A pair that does not fit a row is left out (`Selection.max_length`), never cut.
-"""
+Invariant: no row holds half a pair. A pair that does not fit a row is left out
+(`Selection.max_length`), never cut. In the methods of a source `document` is the number of a pair;
+documents of the store are its conversations."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from headway.data.groups import Columns, DocumentReader, StoreGroups, marks_of
 from headway.errors import ConfigError, DataError
-from headway.records.preference import PREFERENCE_MARK
+from headway.records.base import PREFERENCE_MARK
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 from headway.tasks.preference import PAIR
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from headway.data.rows import RowLayout, RowPieces
 
 MIN_ROW_TOKENS = 8
-"""The shortest row that holds a pair."""
+"""The shortest row that holds a pair: two conversations of the least length of the record kind
+(4)."""
 
 
 class PairSource(StoreGroups):
@@ -61,27 +64,28 @@ class PairSource(StoreGroups):
 
     def mask(self, document: int, start: int, stop: int) -> Flags | None:
         """Which of those tokens are loss targets."""
-        found = [self.store.document_mask(2 * document + side) for side in (0, 1)]
-        return (
-            None
-            if found[0] is None or found[1] is None
-            else np.concatenate([found[0], found[1]])[start:stop]
-        )
+        chosen = self.store.document_mask(2 * document)
+        rejected = self.store.document_mask(2 * document + 1)
+        if chosen is None or rejected is None:
+            return None
+        return np.concatenate([chosen, rejected])[start:stop]
 
     def span_starts(self, document: int) -> Longs:
         """Where the chosen and the rejected conversation start."""
         return np.array([0, int(self.store.lengths(2 * document, 2 * document + 1)[0])], np.int64)
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
-        """The ids (and loss mask) of many conversations, read from the store as its own documents."""
-        chosen = np.array(
-            [int(self.store.lengths(2 * one, 2 * one + 1)[0]) for one in documents.tolist()],
+        """The ids (and loss mask) of spans of many pairs, each `lengths` tokens from `starts` of
+        its pair."""
+        chosen_lengths = np.array(
+            [int(self.store.lengths(2 * pair, 2 * pair + 1)[0]) for pair in documents.tolist()],
             np.int64,
         )
-        is_rejected = starts >= chosen
-        return self.store.gather(
-            2 * documents + is_rejected, starts - chosen * is_rejected, lengths
-        )
+        # A span lies in one of the two conversations: what starts behind the chosen one is of the rejected one.
+        is_rejected = starts >= chosen_lengths
+        conversations = 2 * documents + is_rejected
+        starts_inside = starts - chosen_lengths * is_rejected
+        return self.store.gather(conversations, starts_inside, lengths)
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
         """No pair in any place."""
@@ -89,10 +93,11 @@ class PairSource(StoreGroups):
 
     def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
         """The numbers of each row's pairs, in order. A pair is two pieces, the chosen one first."""
-        place = pieces.place_in_row()
-        is_chosen = place % 2 == 0
+        positions = pieces.place_in_row()
+        is_chosen = positions % 2 == 0
         rows = pieces.rows[is_chosen]
-        columns[PAIR][rows, place[is_chosen] // 2] = pieces.document[is_chosen] + self.first_number
+        pairs = pieces.document[is_chosen] + self.first_number
+        columns[PAIR][rows, positions[is_chosen] // 2] = pairs
 
 
 class PairReader(DocumentReader):
@@ -125,7 +130,8 @@ class PairReader(DocumentReader):
     def read(self, source: TokenSource) -> TokenSource:
         """The pairs of a store."""
         if not isinstance(source, Store) or not is_preference(source):
-            super().read(source)  # labelled answers have a message of their own
+            # A store of labelled answers has a message of its own, which this raises.
+            super().read(source)
             raise ConfigError(
                 f"data: {source.name} holds no preference pairs, which objective dpo needs. Raw files: set kind: preference. "
                 "Stores: make them with `headway data tokenize --kind preference`."

@@ -1,7 +1,9 @@
-"""Raw file formats: `read_<format>(raw, keys)` yields the `Record`s of a `RawFile` in bounded memory, and reads only `keys` if it can.
+"""Raw file formats: `read_<format>(raw, keys)` yields the `Record`s of a `RawFile` in bounded
+memory, and reads only `keys` if it can.
 
-`FORMATS` maps a file suffix (without the compression suffix) to its format. `MODULES` names the module of a format; text files and
-archives have none, because `text/read.py` and `text/raw.py` read them.
+`FORMATS` maps a file suffix (without the compression suffix) to its format. `MODULES` names the
+module of a format; text files and archives have none, because `text/read.py` and `text/raw.py`
+read them.
 """
 
 FORMATS = {
@@ -22,8 +24,9 @@ FORMATS = {
 }
 
 SUPPORTED = (
-    "txt, md, json, jsonl, csv, tsv, parquet, arrow, mds, a MediaWiki dump (xml), zip, tar; "
-    "all but zip also as .gz, .bz2, .zst, .xz; folders and globs of them; Hugging Face dataset and MDS folders"
+    "txt, md, json, jsonl, csv, tsv, parquet, arrow, mds, a MediaWiki dump (xml), zip, tar; all "
+    "but zip also as .gz, .bz2, .zst, .xz; folders and globs of them; Hugging Face dataset and "
+    "MDS folders"
 )
 
 MODULES = {

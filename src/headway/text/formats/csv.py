@@ -1,4 +1,6 @@
-"""Comma- or tab-separated tables: the first row names the columns, every other row is one record of strings."""
+"""Comma- or tab-separated tables: the first row names the columns, every other row is one record
+of strings.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from headway.text.document import Record
 from headway.text.raw import RawFile, decode
 
 FIELD_BYTES = (1 << 31) - 1
+"""The largest field that Python's csv module can be set to on every platform (a C long); its
+default of 128 KiB is too small for documents."""
 
 
 def read_csv(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
@@ -17,20 +21,29 @@ def read_csv(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record
     csv.field_size_limit(FIELD_BYTES)
     with raw.open() as stream:
         lines = (decode(line, raw.name, number) for number, line in enumerate(stream, 1))
-        rows = csv.reader(lines, delimiter="\t" if raw.suffix == ".tsv" else ",", strict=True)
+        delimiter = ","
+        if raw.suffix == ".tsv":
+            delimiter = "\t"
+
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             names = next(rows, [])
             if len(set(names)) != len(names):
                 raise DataError(
-                    f"{raw.name}:1: a column name occurs twice; the first row must name each column once."
+                    f"{raw.name}:1: a column name occurs twice; the first row must name each "
+                    "column once."
                 )
+
             for row in rows:
                 if not row:
                     continue
+
                 if len(row) != len(names):
                     raise DataError(
-                        f"{raw.name}:{rows.line_num}: {len(row)} values, but the first row names {len(names)} columns."
+                        f"{raw.name}:{rows.line_num}: {len(row)} values, but the first row names "
+                        f"{len(names)} columns."
                     )
+
                 yield Record(dict(zip(names, row, strict=True)), raw.name, rows.line_num)
         except csv.Error as error:
             raise DataError(f"{raw.name}:{rows.line_num}: not a valid table: {error}.") from None

@@ -1,6 +1,8 @@
-"""JSON (a list of objects, or objects one after another) and JSON lines (one object per line, blank lines skipped).
+"""JSON (a list of objects, or objects one after another) and JSON lines (one object per line,
+blank lines skipped).
 
-Only one object is in memory at a time. Damage is reported at its place in the file, not after the whole file was read.
+Only one object is in memory at a time. Damage is reported at its place in the file, not after
+the whole file was read.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from headway.text.document import Record, place_of
 from headway.text.raw import RawFile, decode, lines, whole_characters
 
 CHUNK_BYTES = 1 << 18
+"""What is read at once, at least."""
 WHITE = re.compile(r"[ \t\r\n]*")
 DECODER = json.JSONDecoder()
-# An error this close to the end of what was read may only mean that the rest is not read yet (`tru`, `\u00`).
 NEAR_END = 16
+r"""An error this close to the end of what was read may only mean that the rest is not read yet
+(`tru`, `\u00`). Characters."""
 
 
 def read_jsonl(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
@@ -32,18 +36,22 @@ def read_jsonl(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Reco
 def parse_object(text: str, name: str, line: int) -> dict[str, Any]:
     """One JSON object, or an error that names file and line."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{name}:{line}: not valid JSON at column {error.colno}: {error.msg}. Each line must be one JSON object."
+            f"{name}:{line}: not valid JSON at column {error.colno}: {error.msg}. Each line must "
+            "be one JSON object."
         ) from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"{name}:{line}: not readable JSON: {error}.") from None
-    if not isinstance(found, dict):
+
+    if not isinstance(value, dict):
         raise DataError(
-            f'{name}:{line}: a JSON {type(found).__name__}; each line must be one JSON object, as in {{"text": "..."}}.'
+            f"{name}:{line}: a JSON {type(value).__name__}; each line must be one JSON object, as "
+            f'in {{"text": "..."}}.'
         )
-    return found
+
+    return value
 
 
 def read_json(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
@@ -52,6 +60,7 @@ def read_json(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Recor
         text = _Text(stream, raw.name)
         first = text.skip_white()
         if first == "[":
+            # One object at a time, although JSON would have the whole list at once.
             yield from _list(text)
         elif first:
             while text.skip_white():
@@ -59,6 +68,7 @@ def read_json(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Recor
 
 
 def _list(text: _Text) -> Iterator[Record]:
+    """The objects of a list; `text` is at its opening bracket."""
     text.at += 1
     if text.skip_white() == "]":
         text.at += 1
@@ -71,17 +81,21 @@ def _list(text: _Text) -> Iterator[Record]:
             text.at += 1
             if mark == "]":
                 break
+
+            if not mark:
+                text.fail("the list is cut short")
             if mark != ",":
-                text.fail(
-                    "the list is cut short" if not mark else f"',' or ']' expected, {mark!r} found"
-                )
+                text.fail(f"',' or ']' expected, {mark!r} found")
+
     text.number = None
     if text.skip_white():
         text.fail("something follows the list")
 
 
 class _Text:
-    """A window onto the decoded file: `buffer[at:]` is not consumed yet; `line` is the line of `at`."""
+    """A window onto the decoded file: `buffer[at:]` is not consumed yet; `line` is the line of
+    `at`.
+    """
 
     def __init__(self, stream: io.BufferedIOBase, name: str) -> None:
         self.stream = stream
@@ -91,40 +105,52 @@ class _Text:
         self.line = 1
         self.number: int | None = None
         """In a list: which entry is read, from 1."""
-        self._rest = b""
+        self._cut_bytes = b""
+        """Bytes of a character that the end of a chunk cuts."""
         self._ended = False
 
     def skip_white(self) -> str:
-        """Go to the next character that is not white space and return it; empty at the end of the file."""
+        """Go to the next character that is not white space and return it; empty at the end of
+        the file.
+        """
         while True:
-            found = WHITE.match(self.buffer, self.at)
-            self.go_to(found.end() if found else self.at)
+            white = WHITE.match(self.buffer, self.at)
+            self.go_to(white.end() if white else self.at)
             if self.at < len(self.buffer) or not self._read_on():
                 return self.buffer[self.at : self.at + 1]
 
     def take_object(self) -> Record:
-        """The object that begins here."""
+        """The object that begins here, with the line it begins on; the position moves behind it."""
+        # Decoding starts anew with more text until the object is whole. Each read doubles the text,
+        # so this costs about twice the time of decoding it once.
         while True:
             try:
-                found, end = DECODER.raw_decode(self.buffer, self.at)
+                value, end = DECODER.raw_decode(self.buffer, self.at)
                 break
             except json.JSONDecodeError as error:
                 unfinished = (
                     error.msg.startswith("Unterminated string")
                     or error.pos >= len(self.buffer) - NEAR_END
                 )
-                if not (unfinished and self._read_on()):
-                    self.go_to(min(error.pos, len(self.buffer)))
-                    self.fail(
-                        f"not valid JSON: {error.msg}{', the file may be cut short' if unfinished else ''}"
-                    )
+                if unfinished and self._read_on():
+                    continue
+
+                hint = ""
+                if unfinished:
+                    hint = ", the file may be cut short"
+                self.go_to(min(error.pos, len(self.buffer)))
+                self.fail(f"not valid JSON: {error.msg}{hint}")
             except (RecursionError, ValueError) as error:
                 self.fail(f"not readable JSON: {error}")
-        if not isinstance(found, dict):
+
+        # A list of texts or numbers is valid JSON, but holds no records.
+        if not isinstance(value, dict):
             self.fail(
-                f'a JSON {type(found).__name__} where an object is expected, as in {{"text": "..."}}'
+                f'a JSON {type(value).__name__} where an object is expected, as in {{"text": '
+                f'"..."}}'
             )
-        record = Record(cast(dict[str, Any], found), self.name, self.line, self.number)
+
+        record = Record(cast(dict[str, Any], value), self.name, self.line, self.number)
         self.go_to(end)
         return record
 
@@ -138,19 +164,27 @@ class _Text:
         raise DataError(f"{place_of(self.name, self.line, self.number)}: {why}.")
 
     def _read_on(self) -> bool:
-        """Read at least as much as is waiting, so that a long object takes linear time; False at the end of the file."""
+        """Read at least as much as is waiting, so that a long object takes linear time; False at
+        the end of the file.
+        """
         if self._ended:
             return False
-        first = not self.buffer and self.line == 1
+
+        is_first = not self.buffer and self.line == 1
         waiting = self.buffer[self.at :]
-        data = self._rest + self.stream.read(max(CHUNK_BYTES, len(waiting)))
-        self._ended = len(data) == len(self._rest)
-        # The end of a chunk may cut a character; its bytes wait for the rest.
-        whole = len(data) if self._ended else whole_characters(data)
-        self._rest = data[whole:]
-        line = self.line + waiting.count("\n")
-        self.buffer, self.at = (
-            waiting + decode(data[:whole], self.name, 1 if first else max(2, line)),
-            0,
-        )
+        data = self._cut_bytes + self.stream.read(max(CHUNK_BYTES, len(waiting)))
+        self._ended = len(data) == len(self._cut_bytes)
+        # The end of a chunk may cut a character, whose bytes wait for the rest. At the end of the
+        # file there is none, and decoding them raises the error.
+        end = len(data)
+        if not self._ended:
+            end = whole_characters(data)
+
+        self._cut_bytes = data[end:]
+        # Line 1 means the beginning of the file, where `decode` drops a byte order mark.
+        line = 1
+        if not is_first:
+            line = max(2, self.line + waiting.count("\n"))
+        self.buffer = waiting + decode(data[:end], self.name, line)
+        self.at = 0
         return not self._ended

@@ -1,7 +1,9 @@
-"""The words that a template of MediaWiki puts into a sentence. In: `lang|en|Mathematics`, as between double braces; out: `Mathematics`.
+"""The words that a template of MediaWiki puts into a sentence. In: `lang|en|Mathematics`, as
+between double braces; out: `Mathematics`.
 
-Templates that decorate a page (infoboxes, sources, sounds) have no words: None. What a template computes from the day of reading (an age,
-the current year) is computed for the day on which the page was written, so that a dump always gives the same text.
+Templates that decorate a page (infoboxes, sources, sounds) have no words: None. What a template
+computes from the day of reading (an age, the current year) is computed for the day on which the
+page was written, so that a dump always gives the same text.
 """
 
 from __future__ import annotations
@@ -38,13 +40,17 @@ class PageFacts:
 _SPLIT = re.compile(r"\{\{|\}\}|\[\[|\]\]|-\{|\}-|\|")
 _OPENING = ("{{", "[[", "-{")
 _NAMED = re.compile(r"\s*([\w -]{1,30}?)\s*=")
+"""`name =` at the beginning of an argument."""
 
-# Names of templates, and the arguments that may hold the text: the first of them that is given and not empty.
+# Names of templates, and the arguments that may hold the text: the first of them that is given and
+# not empty.
 _FIRST = (
-    "nowrap", "nobr", "small", "smaller", "big", "larger", "bold", "em", "strong", "ruby", "abbr", "tooltip", "sub", "sup", "mvar", "math",
-    "var", "kbd", "samp", "code", "mono", "smallcaps", "sc", "allcaps", "nihongo", "nihongo2", "sic", "linktext", "ipa", "flag",
-    "chem2", "birth-date", "birth-date and age", "death-date", "death-date and age", "flagcountry", "proper name",
-    "not a typo", "僻字", "补字", "補字", "korean", "jpn", "cjk", "uline", "underline", "strikethrough", "tq",
+    "nowrap", "nobr", "small", "smaller", "big", "larger", "bold", "em", "strong", "ruby", "abbr",
+    "tooltip", "sub", "sup", "mvar", "math", "var", "kbd", "samp", "code", "mono", "smallcaps",
+    "sc", "allcaps", "nihongo", "nihongo2", "sic", "linktext", "ipa", "flag", "chem2",
+    "birth-date", "birth-date and age", "death-date", "death-date and age", "flagcountry",
+    "proper name", "not a typo", "僻字", "补字", "補字", "korean", "jpn", "cjk", "uline",
+    "underline", "strikethrough", "tq",
 )  # fmt: skip
 _TEXT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_FIRST, ("1",)),
@@ -62,21 +68,29 @@ _FAMILIES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(r"(?:link-|internal link helper/)[a-z]{2,3}(?:-[a-z]+)*"), ("3", "1")),
     (re.compile(r"ipa-[a-z]{2,3}"), ("1",)),
 )
+# Templates without arguments that stand for a sign or a space.
 _SIGNS = {
-    "ndash": "–", "mdash": "—", "snd": " – ", "spaced ndash": " – ", "·": " · ", "dot": " · ", "!": "|", "=": "=", "pi": "π",
-    "nbsp": " ", "spaces": " ", "thin space": " ", "thinsp": " ", "hair space": " ", "hairsp": " ", "nbhyph": "-", "nbndash": "–",
+    "ndash": "–", "mdash": "—", "snd": " – ", "spaced ndash": " – ", "·": " · ", "dot": " · ",
+    "!": "|", "=": "=", "pi": "π",
+    "nbsp": " ", "spaces": " ", "thin space": " ", "thinsp": " ", "hair space": " ",
+    "hairsp": " ", "nbhyph": "-", "nbndash": "–",
     "'": "'", "' \"": "'\"", "'\"": "'\"", "\"'": "\"'", "\" '": "\"'", "sitename": "Wikipedia",
 }  # fmt: skip
+# `{{usd|100}}`: the sign before the amount.
 _CURRENCIES = {
-    "usd": "US$", "us$": "US$", "gbp": "£", "£": "£", "eur": "€", "€": "€", "inr": "₹", "jpy": "¥", "cny": "¥", "rmb": "¥", "aud": "A$",
-    "a$": "A$", "cad": "C$", "c$": "C$", "nzd": "NZ$", "hkd": "HK$", "hk$": "HK$",
+    "usd": "US$", "us$": "US$", "gbp": "£", "£": "£", "eur": "€", "€": "€", "inr": "₹", "jpy": "¥",
+    "cny": "¥", "rmb": "¥", "aud": "A$", "a$": "A$", "cad": "C$", "c$": "C$", "nzd": "NZ$",
+    "hkd": "HK$", "hk$": "HK$",
 }  # fmt: skip
+# `{{HMS|Victory}}`: the prefix before the ship's name.
 _SHIPS = ("hms", "uss", "ss", "rms", "mv", "hmas", "hmcs", "usns", "uscgc", "ms", "ins")
 _MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December",
+    "January", "February", "March", "April", "May", "June",
+    "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _BETWEEN = {"to", "and", "or", "by", "x", "-", "–", "+/-", "±"}
+"""Second arguments of `convert` that join two numbers."""
 
 
 def template_text(inner: str, page: PageFacts = PageFacts()) -> str | None:
@@ -89,11 +103,14 @@ def template_text(inner: str, page: PageFacts = PageFacts()) -> str | None:
         return _VARIABLES[name](page)
     if name.startswith("formatnum:"):
         return head.partition(":")[2]
-    places = _TEXT.get(name) or next(
-        (places for pattern, places in _FAMILIES if pattern.fullmatch(name)), ()
+
+    # Most templates of a page are none of these. They are recognised by name, before any work.
+    keys = _TEXT.get(name) or next(
+        (keys for pattern, keys in _FAMILIES if pattern.fullmatch(name)), ()
     )
-    if not places and not any(name in table for table in (_COMPOSED, _DATED, _CURRENCIES, _SHIPS)):
+    if not keys and not any(name in table for table in (_COMPOSED, _DATED, _CURRENCIES, _SHIPS)):
         return None
+
     arguments = _arguments(_split(inner)[1:])
     if name in _COMPOSED:
         return _COMPOSED[name](arguments)
@@ -103,43 +120,59 @@ def template_text(inner: str, page: PageFacts = PageFacts()) -> str | None:
         return _CURRENCIES[name] + arguments["1"]
     if name in _SHIPS and arguments.get("1"):
         return f"{head.strip()} {arguments['1']}"
-    return next((arguments[place] for place in places if arguments.get(place)), None)
+
+    # The first argument that is given and not empty.
+    return next((arguments[key] for key in keys if arguments.get(key)), None)
 
 
 def _split(inner: str) -> list[str]:
-    """Cut at the bars that belong to this template and not to links, templates or variants inside it."""
+    """Cut at the bars that belong to this template and not to links, templates or variants
+    inside it.
+    """
     parts: list[str] = []
-    at = depth = 0
+    start = 0
+    depth = 0
     for mark in _SPLIT.finditer(inner):
-        if mark[0] != "|":
-            depth = max(0, depth + (1 if mark[0] in _OPENING else -1))
+        if mark[0] in _OPENING:
+            depth += 1
+        elif mark[0] != "|":
+            depth = max(0, depth - 1)
         elif depth == 0:
-            parts.append(inner[at : mark.start()])
-            at = mark.end()
-    return [*parts, inner[at:]]
+            parts.append(inner[start : mark.start()])
+            start = mark.end()
+
+    return [*parts, inner[start:]]
 
 
 def _arguments(parts: list[str]) -> Arguments:
-    found: dict[str, str] = {}
+    """The arguments of a template by name; those without a name are numbered from 1."""
+    arguments: dict[str, str] = {}
     unnamed = 0
     for part in parts:
+        # An argument may name itself (`1=x`); the others are numbered by their order.
         named = _NAMED.match(part)
         if named:
-            found[named[1].strip().lower()] = part[named.end() :].strip()
+            arguments[named[1].strip().lower()] = part[named.end() :].strip()
         else:
             unnamed += 1
-            found[str(unnamed)] = part.strip()
-    return found
+            arguments[str(unnamed)] = part.strip()
+
+    return arguments
 
 
 def _converted(given: Arguments) -> str | None:
-    """`{{convert|10|km|mi}}`, `{{convert|5|to|10|km}}`: what was measured, not what it was converted to."""
-    last = 4 if given.get("2") in _BETWEEN else 2
-    return " ".join(given.get(str(place), "") for place in range(1, last + 1)).strip() or None
+    """`{{convert|10|km|mi}}`, `{{convert|5|to|10|km}}`: what was measured, not what it was
+    converted to.
+    """
+    last = 2
+    if given.get("2") in _BETWEEN:
+        last = 4
+    return " ".join(given.get(str(number), "") for number in range(1, last + 1)).strip() or None
 
 
 def _fraction(given: Arguments) -> str | None:
-    numbers = [given[place] for place in ("1", "2", "3") if given.get(place)]
+    """`{{frac|2}}` is 1/2, `{{frac|2|3}}` is 2/3, `{{frac|1|2|3}}` is 1 2/3."""
+    numbers = [given[key] for key in ("1", "2", "3") if given.get(key)]
     match numbers:
         case [below]:
             return f"1/{below}"
@@ -152,6 +185,7 @@ def _fraction(given: Arguments) -> str | None:
 
 
 def _value(given: Arguments) -> str | None:
+    """`{{val|5|u=km}}`: the number and its unit."""
     return " ".join(given[key] for key in ("1", "u", "ul") if given.get(key)) or None
 
 
@@ -159,7 +193,7 @@ def _with_word(word: str) -> Callable[[Arguments], str | None]:
     """`{{circa|1900|1910}}`: the word before each of one or two years."""
 
     def text(given: Arguments) -> str | None:
-        years = [given[place] for place in ("1", "2") if given.get(place)]
+        years = [given[key] for key in ("1", "2") if given.get(key)]
         return " – ".join(f"{word} {year}" for year in years) or None
 
     return text
@@ -169,7 +203,7 @@ def _span(word: str) -> Callable[[Arguments], str | None]:
     """`{{reign|1900|1910}}`: the word before a span of years."""
 
     def text(given: Arguments) -> str | None:
-        years = [given[place] for place in ("1", "2") if given.get(place)]
+        years = [given[key] for key in ("1", "2") if given.get(key)]
         if not years:
             return None
         return f"{word} {'–'.join(years)}"
@@ -178,11 +212,14 @@ def _span(word: str) -> Callable[[Arguments], str | None]:
 
 
 def _life(given: Arguments) -> str | None:
-    """`{{bd|1867年|11月7日|1934年|7月4日}}` of the Chinese Wikipedia: years and days of birth and death."""
-    born, died = (
-        given.get(year, "") + given.get(day, "") for year, day in (("1", "2"), ("3", "4"))
-    )
-    return f"（{born}—{died}）" if born or died else None
+    """`{{bd|1867年|11月7日|1934年|7月4日}}` of the Chinese Wikipedia: years and days of birth and
+    death.
+    """
+    born = given.get("1", "") + given.get("2", "")
+    died = given.get("3", "") + given.get("4", "")
+    if born or died:
+        return f"（{born}—{died}）"
+    return None
 
 
 def _quoted(given: Arguments) -> str:
@@ -193,9 +230,11 @@ def _quoted(given: Arguments) -> str:
 
 
 def _ordinal(given: Arguments) -> str | None:
+    """`{{ordinal|2}}` is 2nd; 11th to 13th are not 11st to 13rd."""
     number = given.get("1", "")
     if not number.isdecimal():
         return number or None
+
     last = int(number[-1])
     is_teen = number[-2:-1] == "1"
     ending = "th"
@@ -214,14 +253,30 @@ def _joined(given: Arguments) -> str | None:
 
 def _ship(given: Arguments) -> str | None:
     """`{{ship|HMS|Victory}}`."""
-    return " ".join(given[place] for place in ("1", "2") if given.get(place)) or None
+    return " ".join(given[key] for key in ("1", "2") if given.get(key)) or None
 
 
 _COMPOSED: dict[str, Callable[[Arguments], str | None]] = {
-    "convert": _converted, "cvt": _converted, "frac": _fraction, "sfrac": _fraction, "val": _value, "circa": _with_word("c."),
-    "c.": _with_word("c."), "ca.": _with_word("c."), "floruit": _span("fl."), "fl.": _span("fl."), "reign": _span("r."), "r.": _span("r."),
-    "bd": _life, "\"": _quoted, "ordinal": _ordinal, "ord": _ordinal, "chem": _joined, "ship": _ship,
-}  # fmt: skip
+    "convert": _converted,
+    "cvt": _converted,
+    "frac": _fraction,
+    "sfrac": _fraction,
+    "val": _value,
+    "circa": _with_word("c."),
+    "c.": _with_word("c."),
+    "ca.": _with_word("c."),
+    "floruit": _span("fl."),
+    "fl.": _span("fl."),
+    "reign": _span("r."),
+    "r.": _span("r."),
+    "bd": _life,
+    '"': _quoted,
+    "ordinal": _ordinal,
+    "ord": _ordinal,
+    "chem": _joined,
+    "ship": _ship,
+}
+"""Templates whose words are made of several arguments."""
 
 
 def _is_on(given: Arguments, name: str) -> bool:
@@ -234,15 +289,22 @@ def _dated(parts: list[str], page: PageFacts, *, day_first: bool = False) -> str
     parts = [part for part in parts if part]
     if not parts:
         return None
+
+    # "May 2003" in one argument: somebody has written the date out.
     if not all(part.isdecimal() for part in parts):
         return " ".join(parts)
+
     numbers = [int(part) for part in parts]
+    # The second number is no month, so this is no date.
     if len(numbers) > 1 and not 1 <= numbers[1] <= 12:
         return " ".join(parts)
     if page.is_east_asian:
         return "".join(f"{number}{sign}" for number, sign in zip(numbers, "年月日", strict=False))
+
+    # Other languages get ISO dates, because the names of their months are not known here.
     if page.language.split("-")[0] not in ("en", "simple"):
         return "-".join([str(numbers[0]), *(f"{number:02}" for number in numbers[1:])])
+
     match numbers:
         case [year, month]:
             return f"{_MONTHS[month - 1]} {year}"
@@ -255,9 +317,12 @@ def _dated(parts: list[str], page: PageFacts, *, day_first: bool = False) -> str
 
 
 def _date(given: Arguments, page: PageFacts) -> str | None:
-    """`{{start date|2003|5|12}}`. An age that some of these templates add is that of the reader's day: it is left out."""
+    """`{{start date|2003|5|12}}`.
+
+    An age that some of these templates add is that of the reader's day: it is left out.
+    """
     return _dated(
-        [given.get(place, "") for place in ("1", "2", "3")], page, day_first=_is_on(given, "df")
+        [given.get(key, "") for key in ("1", "2", "3")], page, day_first=_is_on(given, "df")
     )
 
 
@@ -292,14 +357,19 @@ def _as_of(given: Arguments, page: PageFacts) -> str | None:
     """`{{as of|2019|5|lc=y}}`."""
     if given.get("alt"):
         return given["alt"]
+
     day = _date(given, page)
     if day is None:
         return None
     if page.is_east_asian:
         return f"截至{day}"
-    word = "since" if _is_on(given, "since") else "as of"
+
+    word = "as of"
+    if _is_on(given, "since"):
+        word = "since"
     if not _is_on(given, "lc"):
         word = word.capitalize()
+
     return f"{word} {day}"
 
 
@@ -317,14 +387,19 @@ def _day_at(given: Arguments, first: int) -> date | None:
 def _years_between(begin: date | None, end: date | None) -> int | None:
     if begin is None or end is None or end < begin:
         return None
+
+    years = end.year - begin.year
     had_birthday = (end.month, end.day) >= (begin.month, begin.day)
-    return end.year - begin.year - (0 if had_birthday else 1)
+    if not had_birthday:
+        years -= 1
+    return years
 
 
 _DATED: dict[str, Callable[[Arguments, PageFacts], str | None]] = {
     **dict.fromkeys(
-        ("start date", "start date and age", "start-date", "end date", "birth date", "birth date and age", "dob", "bda", "death date",
-         "film date", "release date", "date", "dts", "opening date", "launch date"),
+        ("start date", "start date and age", "start-date", "end date", "birth date",
+         "birth date and age", "dob", "bda", "death date", "film date", "release date", "date",
+         "dts", "opening date", "launch date"),
         _date,
     ),
     **dict.fromkeys(("birth year and age", "birth year", "death year"), _year),
@@ -332,6 +407,7 @@ _DATED: dict[str, Callable[[Arguments, PageFacts], str | None]] = {
     **dict.fromkeys(("age", "age in years", "years ago"), _age),
     **dict.fromkeys(("as of", "截至"), _as_of),
 }  # fmt: skip
+# `{{CURRENTMONTH}}` and its like, without the prefix.
 _NAMES_OF_NOW: dict[str, Callable[[date], str]] = {
     "year": lambda day: str(day.year),
     "month": lambda day: f"{day.month:02}",
@@ -358,7 +434,7 @@ def _now(name: str) -> Callable[[PageFacts], str]:
 
 
 _VARIABLES: dict[str, Callable[[PageFacts], str]] = {
-    **{f"{place}{name}": _now(name) for place in ("current", "local") for name in _NAMES_OF_NOW},
+    **{f"{prefix}{name}": _now(name) for prefix in ("current", "local") for name in _NAMES_OF_NOW},
     **dict.fromkeys(
         ("pagename", "fullpagename", "basepagename", "subpagename", "rootpagename"),
         lambda page: page.title,

@@ -1,1 +1,3 @@
-"""Cleaning, deduplication and sampling as tasks for many machines (`runtime/executor/`): the same bytes as in one process."""
+"""Cleaning, deduplication and sampling as tasks for many machines (`runtime/executor/`): the
+same bytes as in one process.
+"""

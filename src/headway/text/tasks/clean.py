@@ -1,6 +1,8 @@
-"""Cleaning on many machines. In: files and rules; out: the file and the report of `clean_files`, byte for byte.
+"""Cleaning on many machines. In: files and rules; out: the file and the report of `clean_files`,
+byte for byte.
 
-    map     one task per part of the input: documents that pass the rules, and what finds their duplicates (`signatures.py`)
+    map     one task per part of the input: documents that pass the rules, and what finds their
+            duplicates (`signatures.py`)
     reduce  one task per range of hashes: which documents repeat an earlier one (`dedup.py`)
     write   the driver copies what stays, in order
 
@@ -52,8 +54,14 @@ from headway.text.tasks.parts import (
 from headway.text.tasks.signatures import SignatureWriter
 from headway.text.write import json_line, line_file, output_kind
 
-LINES, ENDS, PLACES = "lines.jsonl", "ends.npy", "places.jsonl"
+LINES = "lines.jsonl"
+"""The records of a task's rows, as they are written in the end."""
+ENDS = "ends.npy"
+"""[rows]: where each line of LINES ends."""
+PLACES = "places.jsonl"
+"""Where each row comes from, for the examples of the report."""
 COPY_BYTES = 8 << 20
+"""About how much is copied at once."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +90,27 @@ def clean_files_on(
     files = expand(sources)
     refuse_source(out, files)
     kind = output_kind(out)
+    # Without the package this fails here, and not in every task.
     if simplified:
         simplifier("--simplified")
+
     with work_folder(out, placement) as work:
-        found = clean_parts(
+        cleaned = clean_parts(
             work,
             files,
             CleanTask(rules, reading, simplified, plain=kind == ".parquet"),
             placement.task_bytes,
         )
-        found.report.refuse_empty(out)
-        total = sum(result["kept_bytes"] for result in found.results)
+        cleaned.report.refuse_empty(out)
+
+        # An upper bound for the progress bar: duplicates are not copied.
+        total = sum(result["kept_bytes"] for result in cleaned.results)
         with progress("write", total=total, unit="bytes") as advance, line_file(out) as write:
-            for lines in found.kept_lines():
+            for lines in cleaned.kept_lines():
                 write(lines)
                 advance(len(lines))
-    return found.report
+
+    return cleaned.report
 
 
 @dataclass(frozen=True)
@@ -120,29 +133,35 @@ def clean_parts(
     """Run the map and reduce stages."""
     cut = cut_files(files, task.reading.split, task_bytes)
     everything = [part for parts in cut for part in parts]
-    given = {
+    # The memory limit concerns the reduce tasks alone. Left out, another limit does not change the
+    # arguments, so finished map tasks are found again.
+    arguments = {
         "rules": asdict(replace(task.rules, max_memory_bytes=None)),
         "reading": asdict(task.reading),
+        "simplified": task.simplified,
+        "only_text": task.only_text,
+        "plain": task.plain,
     }
-    given |= {"simplified": task.simplified, "only_text": task.only_text, "plain": task.plain}
     tasks = [
         WorkTask.make(
             "clean",
             n,
             clean_part,
-            {**given, "parts": as_arguments(parts)},
-            sum(part_size(one, everything) for one in parts),
+            {**arguments, "parts": as_arguments(parts)},
+            sum(part_size(input_part, everything) for input_part in parts),
         )
         for n, parts in enumerate(cut)
     ]
     results = work.run("clean", tasks)
+
+    # Before the reduce stages, which would be wasted on an input that is refused.
     check_not_empty(cut, results)
     verdict = find_duplicates(work, results, task.rules)
     return CleanedParts(results, verdict, _report(cut, results, verdict))
 
 
 def clean_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[str, Any]:
-    """The map task."""
+    """The map task: writes LINES, ENDS, PLACES and the signatures of its rows into `folder`."""
     task = CleanTask(
         CleanRules(**arguments["rules"]),
         Reading(**arguments["reading"]),
@@ -154,39 +173,57 @@ def clean_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[s
 
 
 def _clean_part(parts: Sequence[InputPart], task: CleanTask, folder: Path) -> dict[str, Any]:
-    reading, rules = task.reading, task.rules
-    convert = simplifier("--simplified") if task.simplified else None
+    """Read the documents of some parts, write those that pass, and count the others by reason."""
+    reading = task.reading
+    rules = task.rules
+    convert = None
+    if task.simplified:
+        convert = simplifier("--simplified")
+
     line_of = _line_writer(task)
     counts: list[PartCount] = []
     removed: dict[str, dict[str, Any]] = {}
-    documents = text_bytes = size = 0
+    documents = 0
+    text_bytes = 0
+    size = 0
     ends: list[int] = []
-    read = document_reader(reading, reading.text_of.keys() if task.only_text else None)
+
+    # Of a task that writes texts alone, formats with columns read only the text's.
+    keys = None
+    if task.only_text:
+        keys = reading.text_of.keys()
+    read = document_reader(reading, keys)
     signatures = SignatureWriter(folder, rules)
     with (
         open(folder / LINES, "wb") as lines,
         open(folder / PLACES, "w", encoding="utf-8") as places,
     ):
+        # `position` orders the examples of the report; `number` is the part, for line numbers.
         for position, (number, document) in enumerate(read_parts(parts, read, counts)):
-            document = (
-                document if convert is None else replace(document, text=convert(document.text))
-            )
+            if convert is not None:
+                document = replace(document, text=convert(document.text))
+
             length = len(document.text.encode())
-            documents, text_bytes = documents + 1, text_bytes + length
-            place = [position, document.source, document.line, number]
+            documents += 1
+            text_bytes += length
+            location = [position, document.source, document.line, number]
             reason = broken_rule(document.text, rules)
             if reason is None:
                 size += lines.write(line_of(document).encode())
                 ends.append(size)
-                places.write(json.dumps(place) + "\n")
+                places.write(json.dumps(location) + "\n")
                 signatures.add(document.text, length)
                 continue
-            one = removed.setdefault(reason, {"documents": 0, "bytes": 0, "examples": []})
-            one["documents"], one["bytes"] = one["documents"] + 1, one["bytes"] + length
-            one["examples"] += [place] if len(one["examples"]) < EXAMPLES else []
+
+            totals = removed.setdefault(reason, {"documents": 0, "bytes": 0, "examples": []})
+            totals["documents"] += 1
+            totals["bytes"] += length
+            if len(totals["examples"]) < EXAMPLES:
+                totals["examples"].append(location)
+
     np.save(folder / ENDS, np.array(ends, np.int64))
     runs = signatures.finish()
-    found = {
+    result = {
         "documents": documents,
         "bytes": text_bytes,
         "removed": removed,
@@ -194,60 +231,79 @@ def _clean_part(parts: Sequence[InputPart], task: CleanTask, folder: Path) -> di
         "runs": runs,
         "kept_bytes": size,
     }
-    return {**found, "counts": [[count.documents, count.lines] for count in counts]}
+    return {**result, "counts": [[count.documents, count.lines] for count in counts]}
 
 
 def _line_writer(task: CleanTask) -> Callable[[Document], str]:
+    """A function that gives the line of a document that stays."""
     if task.only_text:
         return lambda document: json_line({"text": document.text})
-    key = "text" if task.reading.template is not None else task.reading.text_key
+
+    key = task.reading.text_key
+    if task.reading.template is not None:
+        key = "text"
 
     def plain_line(document: Document) -> str:
         try:
             return json.dumps(cleaned_record(document, key), ensure_ascii=False) + "\n"
         except TypeError as problem:
             raise DataError(
-                f"{document.place}: {problem}: with --on, such values cannot become a table. Write .jsonl instead."
+                f"{document.place}: {problem}: with --on, such values cannot become a table. "
+                "Write .jsonl instead."
             ) from None
 
-    return plain_line if task.plain else lambda document: json_line(cleaned_record(document, key))
+    if task.plain:
+        return plain_line
+
+    return lambda document: json_line(cleaned_record(document, key))
 
 
 def _report(
     cut: Sequence[Sequence[InputPart]], results: Sequence[Mapping[str, Any]], verdict: Verdict
 ) -> CleanReport:
-    """The report that one process would have filled document by document: reasons are in the order in which they first occurred."""
+    """The report that one process would have filled document by document: reasons are in the
+    order in which they first occurred.
+    """
     report = CleanReport(
         sum(result["documents"] for result in results), sum(result["bytes"] for result in results)
     )
     bases = first_lines(cut, results)
-    found: dict[str, list[tuple[int, list[Any]]]] = {}
+    examples: dict[str, list[tuple[int, list[Any]]]] = {}
     for number, result in enumerate(results):
-        for reason, one in result["removed"].items():
-            report.removed_documents[reason] += one["documents"]
-            report.removed_bytes[reason] += one["bytes"]
-            found.setdefault(reason, []).extend((number, place) for place in one["examples"])
+        for reason, totals in result["removed"].items():
+            report.removed_documents[reason] += totals["documents"]
+            report.removed_bytes[reason] += totals["bytes"]
+            examples.setdefault(reason, []).extend(
+                (number, location) for location in totals["examples"]
+            )
+
     for reason, (count, size, rows) in verdict.removed().items():
-        report.removed_documents[reason], report.removed_bytes[reason] = count, size
-        found[reason] = [(number, _place(results[number], row)) for number, row in rows]
+        report.removed_documents[reason] = count
+        report.removed_bytes[reason] = size
+        examples[reason] = [(number, _place(results[number], row)) for number, row in rows]
+
+    # A Counter keeps the order in which its keys were added, and the report is written in it: take
+    # each reason out and add it again, in the order of the first document that it removed.
     firsts = {
-        reason: sorted(places, key=lambda one: (one[0], one[1][0]))
-        for reason, places in found.items()
+        reason: sorted(locations, key=lambda totals: (totals[0], totals[1][0]))
+        for reason, locations in examples.items()
     }
     for reason in sorted(
         firsts, key=lambda reason: (firsts[reason][0][0], firsts[reason][0][1][0])
     ):
         report.examples[reason] = [
-            _describe(place, bases[number]) for number, place in firsts[reason][:EXAMPLES]
+            _describe(location, bases[number]) for number, location in firsts[reason][:EXAMPLES]
         ]
         for counter in (report.removed_documents, report.removed_bytes):
             counter[reason] = counter.pop(reason)
+
     report.kept_documents = report.documents - sum(report.removed_documents.values())
     report.kept_bytes = report.bytes - sum(report.removed_bytes.values())
     return report
 
 
 def _place(result: Mapping[str, Any], row: int) -> list[Any]:
+    """Where a row of a task comes from: position, file, line, part."""
     with open(Path(result["folder"]) / PLACES, encoding="utf-8") as places:
         return json.loads(next(islice(places, row, None)))
 
@@ -260,12 +316,16 @@ def _describe(place: Sequence[Any], bases: Sequence[int]) -> str:
 def lines_of(folder: Path, kept: npt.NDArray[np.bool_]) -> Iterator[bytes]:
     """The lines of a map task whose rows stay, in blocks; neighbours are read at once."""
     ends = np.load(folder / ENDS, mmap_mode="r")
+    # Rows [first, last) of each run of neighbours that stay.
     edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
     with open(folder / LINES, "rb") as lines:
         for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             row = first
             while row < last:
-                begin = int(ends[row - 1]) if row else 0
+                begin = 0
+                if row:
+                    begin = int(ends[row - 1])
+
                 stop = min(
                     last, max(row + 1, int(np.searchsorted(ends, begin + COPY_BYTES, "right")))
                 )

@@ -1,10 +1,14 @@
-"""Duplicates over all tasks, in bounded memory. In: the sorted hashes that map tasks wrote; out: which rows stay, as in one process.
+"""Duplicates over all tasks, in bounded memory. In: the sorted hashes that map tasks wrote; out:
+which rows stay, as in one process.
 
     exact   a task per range of hashes: of equal ones the first row stays
-    near    a task per range of band keys: each row is compared with the first 16 rows of its key; similar pairs (earlier, later) go out
-    driver  goes through the pairs in the order of the later row: a row falls if an earlier one that stays is similar
+    near    a task per range of band keys: each row is compared with the first 16 rows of its key;
+            similar pairs (earlier, later) go out
+    driver  takes the pairs in the order of the later row: a row falls if an earlier one that stays
+            is similar
 
-Ranges are as many as `max_memory_bytes` asks for. The driver holds one byte per row, and never a signature.
+Ranges are as many as `max_memory_bytes` asks for. The driver holds one byte per row, and never a
+signature.
 """
 
 from __future__ import annotations
@@ -30,12 +34,19 @@ from headway.text.tasks.signatures import EXACT, KEYS, run_file
 
 Rows = npt.NDArray[np.int64]
 RECORD_BYTES = 96
-"""Memory of a reduce task for each hash of its range: hash, row, their sorted copies and the order."""
+"""Memory of a reduce task for each hash of its range: hash, row, their sorted copies and the
+order."""
 RANGE_RECORDS = 1 << 21
+"""Hashes of a range without a memory limit."""
 LEAST_RECORDS = 1 << 14
+"""Hashes of a range under any memory limit; smaller ranges would make too many tasks."""
 PAIRS_AT_ONCE = 1 << 15
+"""Pairs whose signatures are in memory."""
 WINDOW_ROWS = 1 << 20
-STAYS, DUPLICATE, NEAR = 1, 0, 2
+"""Rows whose pairs the driver holds."""
+DUPLICATE = 0
+STAYS = 1
+NEAR = 2
 REASONS = {DUPLICATE: "duplicate", NEAR: "near duplicate"}
 
 
@@ -44,6 +55,7 @@ class Verdict:
     """What becomes of every row."""
 
     fate: npt.NDArray[np.uint8]
+    """[rows of all tasks]: STAYS, DUPLICATE or NEAR."""
     results: Sequence[Mapping[str, Any]]
 
     def by_task(self) -> Iterator[npt.NDArray[np.bool_]]:
@@ -55,23 +67,34 @@ class Verdict:
 
     def removed(self) -> dict[str, tuple[int, int, list[tuple[int, int]]]]:
         """By reason: rows, bytes of their texts, and (task, row of the task) of the first few."""
-        found = {reason: (0, 0, list[tuple[int, int]]()) for reason in REASONS.values()}
+        by_reason = {reason: (0, 0, list[tuple[int, int]]()) for reason in REASONS.values()}
         first = 0
         for number, result in enumerate(self.results):
             row = 0
             for run, size in enumerate(result["runs"]):
                 fate = self.fate[first + row : first + row + size]
-                for mark, reason in REASONS.items() if (fate != STAYS).any() else ():
+                if (fate == STAYS).all():
+                    row += size
+                    continue
+
+                sizes = np.load(run_file(Path(result["folder"]), "sizes", run))
+                for mark, reason in REASONS.items():
                     gone = np.flatnonzero(fate == mark)
-                    sizes = np.load(run_file(Path(result["folder"]), "sizes", run))
-                    count, bytes_, examples = found[reason]
+                    count, bytes_, examples = by_reason[reason]
                     examples += [
-                        (number, row + int(one)) for one in gone[: EXAMPLES - len(examples)]
+                        (number, row + int(totals)) for totals in gone[: EXAMPLES - len(examples)]
                     ]
-                    found[reason] = (count + len(gone), bytes_ + int(sizes[gone].sum()), examples)
+                    by_reason[reason] = (
+                        count + len(gone),
+                        bytes_ + int(sizes[gone].sum()),
+                        examples,
+                    )
+
                 row += size
+
             first += row
-        return {reason: one for reason, one in found.items() if one[0]}
+
+        return {reason: totals for reason, totals in by_reason.items() if totals[0]}
 
 
 def find_duplicates(
@@ -83,23 +106,30 @@ def find_duplicates(
         for result in results
         for number, rows in enumerate(result["runs"])
     ]
+
+    # Rows are numbered over all tasks in order, as one process would meet them.
     total = sum(rows for _, _, rows in runs)
     fate = np.full(total, STAYS, np.uint8)
     if rules.duplicates == "keep" or not total:
         return Verdict(fate, results)
-    given = {"runs": work.share("runs", [[Path(folder).name, *rest] for folder, *rest in runs])}
-    given |= {"batch": records_at_once(rules.max_memory_bytes)}
-    for result in _reduce(work, "exact", exact_range, given, total):
+
+    arguments = {"runs": work.share("runs", [[Path(folder).name, *rest] for folder, *rest in runs])}
+    arguments |= {"batch": records_at_once(rules.max_memory_bytes)}
+    for result in _reduce(work, "exact", exact_range, arguments, total):
         fate[np.load(Path(result["folder"]) / "rows.npy")] = DUPLICATE
+
     if rules.duplicates == "exact":
         return Verdict(fate, results)
+
+    # Exact duplicates take no part in the second stage, as in one process. The file is named by
+    # its content: after a change in the input, finished tasks of this stage do not fit.
     bands = NearDuplicates(rules.similarity).bands
     alive = f"alive-{hashlib.sha256(fate.data).hexdigest()[:16]}.bin"
     write_sealed(work.path / alive, np.packbits(fate == STAYS).tobytes())
-    given |= {"alive": alive, "similarity": rules.similarity}
+    arguments |= {"alive": alive, "similarity": rules.similarity}
     pairs = [
         Path(result["folder"]) / "pairs.npy"
-        for result in _reduce(work, "near", near_range, given, total * bands)
+        for result in _reduce(work, "near", near_range, arguments, total * bands)
     ]
     _decide(fate, pairs)
     return Verdict(fate, results)
@@ -107,36 +137,45 @@ def find_duplicates(
 
 def records_at_once(max_memory_bytes: int | None) -> int:
     """How many hashes a reduce task holds."""
-    return (
-        RANGE_RECORDS
-        if max_memory_bytes is None
-        else max(LEAST_RECORDS, min(RANGE_RECORDS, max_memory_bytes // RECORD_BYTES))
-    )
+    if max_memory_bytes is None:
+        return RANGE_RECORDS
+    return max(LEAST_RECORDS, min(RANGE_RECORDS, max_memory_bytes // RECORD_BYTES))
 
 
 def _reduce(
-    work: WorkFolder, stage: str, function: Any, given: dict[str, Any], records: int
+    work: WorkFolder, stage: str, function: Any, arguments: dict[str, Any], records: int
 ) -> list[dict[str, Any]]:
-    ranges = -(-records // given["batch"])
-    bounds = [(1 << 64) * place // ranges for place in range(ranges + 1)]
+    """Run the tasks of a reduce stage, each with its range [low, high) of 64-bit hashes."""
+    # Hashes are spread evenly, so equal ranges hold about the same number.
+    ranges = -(-records // arguments["batch"])
+    bounds = [(1 << 64) * index // ranges for index in range(ranges + 1)]
     tasks = [
         WorkTask.make(
-            stage, number, function, {**given, "low": low, "high": high}, records * 16 // ranges
+            stage, number, function, {**arguments, "low": low, "high": high}, records * 16 // ranges
         )
         for number, (low, high) in enumerate(pairwise(bounds))
     ]
-    return work.run("duplicates" if stage == "exact" else "near duplicates", tasks)
+    title = "near duplicates"
+    if stage == "exact":
+        title = "duplicates"
+    return work.run(title, tasks)
 
 
 def _decide(fate: npt.NDArray[np.uint8], pairs: Sequence[Path]) -> None:
-    """Mark the near duplicates. All pairs of a row are seen before its fate counts for later rows."""
+    """Mark the near duplicates.
+
+    All pairs of a row are seen before its fate counts for later rows.
+    """
     opened = [np.load(path, mmap_mode="r") for path in pairs]
+    # A memoryview: reading single elements of an array is several times slower.
     marks = fate.data
     for first in range(0, len(fate), WINDOW_ROWS):
         parts: list[Rows] = []
-        for one in opened:
-            begin, end = np.searchsorted(one[:, 0], [first, first + WINDOW_ROWS])
-            parts.append(np.array(one[begin:end]))
+        for task_pairs in opened:
+            begin, end = np.searchsorted(task_pairs[:, 0], [first, first + WINDOW_ROWS])
+            parts.append(np.array(task_pairs[begin:end]))
+
+        # Pairs of a row come from several tasks, so they are merged before the row is decided.
         window = np.concatenate(parts)
         window = window[np.argsort(window[:, 0], kind="stable")]
         for later, earlier in window.tolist():
@@ -146,13 +185,14 @@ def _decide(fate: npt.NDArray[np.uint8], pairs: Sequence[Path]) -> None:
 
 def exact_range(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[str, Any]:
     """The rows of one range of hashes that repeat an earlier text."""
-    found = [np.zeros(0, np.int64)]
+    repeated = [np.zeros(0, np.int64)]
+    # The first row of each hash so far, which later batches are compared with.
     carried = np.zeros(0, np.uint64), np.zeros(0, np.int64)
     for hashes, rows in _batches(arguments, work, EXACT, None):
         hashes, rows, rank, is_new = _ranked(carried, hashes, rows)
-        found.append(rows[is_new & (rank > 0)])
+        repeated.append(rows[is_new & (rank > 0)])
         carried = hashes[rank == 0], rows[rank == 0]
-    np.save(folder / "rows.npy", np.sort(np.concatenate(found)))
+    np.save(folder / "rows.npy", np.sort(np.concatenate(repeated)))
     return {}
 
 
@@ -161,24 +201,31 @@ def near_range(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[s
     total = sum(rows for _, _, rows in _runs(arguments, work))
     alive = _alive(work / arguments["alive"], total)
     entries = _Entries(work, _runs(arguments, work))
-    found = [np.zeros((0, 2), np.int64)]
+    pair_blocks = [np.zeros((0, 2), np.int64)]
+    # The first 16 rows of each key so far, which later batches are compared with.
     carried = np.zeros(0, np.uint64), np.zeros(0, np.int64)
     for hashes, rows in _batches(arguments, work, KEYS, alive):
         hashes, rows, rank, is_new = _ranked(carried, hashes, rows)
+        # Where the rows of the same key begin. In round n each row meets the n-th row of its key.
         starts = np.arange(len(rows)) - rank
-        for place in range(FIRST_OF_KEY):
-            later = np.flatnonzero(is_new & (rank > place))
+        for earlier in range(FIRST_OF_KEY):
+            later = np.flatnonzero(is_new & (rank > earlier))
             if len(later):
-                found += entries.similar(
-                    np.stack([rows[later], rows[starts[later] + place]], 1), arguments["similarity"]
+                pair_blocks += entries.similar(
+                    np.stack([rows[later], rows[starts[later] + earlier]], 1),
+                    arguments["similarity"],
                 )
+
         carried = hashes[rank < FIRST_OF_KEY], rows[rank < FIRST_OF_KEY]
-    pairs = np.unique(np.concatenate(found), axis=0)
+
+    # Rows that share several keys meet several times. Sorted by the later row, as `_decide` needs.
+    pairs = np.unique(np.concatenate(pair_blocks), axis=0)
     np.save(folder / "pairs.npy", pairs)
     return {"pairs": len(pairs)}
 
 
 def _alive(path: Path, total: int) -> npt.NDArray[np.bool_]:
+    """[rows]: which rows are no exact duplicates."""
     from headway.runtime.storage import read_sealed
 
     content = read_sealed(path)
@@ -190,6 +237,7 @@ def _alive(path: Path, total: int) -> npt.NDArray[np.bool_]:
 
 
 def _runs(arguments: Mapping[str, Any], work: Path) -> list[tuple[str, int, int]]:
+    """The runs of all map tasks in order: (folder of the task, number of the run, its rows)."""
     return [(name, number, rows) for name, number, rows in read_list(work / arguments["runs"])]
 
 
@@ -201,53 +249,60 @@ def read_list(path: Path) -> list[Any]:
 def _batches(
     arguments: Mapping[str, Any], work: Path, what: str, alive: npt.NDArray[np.bool_] | None
 ) -> Iterator[tuple[Hashes, Rows]]:
-    """The hashes of the range and their rows, run by run, as many at once as fit; a run's rows are higher than those before."""
-    waiting: list[tuple[Hashes, Rows]] = []
-    size = first = 0
+    """The hashes of the range and their rows, run by run, as many at once as fit; a run's rows
+    are higher than those before.
+    """
+    waiting_hashes: list[Hashes] = []
+    waiting_rows: list[Rows] = []
+    size = 0
+    first = 0
     for name, number, rows in _runs(arguments, work):
         hashes = np.load(run_file(work / "done" / name, what, number), mmap_mode="r")
         begin = int(np.searchsorted(hashes, np.uint64(arguments["low"])))
-        end = (
-            len(hashes)
-            if arguments["high"] >> 64
-            else int(np.searchsorted(hashes, np.uint64(arguments["high"])))
-        )
-        own = (
-            np.load(run_file(work / "done" / name, f"{what}-rows", number), mmap_mode="r")[
-                begin:end
-            ].astype(np.int64)
-            + first
-        )
-        chosen = slice(None) if alive is None else alive[own]
-        waiting.append((np.array(hashes[begin:end])[chosen], own[chosen]))
-        size += len(waiting[-1][0])
+        # The end of the last range, 2^64, does not fit into 64 bits.
+        if arguments["high"] >> 64:
+            end = len(hashes)
+        else:
+            end = int(np.searchsorted(hashes, np.uint64(arguments["high"])))
+
+        rows_file = run_file(work / "done" / name, f"{what}-rows", number)
+        run_rows = np.load(rows_file, mmap_mode="r")[begin:end].astype(np.int64) + first
+        chosen = slice(None)
+        if alive is not None:
+            chosen = alive[run_rows]
+
+        waiting_hashes.append(np.array(hashes[begin:end])[chosen])
+        waiting_rows.append(run_rows[chosen])
+        size += len(waiting_rows[-1])
         first += rows
         if size >= arguments["batch"]:
-            yield (
-                np.concatenate([one for one, _ in waiting]),
-                np.concatenate([one for _, one in waiting]),
-            )
-            waiting, size = [], 0
-    if waiting:
-        yield (
-            np.concatenate([one for one, _ in waiting]),
-            np.concatenate([one for _, one in waiting]),
-        )
+            yield np.concatenate(waiting_hashes), np.concatenate(waiting_rows)
+            waiting_hashes = []
+            waiting_rows = []
+            size = 0
+
+    if waiting_rows:
+        yield np.concatenate(waiting_hashes), np.concatenate(waiting_rows)
 
 
 def _ranked(
     carried: tuple[Hashes, Rows], hashes: Hashes, rows: Rows
 ) -> tuple[Hashes, Rows, Rows, npt.NDArray[np.bool_]]:
-    """Old and new records sorted by (hash, row); the place of each among those with its hash; and which are new."""
+    """Old and new records sorted by (hash, row); the place of each among those with its hash;
+    and which are new.
+    """
     known = len(carried[0])
-    hashes, rows = np.concatenate([carried[0], hashes]), np.concatenate([carried[1], rows])
+    hashes = np.concatenate([carried[0], hashes])
+    rows = np.concatenate([carried[1], rows])
     order = np.lexsort((rows, hashes))
-    hashes, rows, is_new = hashes[order], rows[order], order >= known
-    begins = (
-        np.concatenate([[True], hashes[1:] != hashes[:-1]])
-        if len(hashes)
-        else np.zeros(0, np.bool_)
-    )
+    hashes = hashes[order]
+    rows = rows[order]
+    is_new = order >= known
+
+    # Where another hash begins; from there on ranks count from 0.
+    begins = np.zeros(0, np.bool_)
+    if len(hashes):
+        begins = np.concatenate([[True], hashes[1:] != hashes[:-1]])
     starts = np.maximum.accumulate(np.where(begins, np.arange(len(hashes)), 0))
     return hashes, rows, np.arange(len(hashes)) - starts, is_new
 
@@ -263,7 +318,9 @@ class _Entries:
 
     def of(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """One signature per row."""
-        found: Any = None
+        signatures: Any = None
+
+        # The run of each row: the last one that begins at or before it.
         numbers = np.searchsorted(self._firsts, rows, "right") - 1
         for number in np.unique(numbers).tolist():
             chosen = np.flatnonzero(numbers == number)
@@ -271,9 +328,12 @@ class _Entries:
             stored = np.load(self._files[number], mmap_mode="r")[
                 rows[chosen] - self._firsts[number]
             ]
-            found = np.empty((len(rows), stored.shape[1]), np.uint8) if found is None else found
-            found[chosen] = stored
-        return found
+            if signatures is None:
+                signatures = np.empty((len(rows), stored.shape[1]), np.uint8)
+
+            signatures[chosen] = stored
+
+        return signatures
 
     def similar(self, pairs: Rows, similarity: float) -> list[Rows]:
         """Those of some pairs whose signatures agree enough."""

@@ -1,4 +1,6 @@
-"""The demo's corpus: the source of the Python standard library, one document per module, and questions from its docstrings."""
+"""The demo's corpus: the source of the Python standard library, one document per module, and
+questions from its docstrings.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,75 @@ from headway.errors import DataError
 from headway.runtime.storage import write_atomic
 
 SKIPPED_FOLDERS = {
-    "test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
-}  # fmt: skip
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+    "encodings",
+}
+"""Folders of tests, installed packages, bundled programs and generated tables."""
 MAX_BYTES = 12_000_000
+"""The corpus ends with the module that reaches this size."""
+LEAST_CHARACTERS = 200
+"""Shorter modules are left out."""
+LEAST_MODULES = 50
+"""With fewer modules than this, the library's source is not installed."""
+LEAST_QUESTIONS = 100
+"""With fewer questions than this, likewise."""
+ANSWER_CHARACTERS = (20, 300)
+"""The least and the most characters of an answer; docstrings outside of this give no question."""
 
 
 def library_files(root: Path | None = None) -> Iterator[Path]:
     """The standard library's modules, in a fixed order."""
     folder = root or Path(sysconfig.get_paths()["stdlib"])
+    # Sorted, because the order of rglob depends on the file system.
     for path in sorted(folder.rglob("*.py")):
-        inside = path.relative_to(folder).parts
-        if not SKIPPED_FOLDERS & set(inside[:-1]) and not any(
-            "site-packages" in part for part in inside
-        ):
+        relative = path.relative_to(folder)
+        is_skipped = not SKIPPED_FOLDERS.isdisjoint(relative.parts[:-1])
+        # As a part of a name, too: it need not be the whole name of a folder.
+        if not is_skipped and "site-packages" not in str(relative):
             yield path
 
 
 def write_corpus(out: Path, root: Path | None = None) -> tuple[int, int]:
-    """Write one JSON line per module; returns their number and total bytes."""
+    """Write one JSON line per module; returns their number and the total bytes of their texts.
+
+    `root` stands in for the folder of the standard library.
+    """
     lines: list[str] = []
-    total = 0
+    total_bytes = 0
     for path in library_files(root):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if len(text) < 200:
+        if len(text) < LEAST_CHARACTERS:
             continue
-        total += len(text.encode())
+        total_bytes += len(text.encode())
         lines.append(json.dumps({"text": text, "module": path.stem}, ensure_ascii=False))
-        if total >= MAX_BYTES:
+        if total_bytes >= MAX_BYTES:
             break
-    if len(lines) < 50:
+
+    if len(lines) < LEAST_MODULES:
         raise DataError(
-            f"only {len(lines)} modules of the standard library were found; the demo needs the library's source files."
+            f"only {len(lines)} modules of the standard library were found; the demo needs the "
+            "library's source files."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
-    return len(lines), total
+    return len(lines), total_bytes
 
 
 def write_instructions(out: Path, root: Path | None = None) -> int:
-    """Questions about the library's functions and classes, answered by the first sentence of their docstrings; returns their number."""
+    """Write questions about the library's functions and classes, one JSON line each, answered by
+    the first paragraph of their docstrings; returns their number.
+    """
     lines: list[str] = []
     for path in library_files(root):
         try:
@@ -66,9 +95,11 @@ def write_instructions(out: Path, root: Path | None = None) -> int:
                 {"role": "assistant", "content": answer},
             ]
             lines.append(json.dumps({"messages": turns}, ensure_ascii=False))
-    if len(lines) < 100:
+
+    if len(lines) < LEAST_QUESTIONS:
         raise DataError(
-            f"only {len(lines)} docstrings were found in the standard library; the demo needs its source files."
+            f"only {len(lines)} docstrings were found in the standard library; the demo needs its "
+            "source files."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
@@ -76,14 +107,17 @@ def write_instructions(out: Path, root: Path | None = None) -> int:
 
 
 def _documented(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]:
-    """(function or class, dotted name, first sentence) of everything public with a docstring at the top of a module."""
+    """(function or class, dotted name, first paragraph) of public functions and classes at the top
+    level of a module, where the paragraph has the length of an answer.
+
+    `module` is the stem of the file: names of a package's own file begin with `__init__.`.
+    """
+    least, most = ANSWER_CHARACTERS
     for node in tree.body:
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
             continue
-        text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-        if 20 <= len(text) <= 300:
-            yield (
-                ("class" if isinstance(node, ast.ClassDef) else "function"),
-                f"{module}.{node.name}",
-                text,
-            )
+        first_paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+        answer = " ".join(first_paragraph.split())
+        if least <= len(answer) <= most:
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            yield kind, f"{module}.{node.name}", answer

@@ -1,11 +1,14 @@
-"""Phase 1 and phase 2 in small, on a generated set and a CPU: align encoders, teach a language model to see and hear, ask it.
+"""Phase 1 and phase 2 in small, on a generated set and a CPU: align encoders, teach a language
+model to see and hear, ask it.
 
     pictures and tones -> align (contrastive) -> recall on held-out samples
-                       -> tune (soft tokens into a small language model) -> answers about held-out combinations
-                                                                         -> the same questions with the media blanked: chance
+                       -> tune (soft tokens into a small language model)
+                          -> answers about held-out combinations
+                          -> the same questions with the media blanked: chance
 
-Every part leaves its result in the demo's folder and is not repeated; a second call only reports. Invariant: no combination of shape,
-colour, place and tone in the held-out files is in the files that train.
+Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
+Invariant: no combination of shape, colour, place and tone in the held-out files is in the files
+that train.
 """
 
 from __future__ import annotations
@@ -27,12 +30,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
+VOCAB_SIZE = 340
+"""Little more than the 256 bytes: the conversations have few words."""
 SUMMARY = "summary.json"
 HELD_OUT = 0.1
 """Share of the captions that phase 1 is validated on."""
 REPORT = "report.html"
 FIGURES = ("seen", "blank", "left_out", "chance")
-"""Shares of right answers: with the media, with grey pictures and silence, with none at all, by guessing."""
+"""Shares of right answers: with the media, with grey pictures and silence, with none at all, by
+guessing.
+"""
 TUNE = """\
 run: {{name: tune, dir: {out}/runs}}
 model: {{hidden_size: 128, num_layers: 2, num_heads: 4, ffn_size: 344, max_seq_len: 128}}
@@ -69,14 +76,14 @@ class MediaDemo:
 def run_multimodal_demo(out: Path, sizes: MediaDemo = MediaDemo()) -> dict[str, Any]:
     """Make everything that is not there yet; returns the summary, which is also in summary.json."""
     began = time.monotonic()
-    found: dict[str, Any] = {"out": str(out)}
-    found |= _part(out, "media", lambda: _make_media(out, sizes))
-    found |= _part(out, "align", lambda: _align(out, sizes))
-    found |= _part(out, "tune", lambda: _tune(out, sizes))
-    found |= _part(out, "answers", lambda: _ask(out))
-    found["seconds"] = time.monotonic() - began
-    write_atomic(out / SUMMARY, json.dumps(found, indent=1) + "\n")
-    return found
+    summary: dict[str, Any] = {"out": str(out)}
+    summary |= _part(out, "media", lambda: _make_media(out, sizes))
+    summary |= _part(out, "align", lambda: _align(out, sizes))
+    summary |= _part(out, "tune", lambda: _tune(out, sizes))
+    summary |= _part(out, "answers", lambda: _ask(out))
+    summary["seconds"] = time.monotonic() - began
+    write_atomic(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    return summary
 
 
 def _part(out: Path, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -89,11 +96,13 @@ def _part(out: Path, name: str, work: Callable[[], dict[str, Any]]) -> dict[str,
     began = time.monotonic()
     result = work()
     result[f"{name}_seconds"] = round(time.monotonic() - began, 1)
+    # Written when the part is complete, so that one that was interrupted is done again.
     write_atomic(path, json.dumps(result) + "\n")
     return result
 
 
 def _make_media(out: Path, sizes: MediaDemo) -> dict[str, Any]:
+    """Pictures, tones and conversations about them, and a tokenizer of their few words."""
     from headway.tokenizer.train import train_bpe
 
     files = write_media(
@@ -101,13 +110,14 @@ def _make_media(out: Path, sizes: MediaDemo) -> dict[str, Any]:
     )
     lines = files["chat"].read_text(encoding="utf-8").splitlines()
     texts = [turn["content"] for line in lines for turn in json.loads(line)["messages"]]
-    train_bpe(texts, vocab_size=340, out=out / "tokenizer")
+    train_bpe(texts, vocab_size=VOCAB_SIZE, out=out / "tokenizer")
     return {"samples": sizes.samples, "heldout": sizes.heldout, "conversations": len(lines)}
 
 
 def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
-    from headway.train import train
+    """Phase 1: train encoders of pictures, sounds and captions into one space."""
     from headway.train.config import Recipe
+    from headway.workflows.stopping import train_or_stop
 
     recipe = Recipe.load(
         "multimodal/align",
@@ -131,11 +141,14 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
             "device": "cpu",
         },
     )
-    train(recipe)
+    train_or_stop(recipe)
+
+    # The newest record with a validation: that of the end of the run.
     lines = (recipe.run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     valid = next(
         record["valid"]["valid"] for record in map(json.loads, reversed(lines)) if "valid" in record
     )
+    # `text-image/recall_at_1` -> `text-image`
     recall = {
         name.split("/")[0]: value for name, value in valid.items() if name.endswith("/recall_at_1")
     }
@@ -143,47 +156,53 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
 
 
 def _tune(out: Path, sizes: MediaDemo) -> dict[str, Any]:
+    """Phase 2: train a language model and the projectors that feed it the encoders' features."""
     from headway.config.load import load
-    from headway.train import train
     from headway.train.config import Recipe
+    from headway.workflows.stopping import train_or_stop
 
     path = out / "tune.yaml"
     write_atomic(path, TUNE.format(out=out, steps=sizes.tune_steps))
-    summary = train(load(Recipe, path, []))
+    summary = train_or_stop(load(Recipe, path, []))
     return {"first_loss": summary["first_loss"], "last_loss": summary["last_loss"]}
 
 
 def _ask(out: Path) -> dict[str, Any]:
-    """The share of right answers by question, with the media, with grey pictures and silence instead, and without any; and a report."""
+    """The share of right answers by question, with the media, with grey pictures and silence
+    instead, and without any; and a report.
+    """
     from headway.eval.media_report import PictureReport, write_picture_report
     from headway.eval.multimodal import MultimodalPlan, evaluate_multimodal
     from headway.infer.generate import GenerateOptions
     from headway.infer.load import load_model
     from headway.infer.media import answer_media, read_questions
 
-    loaded, path = load_model(out / "runs/tune"), out / "media/chat_heldout.jsonl"
+    loaded = load_model(out / "runs/tune")
+    path = out / "media/chat_heldout.jsonl"
     options = GenerateOptions(max_new_tokens=12, rows=64)
     scores = evaluate_multimodal(loaded, path, MultimodalPlan("chatml", options, blank=True))
-    bare = [without_media(one) for _, one in read_questions(path)]
-    answers = [found.text for found in answer_media(loaded, bare, "chatml", options)]
-    left_out = right_by_question(
-        [
-            (one.turns[-1].content, one.expected or "", text)
-            for one, text in zip(bare, answers, strict=True)
-        ]
-    )
-    shares = {
-        one.question: {
-            "chance": 1 / len(ANSWERS[one.question]), "seen": one.right, "blank": one.blank, "left_out": left_out[one.question],
-            "asked": one.records,
+
+    bare = [without_media(question) for _, question in read_questions(path)]
+    generations = answer_media(loaded, bare, "chatml", options)
+    answered = [
+        (question.turns[-1].content, question.expected or "", generation.text)
+        for question, generation in zip(bare, generations, strict=True)
+    ]
+    left_out = right_by_question(answered)
+
+    shares: dict[str, dict[str, Any]] = {}
+    for score in scores.questions:
+        shares[score.question] = {
+            "chance": 1 / len(ANSWERS[score.question]),
+            "seen": score.right,
+            "blank": score.blank,
+            "left_out": left_out[score.question],
+            "asked": score.records,
         }
-        for one in scores.questions
-    }  # fmt: skip
-    figures = {
-        f"{question} {name.replace('_', ' ')}": one[name]
-        for question, one in shares.items()
-        for name in FIGURES
-    }
+    figures: dict[str, Any] = {}
+    for question, share in shares.items():
+        for name in FIGURES:
+            figures[f"{question} {name.replace('_', ' ')}"] = share[name]
     write_picture_report(
         out / REPORT, PictureReport("Answers about held-out combinations", figures, scores.rows)
     )
@@ -205,7 +224,7 @@ def right_by_question(asked: Sequence[tuple[str, str, str]]) -> dict[str, float]
     """The share of right answers to each question; in: question, expected answer, answer."""
     from headway.eval.media_report import same_answer
 
-    found: dict[str, list[bool]] = {}
+    outcomes: dict[str, list[bool]] = {}
     for question, expected, answer in asked:
-        found.setdefault(question, []).append(same_answer(answer, expected))
-    return {question: sum(right) / len(right) for question, right in found.items()}
+        outcomes.setdefault(question, []).append(same_answer(answer, expected))
+    return {question: sum(right) / len(right) for question, right in outcomes.items()}

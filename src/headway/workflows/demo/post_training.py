@@ -1,12 +1,15 @@
-"""The demo after pretraining: fine-tuning on questions about the library, DPO on right and wrong answers, head sparsity, a report.
+"""The demo after pretraining: fine-tuning on questions about the library, DPO on right and wrong
+answers, head sparsity, a report.
 
-Questions held out from fine-tuning are held out from the preference pairs too, and wrong answers come from the same split.
+Questions held out from fine-tuning are held out from the preference pairs too, and wrong answers
+come from the same split.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +61,15 @@ log: {{every: 45}}
 device: cpu
 """
 SPARSITY = 0.5
-WINDOW, SINKS = 32, 4
+"""Share of the heads that see a window alone."""
+WINDOW = 32
+"""Newest tokens that such a head sees."""
+SINKS = 4
+"""First tokens that such a head sees."""
 SPARSIFY_STEPS = 60
 SPARSIFY_DOCUMENTS = 12
+"""Held-out modules that the masks are measured on, and the first tokens of each."""
+SPARSIFY_TOKENS = 4096
 SPARSE = """\
 run: {{name: sparse, dir: {out}/runs}}
 init: {{from: {model}}}
@@ -79,8 +88,11 @@ device: cpu
 
 def fine_tune(demo: Demo) -> dict[str, Any]:
     """Learn to answer: the loss is on the answers only."""
-    found = _train(demo, "sft", SFT, demo.steps * 3 // 20)
-    return {"sft_first_valid_loss": found[0]["loss"], "sft_last_valid_loss": found[-1]["loss"]}
+    validations = _train(demo, "sft", SFT, demo.steps * 3 // 20)
+    return {
+        "sft_first_valid_loss": validations[0]["loss"],
+        "sft_last_valid_loss": validations[-1]["loss"],
+    }
 
 
 def prefer(demo: Demo) -> dict[str, Any]:
@@ -90,7 +102,8 @@ def prefer(demo: Demo) -> dict[str, Any]:
     from headway.tasks.preference.source import num_pairs
 
     # The same file name and order as the questions, so that the same ones are held out.
-    raw, stores = demo.pairs / "docstrings.jsonl", demo.pairs / "store"
+    raw = demo.pairs / "docstrings.jsonl"
+    stores = demo.pairs / "store"
     if not raw.exists():
         write_pairs(demo.instructions / "docstrings.jsonl", raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
@@ -100,18 +113,20 @@ def prefer(demo: Demo) -> dict[str, Any]:
             stores,
             BuildOptions("preference", max_length=128, valid_fraction=VALID_FRACTION),
         )
-    found = _train(demo, "dpo", DPO, demo.steps * 9 // 100)[-1]
+    last = _train(demo, "dpo", DPO, demo.steps * 9 // 100)[-1]
     return {
         "pairs": num_pairs(open_store(stores / "train")),
         "valid_pairs": num_pairs(open_store(stores / "valid")),
-        "reward_accuracy": found["rewards/accuracies"],
-        "reward_margin": found["rewards/margins"],
-        "dpo_last_valid_loss": found["loss"],
+        "reward_accuracy": last["rewards/accuracies"],
+        "reward_margin": last["rewards/margins"],
+        "dpo_last_valid_loss": last["loss"],
     }
 
 
 def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any]]:
-    """Train one run, or find it done; returns its validations, the first from before the first step."""
+    """Train one run, or find it done; returns its validations, the first from before the first
+    step.
+    """
     from headway.config.load import load
     from headway.track.metrics_file import read_metrics
     from headway.train.config import Recipe
@@ -122,58 +137,70 @@ def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any
     path.write_text(recipe.format(out=demo.out.as_posix(), steps=max(1, steps)), encoding="utf-8")
     loaded = load(Recipe, path)
     train_or_stop(loaded)
-    records = read_metrics(loaded.run.folder / "metrics.jsonl")
-    return [
-        values
-        for record in records
-        for key in (AT_START, "valid")
-        for values in record.get(key, {}).values()
-    ]
+
+    # Each of these recipes has one validation set.
+    validations: list[dict[str, Any]] = []
+    for record in read_metrics(loaded.run.folder / "metrics.jsonl"):
+        for key in (AT_START, "valid"):
+            validations += record.get(key, {}).values()
+    return validations
 
 
 def held_out(questions: Path) -> list[bool]:
     """Which of the questions are for validation, in the order of the file."""
     from headway.prepare.encode import Split, numbered_records
 
+    # The split that `build_store` makes of this file, whose default seed is 0.
     _, valid = Split.sides([questions], VALID_FRACTION, 0)
     return [valid.includes(record, number) for record, number in numbered_records([questions])]
 
 
 def write_pairs(questions: Path, out: Path) -> int:
-    """For every question its answer, and the answer to another question of the same split as the wrong one; returns the number of pairs."""
-    turns = [
-        json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()
-    ]
-    sides = held_out(questions)
-    answers = {
-        side: [one[1]["content"] for one, at in zip(turns, sides, strict=True) if at == side]
-        for side in (False, True)
-    }
+    """For every question its answer, and the answer to another question of the same split as the
+    wrong one; returns the number of pairs.
+    """
+    conversations = list(zip(_conversations(questions), held_out(questions), strict=True))
+    # Whether held out -> the answers of that side.
+    answers: dict[bool, list[str]] = {False: [], True: []}
+    for (_, answer), is_valid in conversations:
+        answers[is_valid].append(answer)
+
     lines: list[str] = []
-    for number, ((question, right), side) in enumerate(zip(turns, sides, strict=True)):
-        others = [answer for answer in answers[side] if answer != right["content"]]
+    for number, ((question, right), is_valid) in enumerate(conversations):
+        # Functions may share a docstring, which would be right and wrong at once.
+        others = [answer for answer in answers[is_valid] if answer != right]
         if not others:
             raise DataError(
-                "all docstrings of the standard library are the same; the demo needs its source files."
+                "all docstrings of the standard library are the same; the demo needs its source "
+                "files."
             )
+        # Derived from the question's number, so that the file is the same each time.
         wrong = others[derive(0, "wrong", number) % len(others)]
-        lines.append(
-            json.dumps(
-                {"prompt": question["content"], "chosen": right["content"], "rejected": wrong},
-                ensure_ascii=False,
-            )
-        )
+        pair = {"prompt": question, "chosen": right, "rejected": wrong}
+        lines.append(json.dumps(pair, ensure_ascii=False))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
     return len(lines)
 
 
+def _conversations(questions: Path) -> list[tuple[str, str]]:
+    """(question, answer) of every line of a file that `write_instructions` wrote."""
+    conversations: list[tuple[str, str]] = []
+    for line in questions.read_text(encoding="utf-8").splitlines():
+        question, answer = json.loads(line)["messages"]
+        conversations.append((question["content"], answer["content"]))
+    return conversations
+
+
 def sparsify(demo: Demo) -> dict[str, Any]:
-    """Train head gates over the frozen model, then compare loss and cache of the masked and the full model."""
+    """Train head gates over the frozen model, then compare loss and cache of the masked and the
+    full model.
+    """
     from headway.checkpoint.stored_model import find_model
     from headway.config.load import load
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import kv_rows, write_long_report
+    from headway.eval.options import LongQuestions
     from headway.infer.load import load_model
     from headway.model.head_masks.choice import MaskSpec
     from headway.train.config import Recipe
@@ -182,38 +209,47 @@ def sparsify(demo: Demo) -> dict[str, Any]:
 
     file = demo.out / "sparse.yaml"
     text = SPARSE.format(
-        out=demo.out.as_posix(), model=demo.run.as_posix(), store=demo.store.as_posix(), fraction=VALID_MODULES,
-        sparsity=SPARSITY, window=WINDOW, sinks=SINKS, steps=min(SPARSIFY_STEPS, demo.steps),
-    )  # fmt: skip
+        out=demo.out.as_posix(),
+        model=demo.run.as_posix(),
+        store=demo.store.as_posix(),
+        fraction=VALID_MODULES,
+        sparsity=SPARSITY,
+        window=WINDOW,
+        sinks=SINKS,
+        steps=min(SPARSIFY_STEPS, demo.steps),
+    )
     write_atomic(file, text)
     recipe = load(Recipe, file)
     train_or_stop(recipe)
-    run, spec = recipe.run.folder, MaskSpec(sparsities=(SPARSITY,), random=True)
+    run = recipe.run.folder
+
+    spec = MaskSpec(sparsities=(SPARSITY,), random=True)
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     files = write_mask_files(run, spec, folder)
-    loaded = load_model(run)
-    plan = LongPlan((), (256,), chunk_tokens=64, rows=8)
-    texts = lambda: _held_out_modules(demo.store)  # noqa: E731
+
+    # No tasks: only held-out text is scored.
+    plan = LongPlan((), (256,), LongQuestions(chunk_tokens=64, rows=8))
     result = evaluate_long(
-        loaded,
+        load_model(run),
         spec.variants(find_model(run).mask_source()),
         plan,
         name=str(run),
-        texts=texts,
+        texts=lambda: _held_out_modules(demo.store),
         results_dir=folder / "parts",
     )
     write_long_report(folder, result)
     losses = {
-        one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None
+        variant.name: variant.perplexity["loss"]
+        for variant in result.variants
+        if variant.perplexity is not None
     }
-    table = kv_rows(result.variants)
     return {
         "sparse": {
             "run": str(run),
             "masks": str(folder / files[0]),
             "losses": losses,
-            "kv": table,
+            "kv": kv_rows(result.variants),
             "report": str(folder / "report.md"),
         }
     }
@@ -228,10 +264,10 @@ def _held_out_modules(store: Path) -> Iterator[EvalDocument]:
     from headway.store.reader import open_store
 
     opened = open_store(store)
-    for index in np.flatnonzero(in_valid(np.arange(opened.num_documents), VALID_MODULES))[
-        :SPARSIFY_DOCUMENTS
-    ].tolist():
-        yield EvalDocument(opened.document(index).tolist()[:4096], None, str(store))
+    indices = np.flatnonzero(in_valid(np.arange(opened.num_documents), VALID_MODULES))
+    for index in indices[:SPARSIFY_DOCUMENTS].tolist():
+        ids = opened.document(index).tolist()[:SPARSIFY_TOKENS]
+        yield EvalDocument(ids, None, str(store))
 
 
 def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
@@ -240,30 +276,22 @@ def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
     from headway.infer.load import load_model
 
     questions = demo.instructions / "docstrings.jsonl"
-    turns = [
-        json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()
-    ]
-    asked = [one for one, is_valid in zip(turns, held_out(questions), strict=True) if is_valid][
-        :40:10
-    ]
+    valid = list(compress(_conversations(questions), held_out(questions)))
+    # Four questions that are ten apart: neighbours are often about one module.
+    asked = valid[:40:10]
+    # All models get the same text, in the format that the conversations were stored in.
     prompts = [
-        f"<|im_start|>user\n{one[0]['content']}<|im_end|>\n<|im_start|>assistant\n" for one in asked
+        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question, _ in asked
     ]
-    found: dict[str, list[str]] = {}
+    answers: list[dict[str, str]] = [
+        {"question": question, "docstring": answer} for question, answer in asked
+    ]
     for name in ("pretrain", "sft", "dpo"):
         model = load_model(demo.out / "runs" / name)
-        found[name] = [
-            one.text.strip()
-            for one in generate(model, prompts, GenerateOptions(max_new_tokens=40, special=True))
-        ]
-    answers = [
-        {
-            "question": one[0]["content"],
-            "docstring": one[1]["content"],
-            **{name: texts[at] for name, texts in found.items()},
-        }
-        for at, one in enumerate(asked)
-    ]
+        options = GenerateOptions(max_new_tokens=40, special=True)
+        generations = generate(model, prompts, options)
+        for entry, generation in zip(answers, generations, strict=True):
+            entry[name] = generation.text.strip()
     write_atomic(demo.out / "report.md", report({**summary, "answers": answers}))
     return {"answers": answers, "report": str(demo.out / "report.md")}
 
@@ -294,18 +322,19 @@ def report(summary: dict[str, Any]) -> str:
         "",
         "| what | result |",
         "|---|---|",
-        *(f"| {what} | {result} |" for what, result in rows),
+        *(f"| {name} | {result} |" for name, result in rows),
     ]
     lines += ["", "## Answers to held-out questions", ""]
-    for one in summary["answers"]:
-        lines += [f"**{one['question']}**", "", "| model | answer |", "|---|---|"]
-        shown = {
-            "the library itself": "docstring",
-            "pretrained": "pretrain",
-            "fine-tuned": "sft",
-            "after preference": "dpo",
-        }
-        lines += [f"| {name} | {_cell(one[key])} |" for name, key in shown.items()] + [""]
+    models = {
+        "the library itself": "docstring",
+        "pretrained": "pretrain",
+        "fine-tuned": "sft",
+        "after preference": "dpo",
+    }
+    for answer in summary["answers"]:
+        lines += [f"**{answer['question']}**", "", "| model | answer |", "|---|---|"]
+        lines += [f"| {name} | {_cell(answer[key])} |" for name, key in models.items()]
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -1,4 +1,5 @@
-"""The whole pipeline in small: text -> tokenizer -> store -> pretrain -> evaluate -> fine-tune -> DPO -> sparsify -> export, on a CPU.
+"""The whole pipeline in small: text -> tokenizer -> store -> pretrain -> evaluate -> fine-tune ->
+DPO -> sparsify -> export, on a CPU.
 
 Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
 """
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 VOCAB_SIZE = 2048
+SAMPLE_TOKENS = 64
+STRIDE_TOKENS = 128
+"""Half of the model's context: after a document's start, each token is scored with at least as
+many tokens before it.
+"""
 SMOOTHING = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Values of k tried for the bigram model."""
 PROMPT = "def read(self, path):\n"
@@ -57,7 +63,8 @@ class Demo:
     """The folders and files of the demo."""
 
     def __init__(self, out: Path, steps: int) -> None:
-        self.out, self.steps = out, steps
+        self.out = out
+        self.steps = steps
         self.corpus = out / "corpus" / "library.jsonl"
         self.tokenizer = out / "tokenizer"
         self.store = out / "store"
@@ -91,6 +98,7 @@ def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
     for number, (name, make) in enumerate(parts, start=1):
         log.info("[%d/%d] %s", number, len(parts), name)
         summary |= make(demo)
+    # Last, because its report holds the numbers of all parts.
     summary |= compare_answers(demo, summary)
     summary["seconds"] = time.perf_counter() - began
     summary["next"] = next_commands(demo)
@@ -104,6 +112,7 @@ def make_corpus(demo: Demo) -> dict[str, Any]:
     """The standard library's source as JSON lines."""
     if not demo.corpus.exists():
         write_corpus(demo.corpus)
+    # Counted from the file, so that a second call reports the same numbers.
     lines = demo.corpus.read_text(encoding="utf-8").splitlines()
     return {
         "modules": len(lines),
@@ -138,18 +147,22 @@ def make_store(demo: Demo) -> dict[str, Any]:
 
 
 def make_instructions(demo: Demo) -> dict[str, Any]:
-    """Questions and answers from docstrings, as masked stores: the loss is on the answers and their end token."""
+    """Questions and answers from docstrings, as masked stores: the loss is on the answers and their
+    end token.
+    """
     from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
 
-    raw, stores = demo.instructions / "docstrings.jsonl", demo.instructions / "store"
+    raw = demo.instructions / "docstrings.jsonl"
+    stores = demo.instructions / "store"
     if not raw.exists():
         write_instructions(raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
         build_store(
             [raw], demo.tokenizer, stores, BuildOptions("chat", valid_fraction=VALID_FRACTION)
         )
-    train, valid = open_store(stores / "train"), open_store(stores / "valid")
+    train = open_store(stores / "train")
+    valid = open_store(stores / "valid")
     return {
         "conversations": train.num_documents,
         "valid_conversations": valid.num_documents,
@@ -175,7 +188,9 @@ def pretrain(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo) -> dict[str, Any]:
-    """Perplexity and bits per byte on held-out modules, and those of a bigram model of the same tokens."""
+    """Perplexity and bits per byte on held-out modules, and those of a bigram model of the same
+    tokens.
+    """
     import numpy as np
 
     from headway.data.selection import in_valid
@@ -187,21 +202,23 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     loaded = load_model(demo.run)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
+
+    # The same rule as in training decides which documents are held out.
     held_out = in_valid(np.arange(store.num_documents), VALID_MODULES)
-    ids = {
-        side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()]
-        for side in ("train", "valid")
-    }
-    valid = [document.tolist() for document in ids["valid"]]
-    pieces = [
-        EvalDocument(document, len(tokenizer.decode_bytes(document, skip_special=True)))
-        for document in valid
-    ]
-    result = perplexity(loaded, pieces, stride=128)
+    train = [store.document(index) for index in np.flatnonzero(~held_out).tolist()]
+    valid = [store.document(index) for index in np.flatnonzero(held_out).tolist()]
+    pieces: list[EvalDocument] = []
+    for document in valid:
+        ids = document.tolist()
+        num_bytes = len(tokenizer.decode_bytes(ids, skip_special=True))
+        pieces.append(EvalDocument(ids, num_bytes))
+    result = perplexity(loaded, pieces, stride=STRIDE_TOKENS)
     assert result.num_bytes is not None
-    # Both score every token of a document but its first, so that both losses are about the same bytes.
+
+    # Both score every token of a document but its first, so that both losses are about the same
+    # bytes.
     assert result.tokens == sum(len(document) - 1 for document in valid)
-    baseline = bigram_loss(ids["train"], ids["valid"], tokenizer.vocab_size)
+    baseline = bigram_loss(train, valid, tokenizer.vocab_size)
     return {
         "loss": result.loss,
         "perplexity": result.perplexity,
@@ -213,12 +230,15 @@ def evaluate(demo: Demo) -> dict[str, Any]:
 def bigram_loss(
     train: Iterable[npt.NDArray[np.integer]], valid: Iterable[npt.NDArray[np.integer]], vocab: int
 ) -> float:
-    """The baseline: mean loss in nats of a bigram model on every token of `valid` but each document's first.
+    """The baseline: mean loss in nats of a bigram model on every token of `valid` but each
+    document's first.
 
-    P(b|a) = (count(a, b) + k P(b)) / (count(a) + k), with the k that is best on `valid` itself, so the baseline is flattered.
+    P(b|a) = (count(a, b) + k P(b)) / (count(a) + k), with the k that is best on `valid` itself, so
+    the baseline is flattered.
     """
     import numpy as np
 
+    # One is added to every single count, so that no token of `valid` has probability 0.
     pairs = np.zeros(vocab * vocab, np.int64)
     singles = np.ones(vocab, np.float64)
     for document in train:
@@ -227,10 +247,12 @@ def bigram_loss(
         pairs += np.bincount(ids[:-1] * vocab + ids[1:], minlength=vocab * vocab)
     counts = pairs.reshape(vocab, vocab)
     unigram = singles / singles.sum()
-    before = np.concatenate([document[:-1].astype(np.int64) for document in valid])
-    after = np.concatenate([document[1:].astype(np.int64) for document in valid])
-    seen, out_of = counts[before, after], counts.sum(1)[before]
-    losses = [-np.log((seen + k * unigram[after]) / (out_of + k)).mean() for k in SMOOTHING]
+
+    a = np.concatenate([document[:-1].astype(np.int64) for document in valid])
+    b = np.concatenate([document[1:].astype(np.int64) for document in valid])
+    count_ab = counts[a, b]
+    count_a = counts.sum(1)[a]
+    losses = [-np.log((count_ab + k * unigram[b]) / (count_a + k)).mean() for k in SMOOTHING]
     best = float(min(losses))
     assert math.isfinite(best)
     return best
@@ -244,22 +266,24 @@ def export_and_generate(demo: Demo) -> dict[str, Any]:
     from headway.infer.load import load_model
     from headway.infer.sampling import Sampling
 
-    found = find_model(demo.run)
+    stored = find_model(demo.run)
     if not demo.export.exists():
         export_huggingface(
-            found.config, found.weights(), demo.export, tokenizer=found.tokenizer_folder
+            stored.config, stored.weights(), demo.export, tokenizer=stored.tokenizer_folder
         )
+
+    # The sample comes from the export rather than from the run, and so shows that it loads.
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
-    sample = generate(
-        load_model(demo.export), [PROMPT], GenerateOptions(max_new_tokens=64, sampling=sampling)
-    )[0]
+    options = GenerateOptions(max_new_tokens=SAMPLE_TOKENS, sampling=sampling)
+    sample = generate(load_model(demo.export), [PROMPT], options)[0]
     return {"export": str(demo.export), "sample": PROMPT + sample.text}
 
 
 def next_commands(demo: Demo) -> list[str]:
     """What to try next."""
     return [
-        f"headway generate --model {demo.run} --prompt 'import os' --max-new-tokens 80 --temperature 0.8",
+        f"headway generate --model {demo.run} --prompt 'import os' --max-new-tokens 80 "
+        "--temperature 0.8",
         f"headway eval ppl --model {demo.run} --data README.md",
         f"headway train {demo.recipe} run.name=longer steps={demo.steps * 4}",
         f"headway train {demo.out / 'dpo.yaml'} run.name=ipo objective.loss_type=ipo",

@@ -1,6 +1,8 @@
-"""Keys of transformers' TrainingArguments, which Flare, PruLong, LLaMA-Factory and others take over. One table, used by several systems.
+"""Keys of transformers' TrainingArguments, which Flare, PruLong, LLaMA-Factory and others take
+over. One table, used by several systems.
 
-DEFAULTS are the trainer's own, for keys that a file leaves out and for which headway's default differs (transformers 4.57).
+DEFAULTS are the trainer's own, for keys that a file leaves out and for which headway's default
+differs (transformers 4.57).
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
 }
+"""Their schedules -> ours."""
+LONGEST_TIMEOUT = 86400
+"""Seconds. Timeouts above it stand for something else than ranks that wait."""
 PLAIN_ADAMW = (
     "adamw_torch",
     "adamw_torch_fused",
@@ -50,6 +55,7 @@ SCHEDULE_FREE = (
 
 def output_folder(draft: ImportDraft, key: str, value: Any) -> None:
     """`outputs/lora-out` is run.dir outputs and run.name lora-out."""
+    # Posix on every system: the file may be from another machine.
     path = PurePosixPath(text(key, value))
     if path.name and str(path.parent) != ".":
         draft.set("run.dir", str(path.parent))
@@ -65,20 +71,21 @@ def output_folder(draft: ImportDraft, key: str, value: Any) -> None:
 def schedule(draft: ImportDraft, key: str, value: Any) -> None:
     """The shape of the learning rate; transformers' schedules end at 0."""
     if value == "constant":
+        # Their `constant` ignores the warm-up keys, which `constant_with_warmup` reads.
         draft.set("optim.schedule.warmup", 0)
         draft.write(key, value, "optim.schedule.kind", "constant", "without warm-up")
     elif value in SCHEDULES:
+        # A default: keys such as cosine_min_lr_ratio may have set another floor.
         draft.default("optim.schedule.floor", 0.0)
         draft.write(
             key, value, "optim.schedule.kind", SCHEDULES[value], "falls to 0 (optim.schedule.floor)"
         )
     else:
-        known = "optim.schedule.kind: cosine, linear, constant or wsd"
         draft.tell(
             key,
             value,
             "missing",
-            known,
+            "optim.schedule.kind: cosine, linear, constant or wsd",
             "there is no schedule of this shape; the recipe has cosine",
         )
 
@@ -95,20 +102,24 @@ def warmup_share(draft: ImportDraft, key: str, value: Any) -> None:
 
 def warmup_steps(draft: ImportDraft, key: str, value: Any) -> None:
     """Warm-up in steps; newer versions of transformers take a share here as well."""
-    found = number(key, value)
-    if found:
-        draft.write(key, value, "optim.schedule.warmup", found if 0 < found < 1 else int(found))
-    else:
+    steps = number(key, value)
+    if not steps:
         draft.tell(key, value, "automatic", note="0: warmup_ratio counts")
+        return
+    # headway's setting takes both as well: a share below 1, steps from 1 on.
+    if not 0 < steps < 1:
+        steps = int(steps)
+    draft.write(key, value, "optim.schedule.warmup", steps)
 
 
 def beta(index: int) -> Rule:
     """One of Adam's two decay rates."""
 
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
-        both = list(draft.get("optim.betas") or (0.9, 0.999))
-        both[index] = float(number(key, value))
-        draft.write(key, value, "optim.betas", both)
+        # A file may give one of them; the other keeps Adam's usual value.
+        betas = list(draft.get("optim.betas") or (0.9, 0.999))
+        betas[index] = float(number(key, value))
+        draft.write(key, value, "optim.betas", betas)
 
     return rule
 
@@ -117,18 +128,15 @@ def optimizer(draft: ImportDraft, key: str, value: Any) -> None:
     """The optimizer and how it stores its state."""
     name = text(key, value).lower()
     kinds = kind_names("headway.optim")
-    free = next((kind for kind in kinds if "free" in kind), None)
+    schedule_free = next((kind for kind in kinds if "free" in kind), None)
     if name in PLAIN_ADAMW:
         draft.write(key, value, "optim.kind", "adamw")
     elif name.removeprefix("paged_") in ("adamw_8bit", "adamw_bnb_8bit"):
+        note = ""
+        if name.startswith("paged_"):
+            note = "paging: memory.offload: [optimizer]"
         draft.set("optim.kind", "adamw")
-        draft.write(
-            key,
-            value,
-            "optim.state_dtype",
-            "8bit",
-            "paging: memory.offload: [optimizer]" if name.startswith("paged_") else "",
-        )
+        draft.write(key, value, "optim.state_dtype", "8bit", note)
     elif name == "paged_adamw_32bit":
         draft.set("optim.kind", "adamw")
         draft.add("memory.offload", "optimizer")
@@ -141,8 +149,8 @@ def optimizer(draft: ImportDraft, key: str, value: Any) -> None:
             OTHER_OPTIMIZERS[name],
             "check optim.lr: rates of other optimizers are not comparable",
         )
-    elif name in SCHEDULE_FREE and free is not None:
-        draft.write(key, value, "optim.kind", free)
+    elif name in SCHEDULE_FREE and schedule_free is not None:
+        draft.write(key, value, "optim.kind", schedule_free)
     else:
         draft.tell(
             key,
@@ -157,6 +165,7 @@ def num_steps(draft: ImportDraft, key: str, value: Any) -> None:
     """Steps win over epochs; -1 means that epochs count."""
     steps = integer(key, value)
     if steps > 0:
+        # A recipe gives one of the two. The rule of epochs may have run before.
         draft.recipe.pop("epochs", None)
         draft.write(key, value, "steps", steps)
     else:
@@ -167,17 +176,20 @@ def num_epochs(draft: ImportDraft, key: str, value: Any) -> None:
     """Passes over the data, unless the file gives steps."""
     if number("max_steps", draft.value("max_steps", default=-1)) > 0:
         draft.tell(key, value, "automatic", note="max_steps is given and wins")
-    else:
-        found = number(key, value)
-        draft.write(key, value, "epochs", int(found) if float(found).is_integer() else found)
+        return
+    epochs = number(key, value)
+    # Their files often say 3.0, where a recipe says 3.
+    if float(epochs).is_integer():
+        epochs = int(epochs)
+    draft.write(key, value, "epochs", epochs)
 
 
 def interval(path: str) -> Rule:
     """Steps between two events; below 1 it is a share of the run in their trainer."""
 
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
-        found = number(key, value)
-        if 0 < found < 1:
+        steps = number(key, value)
+        if 0 < steps < 1:
             draft.tell(
                 key,
                 value,
@@ -185,10 +197,10 @@ def interval(path: str) -> Rule:
                 f"{path}: STEPS",
                 "a share of the run; write the number of steps",
             )
-        elif found < 1:
+        elif steps < 1:
             draft.write(key, value, path, None)
         else:
-            draft.write(key, value, path, int(found))
+            draft.write(key, value, path, int(steps))
 
     return rule
 
@@ -234,12 +246,13 @@ def recompute(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def deepspeed(draft: ImportDraft, key: str, value: Any) -> None:
-    """The name of a DeepSpeed file says its stage; `offload` in the name moves optimizer state to the host."""
+    """The name of a DeepSpeed file says its stage; `offload` in the name moves optimizer state to
+    the host.
+    """
     name = str(value).lower()
-    found = next(
-        (one for one in ("z0", "zero1", "z1", "zero2", "z2", "zero3", "z3") if one in name), None
-    )
-    if found is None:
+    marks = ("z0", "zero1", "z1", "zero2", "z2", "zero3", "z3")
+    mark = next((mark for mark in marks if mark in name), None)
+    if mark is None:
         draft.tell(
             key,
             value,
@@ -248,26 +261,29 @@ def deepspeed(draft: ImportDraft, key: str, value: Any) -> None:
             "the stage is not in the file's name",
         )
         return
-    if found[-1] == "0":
+
+    stage = mark[-1]
+    if stage == "0":
         draft.set("parallel.zero1.size", 1)
-        form = "parallel.zero1.size: 1"
-    elif found[-1] == "1":
+        settings = "parallel.zero1.size: 1"
+    elif stage == "1":
         draft.set("parallel.strategy", "zero1")
-        form = "parallel.strategy: zero1"
+        settings = "parallel.strategy: zero1"
     else:
         draft.set("parallel.strategy", "fsdp")
-        form = "parallel.strategy: fsdp"
-        if found[-1] == "2":
+        settings = "parallel.strategy: fsdp"
+        # Stage 2 divides gradients and optimizer state, and keeps parameters whole in a step.
+        if stage == "2":
             draft.set("parallel.fsdp.reshard_after_forward", False)
-            form += ", parallel.fsdp.reshard_after_forward: false"
+            settings += ", parallel.fsdp.reshard_after_forward: false"
     if "offload" in name:
         draft.add("memory.offload", "optimizer")
-        form += ", memory.offload: [optimizer]"
-    draft.tell(key, value, "set", form, "from the file's name; the file itself is not read")
+        settings += ", memory.offload: [optimizer]"
+    draft.tell(key, value, "set", settings, "from the file's name; the file itself is not read")
 
 
 def report_to(draft: ImportDraft, key: str, value: Any) -> None:
-    """Trackers by name."""
+    """Trackers by name, one or several; each gets its own line in the report."""
     for name in words(key, value):
         if name in ("none", ""):
             draft.tell(key, value, "automatic", note="metrics.jsonl is always written")
@@ -276,7 +292,7 @@ def report_to(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def compiled(draft: ImportDraft, key: str, value: Any) -> None:
-    """torch.compile."""
+    """torch.compile: true, false or `auto`."""
     draft.write(key, value, "kernels.compile", "auto" if value == "auto" else yes(key, value))
 
 
@@ -287,19 +303,53 @@ def pinned(draft: ImportDraft, key: str, value: Any) -> None:
 
 def timeout(draft: ImportDraft, key: str, value: Any) -> None:
     """Seconds that ranks wait; very long ones only stood in for slow data preparation."""
-    found = float(number(key, value))
-    if found > 86400:
+    seconds = float(number(key, value))
+    if seconds > LONGEST_TIMEOUT:
         draft.tell(
             key,
             value,
             "automatic",
-            note="ranks wait for tokenization on a lock file, not in a collective; the default of 30 minutes is enough",
+            note="ranks wait for tokenization on a lock file, not in a collective; the default of "
+            "30 minutes is enough",
         )
     else:
-        draft.write(key, value, "parallel.timeout_seconds", found)
+        draft.write(key, value, "parallel.timeout_seconds", seconds)
 
+
+def validation(draft: ImportDraft, key: str, value: Any) -> None:
+    """A share of the documents; the other systems also take a number of them."""
+    share = number(key, value)
+    if share == 0:
+        draft.tell(key, value, "automatic", note="no validation")
+    elif share < 1:
+        draft.write(key, value, "data.valid.fraction", float(share))
+    else:
+        draft.tell(
+            key,
+            value,
+            "missing",
+            "data.valid.fraction: 0.05",
+            "a number of documents; give their share",
+        )
+
+
+def packing(draft: ImportDraft, key: str, value: Any) -> None:
+    """Rows of several documents, which do not see each other; without packing each row has one."""
+    draft.write(key, value, "data.packing", "best_fit" if yes(key, value) else "pad")
+
+
+WITHOUT_MEANING = (
+    "label_names", "length_column_name", "remove_unused_columns", "skip_memory_metrics",
+    "use_legacy_prediction_loop", "log_level", "include_inputs_for_metrics", "torchdynamo",
+    "ray_scope", "jit_mode_eval", "use_ipex", "disable_tqdm", "prediction_loss_only",
+    "include_num_input_tokens_seen", "include_tokens_per_second", "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers", "local_rank", "cuda_empty_cache", "torch_empty_cache_steps",
+    "use_liger_kernel", "accelerator_config", "batch_eval_metrics",
+)  # fmt: skip
+"""Options of transformers' trainer without a meaning here."""
 
 RULES: dict[str, Rule] = {
+    # The run, its optimizer and its schedule.
     "output_dir": output_folder,
     "run_name": sets("run.name", text),
     "seed": sets("seed", integer),
@@ -314,12 +364,17 @@ RULES: dict[str, Rule] = {
     "warmup_ratio": warmup_share,
     "warmup_steps": warmup_steps,
     "label_smoothing_factor": sets("objective.label_smoothing", number),
+    # Length and batch. Their batch counts rows of one device, so it becomes rows_per_rank:
+    # batch.rows would not grow with the number of ranks.
     "num_train_epochs": num_epochs,
     "max_steps": num_steps,
     "per_device_train_batch_size": sets("batch.rows_per_rank", integer),
     "gradient_accumulation_steps": sets("batch.accumulate", integer),
     "per_device_eval_batch_size": automatic("validation uses the microbatch of training"),
-    "auto_find_batch_size": missing("microbatches are sized by another key", "batch.micro_rows: auto"),
+    "auto_find_batch_size": missing(
+        "microbatches are sized by another key", "batch.micro_rows: auto"
+    ),
+    # Precision, memory and compilation.
     "bf16": precision("bf16"),
     "fp16": precision("fp16"),
     "fp8": precision("fp8"),
@@ -329,10 +384,14 @@ RULES: dict[str, Rule] = {
     "torch_compile": compiled,
     "torch_compile_backend": automatic("blocks are compiled with torch's default backend"),
     "torch_compile_mode": automatic("blocks are compiled with torch's default mode"),
+    # Communication between ranks.
     "deepspeed": deepspeed,
     "ddp_timeout": timeout,
     "ddp_backend": automatic("nccl on GPUs, gloo on CPUs"),
-    "ddp_find_unused_parameters": automatic("parameters without a gradient are found before the run"),
+    "ddp_find_unused_parameters": automatic(
+        "parameters without a gradient are found before the run"
+    ),
+    # Logging and validation, which headway counts in steps alone.
     "logging_steps": interval("log.every"),
     "logging_strategy": by_steps("log.every"),
     "logging_first_step": automatic("metrics.jsonl has every step"),
@@ -342,42 +401,69 @@ RULES: dict[str, Rule] = {
     "eval_strategy": by_steps("eval.every"),
     "evaluation_strategy": by_steps("eval.every"),
     "eval_on_start": sets("eval.at_start", yes),
+    # Checkpoints, the best of them, and early stopping.
     "save_steps": interval("checkpoint.every"),
     "save_strategy": by_steps("checkpoint.every"),
     "save_total_limit": sets("checkpoint.keep_last", integer),
-    "save_only_model": automatic("checkpoints hold everything a resumed run needs; final/ has the model alone"),
+    "save_only_model": automatic(
+        "checkpoints hold everything a resumed run needs; final/ has the model alone"
+    ),
     "save_safetensors": automatic("all files are safetensors"),
-    "load_best_model_at_end": automatic("best-1 links to the best checkpoint; with eval.stop, final/ is the best one"),
+    "load_best_model_at_end": automatic(
+        "best-1 links to the best checkpoint; with eval.stop, final/ is the best one"
+    ),
     "metric_for_best_model": one_of(
-        "checkpoint.metric", {"eval_loss": "loss", "loss": "loss"}, "another metric", "checkpoint.metric: SET/METRIC"
+        "checkpoint.metric",
+        {"eval_loss": "loss", "loss": "loss"},
+        "another metric",
+        "checkpoint.metric: SET/METRIC",
     ),
     "greater_is_better": automatic("checkpoint.goal follows the metric"),
     "early_stopping_patience": sets("eval.stop.patience", integer),
     "early_stopping_threshold": sets("eval.stop.min_delta", number),
-    "resume_from_checkpoint": missing("a run resumes by itself", "headway train RECIPE --resume CHECKPOINT", off=(False, True, "auto")),
+    "resume_from_checkpoint": missing(
+        "a run resumes by itself",
+        "headway train RECIPE --resume CHECKPOINT",
+        off=(False, True, "auto"),
+    ),
     "overwrite_output_dir": automatic("the same command resumes; --resume never starts over"),
+    # Reading data.
     "dataloader_num_workers": sets("data.workers", integer),
     "dataloader_pin_memory": pinned,
-    "dataloader_prefetch_factor": sets("data.prefetch", integer, "in steps, not in batches of a worker"),
+    "dataloader_prefetch_factor": sets(
+        "data.prefetch", integer, "in steps, not in batches of a worker"
+    ),
     "dataloader_persistent_workers": automatic("readers live as long as the run"),
     "dataloader_drop_last": automatic("every step has the same number of rows"),
-    "group_by_length": missing("rows are packed instead", "data.packing: best_fit, data.balance: true"),
+    "group_by_length": missing(
+        "rows are packed instead", "data.packing: best_fit, data.balance: true"
+    ),
+    # Features without a counterpart, or with a setting of another form.
     "neftune_noise_alpha": missing("there is no noise on embeddings"),
     "full_determinism": sets("deterministic", yes),
     "use_cpu": missing("a device is named", "device: cpu"),
-    "push_to_hub": missing("headway uploads nothing", "export with `headway export hf`, then upload the folder yourself"),
-    "hub_*": missing("headway uploads nothing", "export with `headway export hf`, then upload the folder yourself"),
+    "push_to_hub": missing(
+        "headway uploads nothing",
+        "export with `headway export hf`, then upload the folder yourself",
+    ),
+    "hub_*": missing(
+        "headway uploads nothing",
+        "export with `headway export hf`, then upload the folder yourself",
+    ),
+    # Axes of parallelism; their trainer has 1 where an axis is not used.
     "context_parallel_size": if_setting("parallel.context", integer, "no context parallelism"),
-    "tensor_parallel_size": if_setting("parallel.tensor", integer, "there is no tensor parallelism", "parallel.strategy: fsdp"),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), automatic("the verb says it: headway train, headway eval")),
+    "tensor_parallel_size": if_setting(
+        "parallel.tensor", integer, "there is no tensor parallelism", "parallel.strategy: fsdp"
+    ),
     **dict.fromkeys(
-        ("label_names", "length_column_name", "remove_unused_columns", "skip_memory_metrics", "use_legacy_prediction_loop", "log_level",
-         "include_inputs_for_metrics", "torchdynamo", "ray_scope", "jit_mode_eval", "use_ipex", "disable_tqdm", "prediction_loss_only",
-         "include_num_input_tokens_seen", "include_tokens_per_second", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "local_rank",
-         "cuda_empty_cache", "torch_empty_cache_steps", "use_liger_kernel", "accelerator_config", "batch_eval_metrics"),
+        ("do_train", "do_eval", "do_predict"),
+        automatic("the verb says it: headway train, headway eval"),
+    ),
+    **dict.fromkeys(
+        WITHOUT_MEANING,
         automatic("an option of transformers' trainer without a meaning here"),
     ),
-}  # fmt: skip
+}
 
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
@@ -402,13 +488,18 @@ LORA: dict[str, Rule] = {
 
 def trained_layers(layers: Any) -> list[str]:
     """`[20, 21, 22]` as patterns of `train`: `layers.20-22`."""
-    numbers = sorted({integer("layers", one) for one in layers})
-    runs: list[list[int]] = []
-    for one in numbers:
-        if runs and one == runs[-1][1] + 1:
-            runs[-1][1] = one
+    # [first, last] of each stretch of neighbours.
+    stretches: list[list[int]] = []
+    for layer in sorted({integer("layers", item) for item in layers}):
+        if stretches and layer == stretches[-1][1] + 1:
+            stretches[-1][1] = layer
         else:
-            runs.append([one, one])
-    return [
-        f"layers.{first}" if first == last else f"layers.{first}-{last}" for first, last in runs
-    ]
+            stretches.append([layer, layer])
+
+    patterns: list[str] = []
+    for first, last in stretches:
+        if first == last:
+            patterns.append(f"layers.{first}")
+        else:
+            patterns.append(f"layers.{first}-{last}")
+    return patterns

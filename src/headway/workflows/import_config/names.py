@@ -1,8 +1,9 @@
-"""Names that people bring from other trainers. In: a key or option that headway does not have, and its value; out: how headway writes it.
+"""Names that people bring from other trainers. In: a key or option that headway does not have, and
+its value; out: how headway writes it.
 
-    learning_rate, 2e-5      ->  here it is optim.lr=2e-05
-    warmup_ratio, 0.03       ->  here it is optim.schedule.warmup=0.03
-    push_to_hub, true        ->  headway uploads nothing; nearest: export with `headway export hf`, ...
+    learning_rate, 2e-5   ->  here it is optim.lr=2e-05
+    warmup_ratio, 0.03    ->  here it is optim.schedule.warmup=0.03
+    push_to_hub, true     ->  headway uploads nothing; nearest: export with `headway export hf`, ...
 
 The importers' tables answer: the rule of the key runs on a draft that has this key alone.
 """
@@ -71,34 +72,47 @@ MODEL = "init.from"
 def translate(key: str, value: Any, *, is_nested: bool = False) -> str | None:
     """What to write instead of a key that headway does not have; None if no table knows it.
 
-    A key inside a section is translated only if it becomes a setting: a reason why another system's switch is not needed may be about
-    something else there.
+    A key inside a section is translated only if it becomes a setting: a reason why another system's
+    switch is not needed may be about something else there.
     """
-    name = key.lower().replace("-", "_")
+    name = _plain_name(key)
     if name in DATA:
-        return f"here it is data.train={shown(value) if isinstance(value, str) else 'FILE'}"
+        path = shown(value) if isinstance(value, str) else "FILE"
+        return f"here it is data.train={path}"
+    # A switch, where the key of the tables takes a number of bits.
     if name == "load_in_4bit":
         return "here it is adapter.base=nf4"
-    draft = _apply(SAME_AS.get(name, name), value)
+
+    draft = _apply(_table_name(key), value)
     if draft is None or not draft.report:
         return None
     if draft.recipe:
-        return "here it is " + " ".join(
-            f"{path}={shown(setting)}" for path, setting in _leaves(draft.recipe)
-        )
-    outcome = draft.report[0]
-    if is_nested or outcome.outcome not in ("automatic", "missing") or not outcome.note:
+        settings = [f"{path}={shown(setting)}" for path, setting in _leaves(draft.recipe)]
+        return "here it is " + " ".join(settings)
+
+    line = draft.report[0]
+    if is_nested or line.outcome not in ("automatic", "missing") or not line.note:
         return None
-    nearest = f"; nearest: {outcome.headway}" if outcome.headway else ""
-    return f"{outcome.note}{nearest}"
+    nearest = ""
+    if line.headway:
+        nearest = f"; nearest: {line.headway}"
+    return f"{line.note}{nearest}"
 
 
 def names_model(key: str) -> bool:
     """Whether a key of another system names the model."""
-    draft = _apply(
-        SAME_AS.get(key.lower().replace("-", "_"), key.lower().replace("-", "_")), "MODEL"
-    )
+    draft = _apply(_table_name(key), "MODEL")
     return draft is not None and draft.get(MODEL) is not None
+
+
+def _plain_name(key: str) -> str:
+    return key.lower().replace("-", "_")
+
+
+def _table_name(key: str) -> str:
+    """The name that the tables have for a key."""
+    name = _plain_name(key)
+    return SAME_AS.get(name, name)
 
 
 def _apply(name: str, value: Any) -> ImportDraft | None:
@@ -107,6 +121,7 @@ def _apply(name: str, value: Any) -> ImportDraft | None:
     if rule is None:
         return None
     draft = ImportDraft({name: value}, Path("."))
+    # A rule expects the types of its system's files. Here the value is what the user typed.
     try:
         rule(draft, name, value)
     except (ConfigError, TypeError, ValueError, AttributeError):
@@ -115,6 +130,7 @@ def _apply(name: str, value: Any) -> ImportDraft | None:
 
 
 def _rule(name: str) -> Rule | None:
+    """The rule of the first table that has the name; the order of TABLES decides."""
     for system in TABLES:
         module = importlib.import_module(f"headway.workflows.import_config.{system}")
         tables: tuple[Mapping[str, Rule], ...] = (module.RULES, getattr(module, "LORA", {}))
@@ -124,10 +140,11 @@ def _rule(name: str) -> Rule | None:
     return None
 
 
-def _leaves(recipe: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(recipe: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe by dotted path."""
     for key, value in recipe.items():
-        path = f"{at}.{key}" if at else key
+        path = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, path)
+            yield from _leaves(value, f"{path}.")
         else:
             yield path, value

@@ -1,7 +1,9 @@
-"""Preference training of other trainers. In: the objective that a file asks for and a key of it; out: a setting of headway's objective.
+"""Preference training of other trainers. In: the objective that a file asks for and a key of it;
+out: a setting of headway's objective.
 
-Axolotl and LLaMA-Factory share their losses with TRL, and so its defaults. Invariant: a key that the objective does not have is named in
-the report; it never becomes a setting that the recipe would refuse.
+Axolotl and LLaMA-Factory share their losses with TRL, and so its defaults. Invariant: a key that
+the objective does not have is named in the report; it never becomes a setting that the recipe would
+refuse.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ DATA_KINDS = {
     "kto": "unpaired",
 }
 """Task -> what the records must be."""
-TRL_DEFAULTS = {
+TRL_DEFAULTS: dict[str, dict[str, float]] = {
     "dpo": {"beta": 0.1},
     "orpo": {"beta": 0.1},
     "simpo": {"beta": 0.1, "gamma": 0.5},
     "kto": {"beta": 0.1},
 }
+"""Task -> settings of its loss that a file may leave out."""
 KindOf = Callable[[ImportDraft], str | None]
+"""The preference objective that a file asks for; each system says it with other keys."""
 
 
 def of_objective(kind_of: KindOf, setting: str, convert: Convert) -> Rule:

@@ -1,4 +1,6 @@
-"""PruLong's run scripts (variables with defaults), a file of `export NAME=value` lines, or its training command. Never executed."""
+"""PruLong's run scripts (variables with defaults), a file of `export NAME=value` lines, or its
+training command. Never executed.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,31 @@ from headway.workflows.import_config.rules import (
 
 SYSTEM = "PruLong"
 LONG_NAMES = {
-    "model_name": "MODEL", "learning_rate": "LR", "max_steps": "STEPS", "save_steps": "SAVE", "warmup_ratio": "WARMUP",
-    "min_lr_ratio": "MIN_LR_RATIO", "seq_parallel_size": "SEQ_PARALLEL_SIZE", "per_device_max_tokens": "MAX_TOKS",
-    "start_head_sparsity": "START_HEAD_SPARSITY", "end_head_sparsity": "END_HEAD_SPARSITY", "mask_learning_rate": "MASK_LEARNING_RATE",
-    "reg_learning_rate": "REG_LEARNING_RATE", "warmup_type": "WARMUP_TYPE", "sparsity_warmup_ratio": "SPARSITY_WARMUP_RATIO",
-    "disable_linear_regularization_term": "DISABLE_LINEAR_REG_TERM", "context_window_if_toggled": "CONTEXT_WINDOW_IF_TOGGLED",
-    "freeze_non_mask_parameters": "FREEZE_WEIGHTS", "freeze_mask_parameters": "FREEZE_MASKS", "tokenized_mds_train": "DATASET",
-    "toggle_type": "TOGGLE_TYPE", "sink_size": "SINK_SIZE", "load_masks_from": "LOAD_MASKS_FROM",
+    "model_name": "MODEL",
+    "learning_rate": "LR",
+    "max_steps": "STEPS",
+    "save_steps": "SAVE",
+    "warmup_ratio": "WARMUP",
+    "min_lr_ratio": "MIN_LR_RATIO",
+    "seq_parallel_size": "SEQ_PARALLEL_SIZE",
+    "per_device_max_tokens": "MAX_TOKS",
+    "start_head_sparsity": "START_HEAD_SPARSITY",
+    "end_head_sparsity": "END_HEAD_SPARSITY",
+    "mask_learning_rate": "MASK_LEARNING_RATE",
+    "reg_learning_rate": "REG_LEARNING_RATE",
+    "warmup_type": "WARMUP_TYPE",
+    "sparsity_warmup_ratio": "SPARSITY_WARMUP_RATIO",
+    "disable_linear_regularization_term": "DISABLE_LINEAR_REG_TERM",
+    "context_window_if_toggled": "CONTEXT_WINDOW_IF_TOGGLED",
+    "freeze_non_mask_parameters": "FREEZE_WEIGHTS",
+    "freeze_mask_parameters": "FREEZE_MASKS",
+    "tokenized_mds_train": "DATASET",
+    "toggle_type": "TOGGLE_TYPE",
+    "sink_size": "SINK_SIZE",
+    "load_masks_from": "LOAD_MASKS_FROM",
     "load_masks_sparsity": "LOAD_MASKS_SPARSITY",
     "per_device_train_batch_size": "SEQ",
-}  # fmt: skip
+}
 """Options of the trainer that the scripts fill from variables."""
 
 
@@ -48,20 +65,24 @@ def frozen(name: str) -> Rule:
 
 
 def datasets(draft: ImportDraft, key: str, value: Any) -> None:
-    """`path@0.3` is a share, `path#2` a repeat. The script for fine-tuning has one folder and the names of its domains."""
+    """`path@0.3` is a share, `path#2` a repeat. The script for fine-tuning has one folder and the
+    names of its domains.
+    """
     if isinstance(value, list):
         paths = [text(key, path) for path in value]
     else:
         paths = text(key, value).split()
+
     note = "MDS folders do not record their tokenizer"
     domains = draft.value("DOMAINS")
     if domains is not None:
         names = text("DOMAINS", domains).split()
         paths = [f"{folder.rstrip('/')}/{name}" for folder in paths for name in names]
         note = "one source per name in DOMAINS; " + note
+
     sources: list[dict[str, Any]] = []
-    for word in paths:
-        path, _, share = word.partition("@")
+    for written in paths:
+        path, _, share = written.partition("@")
         path, _, repeat = path.partition("#")
         source: dict[str, Any] = {"path": path}
         if share:
@@ -88,7 +109,9 @@ def domains(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def batch(draft: ImportDraft, key: str, value: Any) -> None:
-    """Sequences of a step; a sequence-parallel group shares one, so unique tokens are BSZ / SEQ_PARALLEL_SIZE rows of MAX_TOKS."""
+    """Sequences of a step; a sequence-parallel group shares one, so unique tokens are BSZ /
+    SEQ_PARALLEL_SIZE rows of MAX_TOKS.
+    """
     size = integer(key, value)
     usual = defaults(draft).get("SEQ_PARALLEL_SIZE", 1)
     shared = max(1, integer("SEQ_PARALLEL_SIZE", draft.value("SEQ_PARALLEL_SIZE", default=usual)))
@@ -110,21 +133,18 @@ def local_heads(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def sharding(draft: ImportDraft, key: str, value: Any) -> None:
-    """PruLong's codes of FSDP."""
+    """How parameters are divided, as a code from 0 to 5."""
     code = integer(key, value)
     if code in (0, 3):
         draft.write(key, value, "parallel.zero1.size", 1, "plain data parallelism")
     elif code in (1, 2, 4, 5):
         draft.set("parallel.strategy", "fsdp")
+        settings = "parallel.strategy: fsdp"
+        # torch's ShardingStrategy: 2 is SHARD_GRAD_OP, 4 and 5 are the hybrids of 1 and 2.
         if code in (2, 5):
             draft.set("parallel.fsdp.reshard_after_forward", False)
-        draft.tell(
-            key,
-            value,
-            "set",
-            "parallel.strategy: fsdp"
-            + (", reshard_after_forward: false" if code in (2, 5) else ""),
-        )
+            settings += ", reshard_after_forward: false"
+        draft.tell(key, value, "set", settings)
         if code in (4, 5):
             draft.tell(
                 key,
@@ -137,18 +157,29 @@ def sharding(draft: ImportDraft, key: str, value: Any) -> None:
         draft.tell(key, value, "missing", "parallel.strategy: zero1 or fsdp", "not one of 0 to 5")
 
 
-def gates_only(draft: ImportDraft, key: str, value: Any) -> None:
-    """The two rates of the gates and multipliers are the objective's."""
-    path = {"MASK_LEARNING_RATE": "mask_lr", "REG_LEARNING_RATE": "reg_lr"}[key]
-    draft.write(key, value, f"objective.{path}", number(key, value))
-
-
 LAUNCH = automatic(
-    "an option of the launch: headway train RECIPE --nproc N --nnodes N --node-rank K --master HOST:PORT"
+    "an option of the launch: headway train RECIPE --nproc N --nnodes N --node-rank K --master "
+    "HOST:PORT"
 )
 ENVIRONMENT = automatic("read by torch, NCCL or the tokenizers library as before")
+ENVIRONMENT_VARIABLES = (
+    "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS",
+)  # fmt: skip
+"""Variables that libraries read."""
+OF_THE_SCRIPT = (
+    "TIMESTAMP", "RUN_NAME", "OUT_DIR", "EXTRA_NAME", "WANDB_DIR", "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE", "BASE_ARGUMENTS", "fsdp", "tokenizer_name", "config_overrides_json",
+    "use_fast_tokenizer", "rdzv-backend", "rdzv-endpoint", "nnodes", "nproc-per-node",
+    "job-name", "checkpoint", "out_path", "sparsity",
+)  # fmt: skip
+"""Variables and options of the scripts themselves."""
+
 RULES: dict[str, Rule] = {
+    # The trainer is transformers', so its options work too; those that the scripts fill from
+    # variables have the names of these variables (`LONG_NAMES`).
     **{key: rule for key, rule in hugging_face.RULES.items() if key not in LONG_NAMES},
+    # The variables of the scripts: model, batch, schedule.
     "MODEL": sets("init.from", text),
     "BSZ": batch,
     "SEQ": sets("batch.micro_rows", integer),
@@ -159,59 +190,78 @@ RULES: dict[str, Rule] = {
     "STEPS": sets("steps", integer),
     "SAVE": sets("checkpoint.every", integer),
     "SAVE_STEPS": sets("checkpoint.every", integer, "PruLong's scripts ignore it"),
+    # The training of head gates.
     "START_HEAD_SPARSITY": sets("objective.start", number),
     "END_HEAD_SPARSITY": sets("objective.target", number),
     "SPARSITY_WARMUP_RATIO": sets("objective.warmup", number),
     "WARMUP_TYPE": sets("objective.warmup_shape", text),
-    "MASK_LEARNING_RATE": gates_only,
-    "REG_LEARNING_RATE": gates_only,
-    "DISABLE_LINEAR_REG_TERM": sets("objective.linear_term", lambda key, value: not yes(key, value)),
+    "MASK_LEARNING_RATE": sets("objective.mask_lr", number),
+    "REG_LEARNING_RATE": sets("objective.reg_lr", number),
+    "DISABLE_LINEAR_REG_TERM": sets(
+        "objective.linear_term", lambda key, value: not yes(key, value)
+    ),
     "CONTEXT_WINDOW_IF_TOGGLED": sets("objective.window", integer),
     "SINK_SIZE": sets("objective.sinks", integer),
     "TOGGLE_TYPE": local_heads,
+    # What trains, and masks to start from.
     "FREEZE_WEIGHTS": frozen("weights"),
     "FREEZE_MASKS": frozen("gates"),
     "LOAD_MASKS_FROM": sets("init.masks", text),
     "LOAD_MASKS_SPARSITY": sets("init.masks_sparsity", number),
+    # Data, ranks and memory.
     "DATASET": datasets,
     "DOMAINS": domains,
     "SEQ_PARALLEL_SIZE": sets("parallel.context", integer),
     "FSDP": sharding,
     "GC": hugging_face.recompute,
     "LOGIT_BLOCK_SIZE": sets("memory.loss_chunk_tokens", integer),
+    # The run.
     "OVERRIDES": missing("settings of the model are settings of the recipe", "model: {...}"),
     "SUFFIX": missing("the run has one name", "run.name"),
     "BF16": hugging_face.precision("bf16"),
     "TORCH_COMPILE": hugging_face.compiled,
     "DATALOADER_NUM_WORKERS": sets("data.workers", integer),
     "DATALOADER_PIN_MEMORY": hugging_face.pinned,
-    "RESUME_FROM_CHECKPOINT": missing("a run resumes by itself", "headway train RECIPE --resume CHECKPOINT"),
+    "RESUME_FROM_CHECKPOINT": missing(
+        "a run resumes by itself", "headway train RECIPE --resume CHECKPOINT"
+    ),
+    # Options that the command has besides those of transformers' trainer.
     "apply_instruct_masks": automatic("the mask column of an MDS store is the loss mask"),
     "token_scaled_loss": automatic("the loss is always divided by the targets of the whole step"),
     "should_log_loss": automatic("metrics.jsonl has every step"),
     "WANDB_PROJECT": tracks("wandb", "project"),
     "WANDB_MODE": tracker_mode("wandb"),
-    **dict.fromkeys(("NUM_GPUS", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT", "HEADER", "ACCU"), LAUNCH),
     **dict.fromkeys(
-        ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS"),
-        ENVIRONMENT,
+        ("NUM_GPUS", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT", "HEADER", "ACCU"), LAUNCH
     ),
-    **dict.fromkeys(
-        ("TIMESTAMP",
-         "RUN_NAME", "OUT_DIR", "EXTRA_NAME", "WANDB_DIR", "FSDP_SHARDING_STRATEGY", "FSDP_STATE_DICT_TYPE", "BASE_ARGUMENTS",
-         "fsdp", "tokenizer_name", "config_overrides_json", "use_fast_tokenizer", "rdzv-backend", "rdzv-endpoint", "nnodes",
-         "nproc-per-node",
-         "job-name", "checkpoint", "out_path", "sparsity"),
-        automatic("a variable or option of the script itself"),
-    ),
-}  # fmt: skip
+    **dict.fromkeys(ENVIRONMENT_VARIABLES, ENVIRONMENT),
+    **dict.fromkeys(OF_THE_SCRIPT, automatic("a variable or option of the script itself")),
+}
 
 MASKS_ONLY: dict[str, Any] = {
-    "BSZ": 16, "SEQ": 1, "LR": 1e-5, "STEPS": 1000, "SAVE": 200, "WARMUP": 0.1, "MIN_LR_RATIO": 0.01, "SEQ_PARALLEL_SIZE": 2,
-    "FSDP": 1, "GC": 1, "MAX_TOKS": 131072, "START_HEAD_SPARSITY": 0.0, "END_HEAD_SPARSITY": 0.7, "MASK_LEARNING_RATE": 1.0,
-    "REG_LEARNING_RATE": 1.0, "SPARSITY_WARMUP_RATIO": 0.8, "WARMUP_TYPE": "linear", "CONTEXT_WINDOW_IF_TOGGLED": 1024,
-    "SINK_SIZE": 128, "FREEZE_WEIGHTS": True, "LOGIT_BLOCK_SIZE": 2048, "save_total_limit": 3,
-}  # fmt: skip
+    "BSZ": 16,
+    "SEQ": 1,
+    "LR": 1e-5,
+    "STEPS": 1000,
+    "SAVE": 200,
+    "WARMUP": 0.1,
+    "MIN_LR_RATIO": 0.01,
+    "SEQ_PARALLEL_SIZE": 2,
+    "FSDP": 1,
+    "GC": 1,
+    "MAX_TOKS": 131072,
+    "START_HEAD_SPARSITY": 0.0,
+    "END_HEAD_SPARSITY": 0.7,
+    "MASK_LEARNING_RATE": 1.0,
+    "REG_LEARNING_RATE": 1.0,
+    "SPARSITY_WARMUP_RATIO": 0.8,
+    "WARMUP_TYPE": "linear",
+    "CONTEXT_WINDOW_IF_TOGGLED": 1024,
+    "SINK_SIZE": 128,
+    "FREEZE_WEIGHTS": True,
+    "LOGIT_BLOCK_SIZE": 2048,
+    "save_total_limit": 3,
+}
 """Defaults of prulong_masksonly.sh."""
 MASKS_AND_WEIGHTS = MASKS_ONLY | {
     "MIN_LR_RATIO": 0.1,
@@ -221,9 +271,21 @@ MASKS_AND_WEIGHTS = MASKS_ONLY | {
 }
 """Defaults of prulong_masksandweights.sh."""
 FINE_TUNING: dict[str, Any] = {
-    "BSZ": 64, "SEQ": 1, "LR": 2e-5, "STEPS": 250, "SAVE": 250, "WARMUP": 0.05, "MIN_LR_RATIO": 0.1, "SEQ_PARALLEL_SIZE": 2,
-    "FSDP": 1, "GC": 1, "MAX_TOKS": 131072, "FREEZE_MASKS": True, "LOGIT_BLOCK_SIZE": 2048, "save_total_limit": 3,
-}  # fmt: skip
+    "BSZ": 64,
+    "SEQ": 1,
+    "LR": 2e-5,
+    "STEPS": 250,
+    "SAVE": 250,
+    "WARMUP": 0.05,
+    "MIN_LR_RATIO": 0.1,
+    "SEQ_PARALLEL_SIZE": 2,
+    "FSDP": 1,
+    "GC": 1,
+    "MAX_TOKS": 131072,
+    "FREEZE_MASKS": True,
+    "LOGIT_BLOCK_SIZE": 2048,
+    "save_total_limit": 3,
+}
 """Defaults of sft.sh. Gates and their settings come with the checkpoint."""
 TRAINER: dict[str, Any] = {
     "MIN_LR_RATIO": 0.0,
@@ -238,7 +300,9 @@ TRAINER: dict[str, Any] = {
 
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
-    """Those of the script that the file is, or that its variables are for; of the trainer for a command without a script."""
+    """Those of the script that the file is, or that its variables are for; of the trainer for a
+    command without a script.
+    """
     if is_command(draft):
         if is_fine_tuning(draft):
             return {"MIN_LR_RATIO": TRAINER["MIN_LR_RATIO"]}
@@ -249,10 +313,13 @@ def defaults(draft: ImportDraft) -> dict[str, Any]:
         script = MASKS_AND_WEIGHTS
     else:
         script = MASKS_ONLY
+
     script = dict(script)
     if draft.value("NUM_GPUS") == 1 and draft.value("NUM_NODES", default=1) == 1:
         # Two GPUs share a sequence in the scripts; a file for one GPU cannot mean that.
         script["SEQ_PARALLEL_SIZE"] = 1
+    # Defaults are applied after the file's keys, and these two would overwrite what other keys of
+    # the file have set.
     if draft.value("SAVE_STEPS") is not None:
         script.pop("SAVE")
     if draft.value("TOGGLE_TYPE") == "local":
@@ -272,7 +339,9 @@ def is_fine_tuning(draft: ImportDraft) -> bool:
 
 
 def is_masks_and_weights(draft: ImportDraft) -> bool:
-    """Weights train beside the gates. A file that does not say so is for the script that trains gates alone."""
+    """Weights train beside the gates. A file that does not say so is for the script that trains
+    gates alone.
+    """
     return not _says(draft, "FREEZE_WEIGHTS", otherwise="masksandweights" not in draft.source.stem)
 
 
@@ -295,6 +364,7 @@ def finish(draft: ImportDraft) -> None:
             "frozen gates need no objective; they come with init.from",
         )
     else:
+        # `set` makes the section if no key did. Then `kind` becomes its first key.
         draft.set("objective.kind", "head_sparsity")
         draft.recipe["objective"] = {"kind": "head_sparsity", **draft.recipe["objective"]}
     if draft.get("init.masks") is None and draft.get("init.masks_sparsity") is not None:
@@ -315,5 +385,6 @@ def finish(draft: ImportDraft) -> None:
         "optim: {betas: [0.9, 0.95], weight_decay: 0.1}, precision: bf16",
         "fixed in the scripts",
     )
+    # The rows may be longer than the context of the model that is trained further.
     if length := draft.get("data.seq_len"):
         draft.set("model.max_seq_len", length)

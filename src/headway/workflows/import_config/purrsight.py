@@ -1,4 +1,6 @@
-"""PurrSight's phase-2 YAML, flat or nested ({common, phase2}): a language model that sees and hears, behind the aligner of phase 1."""
+"""PurrSight's phase-2 YAML, flat or nested ({common, phase2}): a language model that sees and
+hears, behind the aligner of phase 1.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,25 @@ SYSTEM = "PurrSight"
 TOKENS = 4
 """Soft tokens of a picture and of a sound."""
 MODALITIES = ("image", "audio")
-ENCODERS = "weights of PurrSight's encoders come from timm and PANNs; give their files, or the encoders of the aligner's training"
+ENCODERS = (
+    "weights of PurrSight's encoders come from timm and PANNs; give their files, or the encoders "
+    "of the aligner's training"
+)
 FILES = "multimodal.image.encoder: mobilenet_v4:FILE, multimodal.audio.encoder: cnn14:FILE"
 LOCAL_MLFLOW = "sqlite:///mlflow.db"
 """What `mlflow ui` shows where no server is named."""
 MASTER = automatic(
-    "an option of the launch: headway train RECIPE --nnodes N --node-rank K --master HOST:PORT; SLURM finds it by itself"
+    "an option of the launch: headway train RECIPE --nnodes N --node-rank K --master HOST:PORT; "
+    "SLURM finds it by itself"
 )
 
 
 def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
     """train.jsonl and, if it is there, val.jsonl; a path to a file is that file."""
+    # As texts rather than as paths, so that the recipe has them as the file writes them.
     train = _train_file(key, value)
-    valid = train.removesuffix(train.rpartition("/")[2]) + "val.jsonl"
+    folder, slash, _ = train.rpartition("/")
+    valid = f"{folder}{slash}val.jsonl"
     source = {"kind": "multimodal", "chat_template": "tokenizer"}
     draft.set("data.train", [{"path": train, **source}])
     draft.tell(
@@ -46,46 +54,51 @@ def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
         f"data.train: [{{path: {train}, kind: multimodal}}]",
         "the chat template of the model",
     )
-    if _found(draft, valid) is not None:
+    if _find_file(draft, valid) is not None:
         draft.set("data.valid", {"sets": {"val": [{"path": valid, **source}]}})
 
 
 def _train_file(key: str, value: Any) -> str:
     path = text(key, value).rstrip("/")
-    return path if path.endswith(".jsonl") else f"{path}/train.jsonl"
+    if path.endswith(".jsonl"):
+        return path
+    return f"{path}/train.jsonl"
 
 
-def _found(draft: ImportDraft, path: str) -> Path | None:
-    """A file as the recipe will find it, from the working directory, or beside the file that is read."""
-    return next((one for one in (Path(path), draft.source.parent / path) if one.is_file()), None)
+def _find_file(draft: ImportDraft, path: str) -> Path | None:
+    """A file as the recipe will find it, from the working directory, or beside the file that is
+    read.
+    """
+    for candidate in (Path(path), draft.source.parent / path):
+        if candidate.is_file():
+            return candidate
+    return None
 
 
 def half(draft: ImportDraft, key: str, value: Any) -> None:
     """Mixed precision is fp16 there."""
-    draft.write(
-        key,
-        value,
-        "precision",
-        "fp16" if yes(key, value) else "fp32",
-        "bf16 needs no loss scale on newer GPUs" if value else "",
-    )
+    precision = "fp16" if yes(key, value) else "fp32"
+    note = "bf16 needs no loss scale on newer GPUs" if value else ""
+    draft.write(key, value, "precision", precision, note)
 
 
 def targets(draft: ImportDraft, key: str, value: Any) -> None:
     """Linears with an adapter."""
+    # PurrSight has no key for the kind: LoRA is its only one.
     draft.set("adapter.kind", "lora")
     hugging_face.LORA["lora_target_modules"](draft, key, value)
 
 
 def per_epoch(draft: ImportDraft, key: str, value: Any) -> None:
     """Checkpoints count steps; how many an epoch has is known where the data is."""
-    epochs, data = integer(key, value), draft.value("data_dir")
-    given = (
-        draft.value(name, default=DEFAULTS.get(name, 1))
-        for name in ("batch_size", "gradient_accumulation_steps", "num_gpus")
-    )
-    rows = math.prod(integer("batch_size", one) for one in given)
-    path = None if data is None else _found(draft, _train_file("data_dir", data))
+    epochs = integer(key, value)
+    rows = 1
+    for name in ("batch_size", "gradient_accumulation_steps", "num_gpus"):
+        rows *= integer("batch_size", draft.value(name, default=DEFAULTS.get(name, 1)))
+    path = None
+    data = draft.value("data_dir")
+    if data is not None:
+        path = _find_file(draft, _train_file("data_dir", data))
     if path is None or rows < 1 or epochs < 1:
         draft.tell(
             key, value, "missing", "checkpoint.every: STEPS", "checkpoints count steps, not epochs"
@@ -93,7 +106,8 @@ def per_epoch(draft: ImportDraft, key: str, value: Any) -> None:
         return
     with path.open("rb") as file:
         records = sum(1 for line in file if line.strip())
-    steps = max(1, epochs * -(-records // rows))
+    steps_per_epoch = math.ceil(records / rows)
+    steps = max(1, epochs * steps_per_epoch)
     draft.write(
         key, value, "checkpoint.every", steps, f"steps: {records} records, {rows} rows a step"
     )
@@ -124,7 +138,9 @@ def tokens(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def group_rate(name: str) -> Rule:
-    """A learning rate of its own for a group of parameters; without it, a multiple of learning_rate (see finish)."""
+    """A learning rate of its own for a group of parameters; without it, a multiple of learning_rate
+    (see finish).
+    """
 
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
         rate = float(number(key, value))
@@ -142,6 +158,7 @@ def gpus(draft: ImportDraft, key: str, value: Any) -> None:
 FLAT: dict[str, Rule] = {
     **hugging_face.LORA,
     "lora_target_modules": targets,
+    # The language model, the aligner of phase 1 and the projector between them.
     "llm_model_name": sets("init.from", text),
     "phase1_checkpoint_path": sets(
         "multimodal.aligner",
@@ -154,6 +171,7 @@ FLAT: dict[str, Rule] = {
     "projector_num_layers": layers,
     "projector_lr": group_rate("projector"),
     "lora_lr": group_rate("adapter"),
+    # Optimizer and batch.
     "learning_rate": sets(
         "optim.lr", number, "the projector learns 5 times as fast, LoRA half as fast (optim.groups)"
     ),
@@ -165,17 +183,20 @@ FLAT: dict[str, Rule] = {
     "warmup_steps": hugging_face.warmup_steps,
     "gradient_clip_val": sets("optim.clip", number),
     "gradient_accumulation_steps": sets("batch.accumulate", integer),
+    # Data. A row has one conversation, and its soft tokens (see `finish`).
     "data_dir": data_folder,
     "max_text_length": sets("data.seq_len", integer, "soft tokens are added to it"),
     "num_workers": sets("data.workers", integer),
     "pin_memory": hugging_face.pinned,
     "persistent_workers": automatic("readers live as long as the run"),
+    # The run: logs, checkpoints, trackers.
     "log_every_n_steps": sets("log.every", integer),
     "save_every_n_epochs": per_epoch,
     "checkpoint_dir": automatic("checkpoints are in the run folder"),
     "output_dir": hugging_face.output_folder,
     "mlflow_experiment_name": tracks("mlflow", "experiment"),
     "mlflow_tracking_uri": tracks("mlflow", "uri"),
+    # Devices and precision.
     "num_gpus": gpus,
     "distributed_backend": automatic("nccl on GPUs, gloo on CPUs"),
     "device": sets("device", text),
@@ -239,14 +260,18 @@ DEFAULTS: dict[str, Any] = {
 
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
-    """PurrSight's own."""
-    return {} if any(key.startswith(("phase2.", "common.")) for key in draft.given) else DEFAULTS
+    """PurrSight's own, which are those of its flat files."""
+    if any(key.startswith(("phase2.", "common.")) for key in draft.given):
+        return {}
+    return DEFAULTS
 
 
 def finish(draft: ImportDraft) -> None:
     """What is in PurrSight's code and guide, and not in the file."""
-    if not any(one.outcome in ("set", "missing") for one in draft.report):
-        return  # not a file of PurrSight
+    # Not a file of PurrSight: what is assumed below would hide that from the caller.
+    if not any(line.outcome in ("set", "missing") for line in draft.report):
+        return
+
     draft.set("optim.betas", [0.9, 0.999])
     draft.set("optim.schedule.kind", "cosine")
     draft.set("optim.schedule.floor", 0.0)
@@ -260,6 +285,7 @@ def finish(draft: ImportDraft) -> None:
     if draft.get("adapter") is not None:
         draft.default("adapter.kind", "lora")
     _finish_rates(draft)
+
     for modality in MODALITIES:
         draft.default(f"multimodal.{modality}.tokens", TOKENS)
     draft.default("multimodal.shared", True)
@@ -280,10 +306,14 @@ def finish(draft: ImportDraft) -> None:
         )
         draft.set("multimodal.aligner", "aligner.safetensors")
     draft.tell("encoders", None, "missing", FILES, ENCODERS)
+
     for tracker in draft.get("track") or ():
         if isinstance(tracker, dict) and tracker.get("kind") == "mlflow" and not tracker.get("uri"):
             tracker["uri"] = LOCAL_MLFLOW
-            note = "the file names no server; `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows this one"
+            note = (
+                "the file names no server; `mlflow ui --backend-store-uri sqlite:///mlflow.db` "
+                "shows this one"
+            )
             draft.tell(
                 "mlflow_tracking_uri",
                 None,
@@ -291,26 +321,34 @@ def finish(draft: ImportDraft) -> None:
                 f"track: [{{kind: mlflow, uri: {LOCAL_MLFLOW}}}]",
                 note,
             )
-    if (length := draft.get("data.seq_len")) is not None:
-        draft.set(
-            "data.seq_len",
-            length + sum(draft.get(f"multimodal.{modality}.tokens") for modality in MODALITIES),
-        )
+
+    # max_text_length counts text alone; a row of headway also holds the soft tokens.
+    length = draft.get("data.seq_len")
+    if length is not None:
+        for modality in MODALITIES:
+            length += draft.get(f"multimodal.{modality}.tokens")
+        draft.set("data.seq_len", length)
 
 
 def _finish_rates(draft: ImportDraft) -> None:
-    """The projector at 5 times and LoRA at half of the rate; the rate follows the number of GPUs, as the guide promises."""
-    given = {name for group in draft.get("optim.groups") or () for name in group["match"]}
-    for name, factor in (("projector", 5.0), ("adapter", 0.5)):
-        if name not in given and (name == "projector" or draft.get("adapter") is not None):
-            draft.add("optim.groups", {"match": [name], "lr_factor": factor})
+    """The projector at 5 times and LoRA at half of the rate; the rate follows the number of GPUs,
+    as the guide promises.
+    """
+    # Groups with a rate in the file; the others get a multiple of the recipe's rate.
+    named = {name for group in draft.get("optim.groups") or () for name in group["match"]}
+    if "projector" not in named:
+        draft.add("optim.groups", {"match": ["projector"], "lr_factor": 5.0})
+    if "adapter" not in named and draft.get("adapter") is not None:
+        draft.add("optim.groups", {"match": ["adapter"], "lr_factor": 0.5})
     draft.tell(
         "optim.groups",
         None,
         "assumed",
         "optim.groups: projector lr_factor 5, adapter lr_factor 0.5",
     )
-    if (rows := draft.get("batch.rows_per_rank")) is not None:
+
+    rows = draft.get("batch.rows_per_rank")
+    if rows is not None:
         rows *= draft.get("batch.accumulate") or 1
         draft.set("batch.lr_scaling", "sqrt")
         draft.set("batch.reference_rows", rows)

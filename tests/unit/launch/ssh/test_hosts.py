@@ -37,7 +37,7 @@ HOSTILE = [
 ]
 
 
-def test_hosts_of_the_command_line() -> None:
+def test_hosts_are_parsed_with_user_port_and_address_family() -> None:
     assert parse_hosts("a, b.example,me@c:2222,[fe80::1]:22,u@::1,10.0.0.1") == [
         Host("a", label="a"), Host("b.example", label="b.example"), Host("c", "me", 2222, label="c"),
         Host("fe80::1", None, 22, label="fe80::1"),
@@ -46,7 +46,7 @@ def test_hosts_of_the_command_line() -> None:
 
 
 def test_hosts_of_one_name_are_told_apart_by_user_and_port() -> None:
-    assert [one.label for one in parse_hosts("a:2201,a:2202,me@a,b")] == [
+    assert [host.label for host in parse_hosts("a:2201,a:2202,me@a,b")] == [
         "a:2201",
         "a:2202",
         "me@a",
@@ -56,11 +56,12 @@ def test_hosts_of_one_name_are_told_apart_by_user_and_port() -> None:
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a,", "a,a", "me@a:2222,me@a:2222", "a:0",
                                   "a:65536", "a:x", "a:", ":22", "@a", "u@", "a:8,b:8",
-                                  *[one for one in HOSTILE if "," not in one], *[f"{one}@a" for one in HOSTILE]])  # fmt: skip
+                                  *[name for name in HOSTILE if "," not in name], *[f"{name}@a" for name in HOSTILE]])  # fmt: skip
 def test_what_is_no_host_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_hosts(text)
-    assert len(str(error.value).splitlines()) == 1 and str(error.value).startswith("--hosts")
+    assert len(str(error.value).splitlines()) == 1
+    assert str(error.value).startswith("--hosts")
 
 
 def test_ranks_after_a_colon_are_explained() -> None:
@@ -68,11 +69,11 @@ def test_ranks_after_a_colon_are_explained() -> None:
         parse_hosts("a:8,b:8")
 
 
-def test_host_files_of_every_kind(tmp_path: Path) -> None:
+def test_host_files_of_mpi_torchrun_and_plain_lists_are_read(tmp_path: Path) -> None:
     (tmp_path / "h").write_text(
         "# cluster\n\ngpu01 slots=8  # first\nme@gpu02 slots=4 max-slots=4 port=2222\ngpu03:2\ngpu04\n10.0.0.9 max_slots=3\n"
     )
-    assert [(one.name, one.user, one.port, one.slots) for one in read_hostfile(tmp_path / "h")] == [
+    assert [(host.name, host.user, host.port, host.slots) for host in read_hostfile(tmp_path / "h")] == [
         ("gpu01", None, None, 8), ("gpu02", "me", 2222, 4), ("gpu03", None, None, 2),
         ("gpu04", None, None, None), ("10.0.0.9", None, None, 3),
     ]  # fmt: skip
@@ -80,7 +81,10 @@ def test_host_files_of_every_kind(tmp_path: Path) -> None:
 
 def test_a_name_on_several_lines_gets_a_rank_for_each(tmp_path: Path) -> None:
     (tmp_path / "h").write_text("a\na\nb\na\nb\n")
-    assert [(one.name, one.slots) for one in read_hostfile(tmp_path / "h")] == [("a", 3), ("b", 2)]
+    assert [(host.name, host.slots) for host in read_hostfile(tmp_path / "h")] == [
+        ("a", 3),
+        ("b", 2),
+    ]
 
 
 def test_every_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
@@ -138,18 +142,17 @@ def test_ssh_asks_no_questions_and_reads_no_host_as_an_option(
         SshOptions("/opt/my python", "/etc/mine"),
         ["/opt/my python", "-P", "-m", AGENT],
     )
-    assert words[-3:-1] == ["--", "c"] and shlex.split(words[-1]) == [
+    assert words[-3:-1] == ["--", "c"]
+    assert shlex.split(words[-1]) == [
         "exec",
         "/opt/my python",
         "-P",
         "-m",
         AGENT,
     ]
-    assert (
-        "BatchMode=yes" in words
-        and words[-7:-3] == ["-p", "2222", "-l", "me"]
-        and words[2:4] == ["-F", "/etc/mine"]
-    )
+    assert "BatchMode=yes" in words
+    assert words[-7:-3] == ["-p", "2222", "-l", "me"]
+    assert words[2:4] == ["-F", "/etc/mine"]
     assert not any("StrictHostKeyChecking" in word for word in words), (
         "what the user's configuration says about host keys holds"
     )
@@ -163,5 +166,5 @@ def test_a_line_that_is_no_message_is_a_log_line(line: bytes) -> None:
     assert parse_message(line) == {"log": line.decode(errors="replace")}
 
 
-def test_a_message_is_read() -> None:
+def test_a_marked_line_of_an_agent_is_parsed_as_a_message() -> None:
     assert parse_message(b'@headway {"ended": 0}\r') == {"ended": 0}

@@ -62,10 +62,10 @@ def test_two_hosts_that_share_a_folder_pass(ssh: Path) -> None:
     need = HostsNeed(
         str(ssh), "runs/x", ("127.0.0.1", 0), ("data.bin", "*.bin"), (None, 3), uses_gpus=False
     )
-    found = check_hosts(parse_hosts("a,b"), HERE, need)
-    assert found.ranks == (1, 3)
+    checks = check_hosts(parse_hosts("a,b"), HERE, need)
+    assert checks.ranks == (1, 3)
     assert {"versions", "shared folder", "atomic rename"} <= {
-        check.name for check in found.checks if check.state == "ok"
+        check.name for check in checks.checks if check.state == "ok"
     }
     assert not (ssh / "runs").exists(), "the checks leave nothing"
 
@@ -99,23 +99,25 @@ def test_the_end_of_a_connection_is_explained(code: int, errors: list[str], says
     assert says in explain_end(code, errors, "/p")
 
 
-def test_the_plan_refuses_what_is_missing(tmp_path: Path) -> None:
+def test_a_job_without_hosts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no hosts"):
         plan_ssh(SshConfig())
-    with pytest.raises(ConfigError, match="no such file"):
-        plan_ssh(SshConfig(hosts=("a",), config=str(tmp_path / "none"), master="x"))
-    plan = plan_ssh(
-        SshConfig(hosts=("a", "b"), python="/opt/p", workdir="w", master="[::1]:29500"),
-        parse_hosts("c"),
-    )
-    assert (plan.hosts[0].name, plan.ssh.python, plan.workdir, plan.master) == (
-        "c",
-        "/opt/p",
-        "w",
-        ("::1", 29500),
-    )
     with pytest.raises(LaunchError, match="without hosts"):
         SshTarget().submit(Job(Path("r.yaml"), tmp_path))
+
+
+def test_an_ssh_configuration_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        plan_ssh(SshConfig(hosts=("a",), config=str(tmp_path / "none"), master="x"))
+
+
+def test_hosts_of_the_command_line_win_over_those_of_the_recipe() -> None:
+    config = SshConfig(hosts=("a", "b"), python="/opt/p", workdir="w", master="[::1]:29500")
+    plan = plan_ssh(config, parse_hosts("c"))
+    assert plan.hosts[0].name == "c"
+    assert plan.ssh.python == "/opt/p"
+    assert plan.workdir == "w"
+    assert plan.master == ("::1", 29500)
 
 
 def test_local_paths_of_a_recipe_must_be_on_the_hosts(
@@ -133,8 +135,8 @@ def test_local_paths_of_a_recipe_must_be_on_the_hosts(
     )
     (tmp_path / "r.yaml").write_text(text)
     recipe = Recipe.load(tmp_path / "r.yaml", ["steps=2"])
-    found = needed_paths(Job(tmp_path / "r.yaml", Path("runs/r"), ("steps=2",)), recipe)
-    assert sorted(found) == ["./d/a", "./d/b", "./mine.py", "m.tsv", "toks/t.json", "v"]
+    paths = needed_paths(Job(tmp_path / "r.yaml", Path("runs/r"), ("steps=2",)), recipe)
+    assert sorted(paths) == ["./d/a", "./d/b", "./mine.py", "m.tsv", "toks/t.json", "v"]
 
 
 CHILD = (
@@ -154,10 +156,10 @@ class Other:
         self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
     def is_up(self) -> bool:
-        return any(str(one.get("log", "")).startswith("up") for one in self.sent)
+        return any(str(message.get("log", "")).startswith("up") for message in self.sent)
 
     def logs(self) -> list[str]:
-        return [one["log"] for one in self.sent if "log" in one]
+        return [message["log"] for message in self.sent if "log" in message]
 
 
 @pytest.fixture
@@ -202,10 +204,11 @@ def when_up(other: Other, message: dict[str, Any] | None) -> None:
 def test_the_ranks_of_a_host_get_recipe_options_and_variables(
     agent: Callable[..., tuple[RankAgent, Other]], tmp_path: Path
 ) -> None:
-    one, other = agent("short")
-    assert one.run() == 7
+    first, other = agent("short")
+    assert first.run() == 7
     words = "train runs/x/launch-recipe.yaml a=b --resume auto --nproc 4 --nnodes 2 --node-rank 1 --master h:5"
-    assert other.logs() == [f"up 2 value {words}"] and other.sent[-1] == {"ended": 7, "step": -1}
+    assert other.logs() == [f"up 2 value {words}"]
+    assert other.sent[-1] == {"ended": 7, "step": -1}
     assert (tmp_path / "runs/x/launch-recipe.yaml").read_text() == "steps: 3\n"
     assert not list((tmp_path / "runs/x/logs").iterdir()), "the record of the child is gone"
 
@@ -214,27 +217,31 @@ def test_the_ranks_of_a_host_get_recipe_options_and_variables(
 def test_ranks_end_with_a_save_when_the_session_is_gone(
     mode: str, code: int, agent: Callable[..., tuple[RankAgent, Other]]
 ) -> None:
-    one, other = agent(mode)
+    first, other = agent(mode)
     when_up(other, None)
-    assert one.run() == code and "saved" in other.logs()
+    assert first.run() == code
+    assert "saved" in other.logs()
 
 
 def test_ranks_end_when_the_session_is_silent(
     agent: Callable[..., tuple[RankAgent, Other]],
 ) -> None:
-    one, other = agent("polite", silent_seconds=1.0)
-    assert one.run() in (143, 128 + signal.SIGTERM) and other.sent[-1]["ended"] == 143
+    first, other = agent("polite", silent_seconds=1.0)
+    assert first.run() in (143, 128 + signal.SIGTERM)
+    assert other.sent[-1]["ended"] == 143
 
 
 def test_signals_and_kills_of_the_launcher_reach_the_ranks(
     agent: Callable[..., tuple[RankAgent, Other]],
 ) -> None:
-    one, other = agent("polite")
+    first, other = agent("polite")
     when_up(other, {"do": "signal", "number": 2})
-    assert one.run() == 130 and "saved" in other.logs()
+    assert first.run() == 130
+    assert "saved" in other.logs()
     two, other = agent("polite")
     when_up(other, {"do": "kill"})
-    assert two.run() == 137 and "saved" not in other.logs()
+    assert two.run() == 137
+    assert "saved" not in other.logs()
 
 
 def test_what_an_earlier_session_left_is_ended_first(

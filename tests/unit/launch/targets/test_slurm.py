@@ -57,7 +57,7 @@ def job(folder: Path, **changes: object) -> Job:
     return Job(folder / "recipe.yaml", Path("runs/run"), **changes)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_job_is_queued_found_again_and_not_queued_twice(folder: Path) -> None:
+def test_a_job_is_queued_with_its_script_and_without_secrets(folder: Path) -> None:
     handle = SlurmTarget().submit(
         job(
             folder,
@@ -68,21 +68,37 @@ def test_a_job_is_queued_found_again_and_not_queued_twice(folder: Path) -> None:
         )
     )
     run = folder / "runs" / "run"
-    assert read_handle(run) == handle and handle.ids == {"job": "41"}
-    assert [shlex.split(line) for line in calls(folder, "sbatch")] == [
-        ["sbatch", "--parsable", str(run / "launch" / "job.sh")]
-    ]
-    text = (run / "launch" / "job.sh").read_text()
-    assert "--nodes=2" in text and "--nproc 2" in text and "module load x" in text
-    assert not [
-        path for path in run.rglob("*") if path.is_file() and "s3cret" in path.read_text()
-    ], "a value of --env was written"
+    assert handle.ids == {"job": "41"}
+    script = run / "launch" / "job.sh"
+    (call,) = calls(folder, "sbatch")
+    assert shlex.split(call) == ["sbatch", "--parsable", str(script)]
+    text = script.read_text()
+    assert "--nodes=2" in text
+    assert "--nproc 2" in text
+    assert "module load x" in text
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert not [path for path in files if "s3cret" in path.read_text()], (
+        "a value of --env was written"
+    )
+
+
+def test_a_queued_job_is_found_again(folder: Path) -> None:
+    handle = SlurmTarget().submit(job(folder, num_nodes=2, ranks_per_node=2))
+    run = folder / "runs" / "run"
+    assert read_handle(run) == handle
+    assert find_job(str(run)) == "41"
+    assert find_job("7_3") == "7_3"
     show(folder, "41|RUNNING|gpu[03-04]|2026|None")
     status = open_target("slurm").status(handle)
-    assert (status.state, status.hosts) == ("running", ("gpu03", "gpu04"))
+    assert status.state == "running"
+    assert status.hosts == ("gpu03", "gpu04")
+
+
+def test_a_running_job_is_not_queued_twice(folder: Path) -> None:
+    SlurmTarget().submit(job(folder, num_nodes=2, ranks_per_node=2))
+    show(folder, "41|RUNNING|gpu[03-04]|2026|None")
     with pytest.raises(LaunchError, match="running already as job 41"):
         SlurmTarget().submit(job(folder))
-    assert find_job(str(run)) == "41" and find_job("7_3") == "7_3"
 
 
 def test_cancel_signals_a_running_job_first_and_kills_it_then(folder: Path) -> None:
@@ -110,12 +126,10 @@ def test_a_chain_whose_second_job_is_refused_leaves_nothing_in_the_queue(folder:
     target = SlurmTarget(Submission(chain=True, after="17"))
     handle = target.submit(job(folder))
     first, second = calls(folder, "sbatch")
-    assert (
-        "--dependency=afterok:17" in first
-        and "--dependency=afterok:41" in second
-        and second.endswith("recipe-stage-2.yaml")
-    )
-    assert [one["job"] for one in handle.options["jobs"]] == ["41", "42"]
+    assert "--dependency=afterok:17" in first
+    assert "--dependency=afterok:41" in second
+    assert second.endswith("recipe-stage-2.yaml")
+    assert [job["job"] for job in handle.options["jobs"]] == ["41", "42"]
     (folder / "once").unlink()
     (folder / "refuse").touch()
     with pytest.raises(LaunchError, match="sbatch refused: no more jobs"):
@@ -126,17 +140,15 @@ def test_a_chain_whose_second_job_is_refused_leaves_nothing_in_the_queue(folder:
 def test_each_element_of_an_array_has_a_handle(folder: Path) -> None:
     how = Submission(SlurmConfig(), (("seed=1",), ("seed=2",)))
     handle = SlurmTarget(how).submit(job(folder))
-    one = read_handle(folder / "runs" / "run" / "1")
-    assert (
-        one.ids == {"job": "41_1"}
-        and json.loads((one.run_dir / "launch.json").read_text())["kind"] == "slurm"
-    )
+    element = read_handle(folder / "runs" / "run" / "1")
+    assert element.ids == {"job": "41_1"}
+    assert json.loads((element.run_dir / "launch.json").read_text())["kind"] == "slurm"
     show(folder, "41_0|COMPLETED|gpu03|2026|None", "41_1|PENDING||N/A|Resources")
     assert (
         SlurmTarget().status(handle).message
         == "2 jobs: 1 queued, 1 done; seed=2: waits for free nodes"
     )
-    assert SlurmTarget().status(one).state == "queued"
+    assert SlurmTarget().status(element).state == "queued"
 
 
 def test_without_slurm_nothing_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

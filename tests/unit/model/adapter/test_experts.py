@@ -36,10 +36,11 @@ def config_of(**more: Any) -> AdapterConfig:
 def first_values(config: AdapterConfig, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Random weights and updates, as an engine stores them."""
     base = (
-        (one.name, torch.randn(one.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
-        for i, one in enumerate(param_specs(model))
+        (spec.name, torch.randn(spec.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
+        for i, spec in enumerate(param_specs(model))
     )
-    layouts, modules = config.layouts(model), config.modules(model)
+    layouts = config.layouts(model)
+    modules = config.modules(model)
     values = dict(
         with_updates(packed_values(base, layouts, CPU), config, modules, 3, {}, layouts=layouts)
     )
@@ -73,7 +74,9 @@ def gradients(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     loss = loss_of(model)
     loss.backward()
     return loss.detach(), {
-        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -95,11 +98,9 @@ def test_updates_of_experts_are_those_of_their_effective_matrices(
     torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
     seen = 0
     for path in config.modules(shape):
-        a, b, by_whole = (
-            values[f"{path}.lora_A.weight"],
-            values[f"{path}.lora_B.weight"],
-            exact[f"{path}.weight"],
-        )
+        a = values[f"{path}.lora_A.weight"]
+        b = values[f"{path}.lora_B.weight"]
+        by_whole = exact[f"{path}.weight"]
         torch.testing.assert_close(
             ours[f"{path}.lora_A.weight"], config.scale * b.mT @ by_whole, rtol=1e-4, atol=1e-6
         )
@@ -120,7 +121,8 @@ def test_updates_of_experts_are_those_of_their_effective_matrices(
 def test_quantised_experts_compute_as_the_dequantised_ones(
     form: Any, targets: tuple[str, ...]
 ) -> None:
-    packed, plain = config_of(base=form, targets=targets), config_of(targets=targets)
+    packed = config_of(base=form, targets=targets)
+    plain = config_of(targets=targets)
     values = first_values(packed, MIXTURE)
     stored = [name for name in values if EXPERTS in name and form_of(name) == form]
     assert len(stored) == 3 * MIXTURE.num_layers
@@ -158,16 +160,24 @@ def test_a_compiled_block_gives_the_same_numbers() -> None:
 
 
 def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
-    plain, packed = config_of(), config_of(base="nf4")
+    plain = config_of()
+    packed = config_of(base="nf4")
     jobs = [
-        PlanJob(MIXTURE, 32, 2, 1, specs=all_specs(MIXTURE, one), training=set(one.shapes(MIXTURE)))
-        for one in (plain, packed)
+        PlanJob(
+            MIXTURE,
+            32,
+            2,
+            1,
+            specs=all_specs(MIXTURE, adapter),
+            training=set(adapter.shapes(MIXTURE)),
+        )
+        for adapter in (plain, packed)
     ]
     count = jobs[1].memory_job()
     assert count.packed == sum(
         spec.size for spec in param_specs(MIXTURE) if spec.name in packed.layouts(MIXTURE)
     )
-    assert count.packed_bytes == sum(one.nbytes for one in packed.layouts(MIXTURE).values())
+    assert count.packed_bytes == sum(layout.nbytes for layout in packed.layouts(MIXTURE).values())
     saved = 2 * count.packed - count.packed_bytes
     weights = [estimate(job.memory_job()).kinds["weights"] for job in jobs]
     assert weights[0] - weights[1] == pytest.approx(1.01 * saved, abs=4)
@@ -176,8 +186,10 @@ def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
         "buffers"
     ] == pytest.approx(2.02 * largest, abs=4)
     flops = [
-        token_flops(MIXTURE, 32, specs=all_specs(MIXTURE, one), training=set(one.shapes(MIXTURE)))
-        for one in (plain, packed)
+        token_flops(
+            MIXTURE, 32, specs=all_specs(MIXTURE, adapter), training=set(adapter.shapes(MIXTURE))
+        )
+        for adapter in (plain, packed)
     ]
     without = token_flops(
         MIXTURE,
@@ -185,7 +197,8 @@ def test_plans_count_bytes_of_quantised_experts_and_active_updates() -> None:
         specs=all_specs(MIXTURE, config_of(targets=("all",))),
         training=set(config_of(targets=("all",)).shapes(MIXTURE)),
     )
-    assert flops[0] == flops[1] and flops[0].matrices > without.matrices
+    assert flops[0] == flops[1]
+    assert flops[0].matrices > without.matrices
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,11 @@ def config_of(form: PackedForm | None, kind: Any = "lora", **more: Any) -> Adapt
 def first_values(config: AdapterConfig) -> dict[str, torch.Tensor]:
     """Random weights and updates of SMALL, as an engine stores them."""
     base = (
-        (one.name, torch.randn(one.shape, generator=torch.Generator().manual_seed(i)))
-        for i, one in enumerate(param_specs(SMALL))
+        (spec.name, torch.randn(spec.shape, generator=torch.Generator().manual_seed(i)))
+        for i, spec in enumerate(param_specs(SMALL))
     )
-    layouts, modules = config.layouts(SMALL), config.modules(SMALL)
+    layouts = config.layouts(SMALL)
+    modules = config.modules(SMALL)
     values = dict(
         with_updates(packed_values(base, layouts, CPU), config, modules, 3, {}, layouts=layouts)
     )
@@ -85,20 +86,19 @@ def loss_of(model: Transformer) -> torch.Tensor:
 def test_outputs_and_gradients_are_those_over_the_dequantised_weights(
     form: PackedForm, kind: str, targets: tuple[str, ...]
 ) -> None:
-    packed, plain = config_of(form, kind, targets=targets), config_of(None, kind, targets=targets)
+    packed = config_of(form, kind, targets=targets)
+    plain = config_of(None, kind, targets=targets)
     values = first_values(packed)
-    ours, theirs = (
-        model_of(packed, values),
-        model_of(plain, dict(plain_values(values.items(), packed.layouts(SMALL)))),
-    )
-    assert sum(isinstance(one, PackedLinear) for one in ours.modules()) == (
+    ours = model_of(packed, values)
+    dense = model_of(plain, dict(plain_values(values.items(), packed.layouts(SMALL))))
+    assert sum(isinstance(module, PackedLinear) for module in ours.modules()) == (
         0 if targets == ("all",) else 10
     )
-    losses = [loss_of(one) for one in (ours, theirs)]
+    losses = [loss_of(model) for model in (ours, dense)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
     for loss in losses:
         loss.backward()
-    expected = dict(theirs.named_parameters())
+    expected = dict(dense.named_parameters())
     seen = 0
     for name, parameter in ours.named_parameters():
         if form_of(name) is None:
@@ -106,14 +106,16 @@ def test_outputs_and_gradients_are_those_over_the_dequantised_weights(
             torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-6)
             seen += "lora_" in name
         else:
-            assert parameter.grad is None and parameter.dtype == torch.uint8
+            assert parameter.grad is None
+            assert parameter.dtype == torch.uint8
     assert seen == len(packed.shapes(SMALL))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_new_adapter_changes_nothing_and_merging_equals_not_merging(kind: str) -> None:
     config = config_of("nf4", kind)
-    layouts, modules = config.layouts(SMALL), config.modules(SMALL)
+    layouts = config.layouts(SMALL)
+    modules = config.modules(SMALL)
     values = first_values(config)
     plain = dict(plain_values(values.items(), layouts))
     new = {
@@ -213,7 +215,9 @@ def test_a_recomputed_block_does_not_multiply_for_a_sum_that_nobody_reads(
 ) -> None:
     """Gradients are those of the stored forward, and down_proj multiplies once in forward and once for its input's gradient."""
     config = config_of("nf4")
-    values, gradients, counts = first_values(config), list[dict[str, torch.Tensor]](), list[int]()
+    values = first_values(config)
+    gradients = list[dict[str, torch.Tensor]]()
+    counts = list[int]()
     for recomputes in (False, True):
         model = model_of(config, values)
         if recomputes:
@@ -228,7 +232,11 @@ def test_a_recomputed_block_does_not_multiply_for_a_sum_that_nobody_reads(
         monkeypatch.setattr(packed_weight, "unpack", real)
         counts.append(sum((layout.outputs, layout.inputs) == (32, 80) for _, layout, _ in seen))
         gradients.append(
-            {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+            {
+                name: parameter.grad
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
         )
     assert counts == [4, 4], "two layers, forward and backward"
     assert gradients[0].keys() == gradients[1].keys()
@@ -239,4 +247,4 @@ def test_dora_multiplies_again_since_its_magnitude_needs_the_result() -> None:
     model = model_of(config_of("nf4", "dora"), first_values(config_of("nf4", "dora")))
     for block in model.blocks().values():
         recompute_whole(block, is_random=False)
-    assert not any(one.once for one in model.modules() if isinstance(one, AdaptedLinear))
+    assert not any(module.once for module in model.modules() if isinstance(module, AdaptedLinear))

@@ -55,7 +55,8 @@ def problem(
     family: str, targets: tuple[str, ...], **more: Any
 ) -> tuple[ModelConfig, AdapterConfig, dict[str, torch.Tensor]]:
     """A model, an adapter of rank 3 with updates that are not zero, and all tensors by our names."""
-    model, config = model_of(family), AdapterConfig(rank=3, alpha=5.0, targets=targets, **more)
+    model = model_of(family)
+    config = AdapterConfig(rank=3, alpha=5.0, targets=targets, **more)
     drawn = torch.Generator().manual_seed(4)
     base = (
         (spec.name, torch.randn(spec.shape, generator=drawn) * 0.2) for spec in param_specs(model)
@@ -103,40 +104,36 @@ def test_stock_modules_hold_the_same_updates_and_ours_come_back(
     updates = written(tmp_path, model, config, values)
     whole = dict(merged(values.items(), config, config.modules(model)))
     export_huggingface(model, whole.items(), tmp_path / "merged", tokenizer=None, dtype="float32")
-    base, right, found = (
-        load_file(tmp_path / name)
-        for name in (
-            "base/model.safetensors",
-            "merged/model.safetensors",
-            "adapter/adapter_model.safetensors",
-        )
-    )
+    base = load_file(tmp_path / "base/model.safetensors")
+    right = load_file(tmp_path / "merged/model.safetensors")
+    exported = load_file(tmp_path / "adapter/adapter_model.safetensors")
     settings = adapter_settings(config, model, [], None)
     modules = [
         name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        for name in found
+        for name in exported
         if name.endswith("lora_A.weight")
     ]
-    assert {f"{one}.weight" for one in modules} == {
+    assert {f"{module}.weight" for module in modules} == {
         name for name in base if not torch.equal(base[name], right[name])
     }
-    for one in modules:
-        a, b = (found[f"{PREFIX}{one}.lora_{part}.weight"] for part in "AB")
-        rank, alpha = (
-            settings.get(f"{key}_pattern", {}).get(one, settings[given])
-            for key, given in (("rank", "r"), ("alpha", "lora_alpha"))
-        )
+    for stock_module in modules:
+        a, b = (exported[f"{PREFIX}{stock_module}.lora_{part}.weight"] for part in "AB")
+        rank = settings.get("rank_pattern", {}).get(stock_module, settings["r"])
+        alpha = settings.get("alpha_pattern", {}).get(stock_module, settings["lora_alpha"])
         assert len(a) == rank
         delta = alpha / (rank**0.5 if rslora else rank) * b @ a
         delta = delta.T if settings["fan_in_fan_out"] else delta
         torch.testing.assert_close(
-            base[f"{one}.weight"] + delta, right[f"{one}.weight"], rtol=1e-4, atol=1e-4
+            base[f"{stock_module}.weight"] + delta,
+            right[f"{stock_module}.weight"],
+            rtol=1e-4,
+            atol=1e-4,
         )
     again = read_adapter(tmp_path / "adapter", model)
-    assert not again.patterned and again.config.same_form(config, model)
-    assert set(again.updates) == set(updates) and all(
-        torch.equal(again.updates[name], value) for name, value in updates.items()
-    )
+    assert not again.patterned
+    assert again.config.same_form(config, model)
+    assert set(again.updates) == set(updates)
+    assert all(torch.equal(again.updates[name], value) for name, value in updates.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,9 +144,8 @@ def test_a_stock_adapter_without_notes_is_the_same_model(family: str, tmp_path: 
     (tmp_path / "adapter" / DIGESTS).unlink()  # as of another tool's adapter
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file(load_file(path), path, metadata={"format": "pt"})
-    assert read_adapter(
-        tmp_path / "adapter", model
-    ).patterned  # of other ranks than the settings say: merged only
+    # of other ranks than the settings say: merged only
+    assert read_adapter(tmp_path / "adapter", model).patterned
     torch.testing.assert_close(logits(tmp_path / "adapter"), right, rtol=1e-4, atol=1e-4)
     for note in ("{", '{"x": ["y"]}', "[]"):
         save_file(load_file(path), path, metadata={"format": "pt", "joined": note})
@@ -179,7 +175,7 @@ def test_peft_loads_them_over_the_stock_class(
     model, config, values = problem(family, targets)
     written(tmp_path, model, config, values)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    reference = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
-        right = theirs(torch.arange(18).view(2, 9)).logits
+        right = reference(torch.arange(18).view(2, 9)).logits
     torch.testing.assert_close(logits(tmp_path / "adapter"), right, rtol=1e-4, atol=2e-4)

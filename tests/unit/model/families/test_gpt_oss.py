@@ -51,9 +51,9 @@ def packed(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tenso
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files: blocks in the one, scales in the other, so that neither is enough."""
-    made = tmp_path_factory.mktemp("gpt_oss")
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    config = read_config(made)
+    published = tmp_path_factory.mktemp("gpt_oss")
+    (published / "config.json").write_text(json.dumps(CONFIG))
+    config = read_config(published)
     generator = torch.Generator().manual_seed(0)
     files: dict[str, dict[str, torch.Tensor]] = {"a.safetensors": {}, "b.safetensors": {}}
     from headway.model.families.base import pieces_of
@@ -71,39 +71,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, shape in (("gate_up_proj", (3, 64, 64)), ("down_proj", (3, 64, 32))):
             blocks, scales = packed(shape, layer)
             path = f"model.layers.{layer}.mlp.experts.{name}"
-            files["a.safetensors"][f"{path}_blocks"], files["b.safetensors"][f"{path}_scales"] = (
-                blocks,
-                scales,
-            )
+            files["a.safetensors"][f"{path}_blocks"] = blocks
+            files["b.safetensors"][f"{path}_scales"] = scales
     for file, held in files.items():
-        save_file(held, made / file)
+        save_file(held, published / file)
     index = {name: file for file, held in files.items() for name in held}
-    (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return made
+    (published / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return published
 
 
 def test_blocks_are_dequantised_as_transformers_does() -> None:
-    theirs = pytest.importorskip("transformers.integrations.mxfp4")
+    reference = pytest.importorskip("transformers.integrations.mxfp4")
     blocks, scales = packed((3, 8, 96), 5)
     blocks[0, 0, 0] = torch.arange(0, 256, 17, dtype=torch.uint8)  # every value, in both halves
     scales[1, 0] = torch.tensor([0, 40, 254], dtype=torch.uint8)  # beyond what fp16 could hold
-    expected = theirs.convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
-    found = dequantise(blocks, scales)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
+    expected = reference.convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    values = dequantise(blocks, scales)
+    assert values.dtype == torch.bfloat16
+    assert torch.equal(values, expected)
 
 
 def test_a_published_folder_loads_expert_by_expert_into_our_layout(folder: Path) -> None:
     config = read_config(folder)
     check_weights(folder, config)
-    found = dict(read_weights(folder, config))
+    weights = dict(read_weights(folder, config))
     blocks, scales = packed((3, 64, 64), 1)
     whole = dequantise(blocks, scales)
     experts = "model.layers.1.mlp.experts."
-    assert torch.equal(found[experts + "gate_proj.weight"], whole[:, ::2])
-    assert torch.equal(found[experts + "up_proj.weight"], whole[:, 1::2])
-    assert torch.equal(found[experts + "down_proj.weight"], dequantise(*packed((3, 64, 32), 1)))
-    assert found[experts + "up_proj.bias"].shape == (3, 32)
+    assert torch.equal(weights[experts + "gate_proj.weight"], whole[:, ::2])
+    assert torch.equal(weights[experts + "up_proj.weight"], whole[:, 1::2])
+    assert torch.equal(weights[experts + "down_proj.weight"], dequantise(*packed((3, 64, 32), 1)))
+    assert weights[experts + "up_proj.bias"].shape == (3, 32)
 
 
 def test_a_published_folder_computes_what_transformers_computes_of_it(
@@ -118,7 +116,7 @@ def test_a_published_folder_computes_what_transformers_computes_of_it(
     export_model(folder, tmp_path / "out", dtype="bfloat16")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in written
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", dtype=torch.float32
     ).eval()
     config = read_config(folder)
@@ -126,95 +124,111 @@ def test_a_published_folder_computes_what_transformers_computes_of_it(
     ours.load_state_dict(dict(read_weights(folder, config)), strict=True)
     tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        found = ours.logits(ours(tokens, torch.arange(20)[None], causal_mask(1, 20)))
-        expected = theirs(tokens).logits
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        logits = ours.logits(ours(tokens, torch.arange(20)[None], causal_mask(1, 20)))
+        expected = reference(tokens).logits
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_keys_of_the_first_files_are_read(folder: Path) -> None:
     config = read_config(folder)
-    assert (
-        config.attention_sinks
-        and config.qkv_bias
-        and config.output_bias
-        and config.window_layers == (0,)
-    )
-    assert (
-        config.rope_scaling is not None
-        and config.rope_scaling.kind == "yarn"
-        and not config.rope_scaling.truncate
-    )
+    assert config.attention_sinks
+    assert config.qkv_bias
+    assert config.output_bias
+    assert config.window_layers == (0,)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.kind == "yarn"
+    assert not config.rope_scaling.truncate
     experts = config.experts
-    assert experts is not None and (
-        experts.swiglu_limit,
-        experts.swiglu_alpha,
-        experts.per_token,
-    ) == (7.0, 1.702, 2)
-    assert experts.aux_loss == 0.0, "output_router_logits is false: no balancing loss of weight 0.9"
-    assert gpt_oss.read({**plain(), "output_router_logits": True}).experts.aux_loss == 0.9  # pyright: ignore[reportOptionalMemberAccess]
-    bare = {
-        key: value
-        for key, value in plain().items()
-        if key not in ("rope_scaling", "rope_theta", "layer_types")
-    }
-    silent = gpt_oss.read(bare)
-    assert (
-        silent.rope_theta == 150_000
-        and silent.rope_scaling is not None
-        and silent.rope_scaling.factor == 32
-    )
-    assert silent.window_layers == (0,), "every other layer, the first one too"
+    assert experts is not None
+    assert experts.swiglu_limit == 7.0
+    assert experts.swiglu_alpha == 1.702
+    assert experts.per_token == 2
+
+
+def test_experts_are_balanced_where_the_file_asks_for_router_logits(folder: Path) -> None:
+    silent = read_config(folder).experts
+    assert silent is not None
+    assert silent.aux_loss == 0.0, "output_router_logits is false: no balancing loss of weight 0.9"
+    asked = gpt_oss.read({**plain(), "output_router_logits": True}).experts
+    assert asked is not None
+    assert asked.aux_loss == 0.9
+
+
+def test_keys_that_a_file_leaves_out_have_the_published_values() -> None:
+    keys = plain()
+    for name in ("rope_scaling", "rope_theta", "layer_types"):
+        keys.pop(name, None)
+    config = gpt_oss.read(keys)
+    assert config.rope_theta == 150_000
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 32
+    assert config.window_layers == (0,), "every other layer, the first one too"
 
 
 def plain() -> dict[str, Any]:
     return {key: value for key, value in CONFIG.items() if key != "quantization_config"}
 
 
-def test_what_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_keys_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="experts_per_token is 4 and num_experts_per_tok is 2"):
         gpt_oss.read({**plain(), "experts_per_token": 4})
-    (tmp_path / "config.json").write_text(
-        json.dumps({**CONFIG, "quantization_config": {"quant_method": "awq"}})
-    )
+
+
+def test_weights_quantised_in_another_way_are_refused(tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="AWQ"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+
+def test_blocks_and_scales_that_do_not_belong_together_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
 
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     tensors = {**load_file(folder / "a.safetensors"), **load_file(folder / "b.safetensors")}
-    name = "model.layers.0.mlp.experts.down_proj_"
-    save_file(
-        {**tensors, f"{name}scales": tensors[f"{name}scales"][:, :-1].contiguous()},
-        tmp_path / "model.safetensors",
-    )
+    scales = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors[scales] = tensors[scales][:, :-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(
         CheckpointError,
         match=r"down_proj_blocks is U8 \[3, 64, 1, 16\] and .*down_proj_scales U8 \[3, 63, 1\]",
     ):
         check_weights(tmp_path, read_config(tmp_path))
+
+
+def test_a_model_without_sinks_or_a_swiglu_limit_is_not_written(folder: Path) -> None:
     config = read_config(folder)
     with pytest.raises(ConfigError, match="attention_sinks is False"):
         gpt_oss.write(config.with_(attention_sinks=False))
+    assert config.experts is not None
+    unlimited = {**config.experts.model_dump(), "swiglu_limit": None}
     with pytest.raises(ConfigError, match="swiglu_limit is null"):
-        gpt_oss.write(config.with_(experts={**config.experts.model_dump(), "swiglu_limit": None}))  # pyright: ignore[reportOptionalMemberAccess]
+        gpt_oss.write(config.with_(experts=unlimited))
 
 
-def test_a_family_name_is_enough_for_its_form_and_presets_have_the_published_sizes() -> None:
+def test_a_family_name_is_enough_for_its_form() -> None:
     config = ModelConfig.model_validate({"family": "gpt_oss", "experts": {"num": 4}})
-    assert config.attention_sinks and config.experts is not None
-    assert (
-        config.experts.num == 4
-        and config.experts.bias
-        and config.experts.router_bias
-        and config.experts.swiglu_limit == 7.0
-    )
-    small, large = ModelConfig(preset="gpt-oss-20b"), ModelConfig(preset="gpt-oss-120b")
-    assert num_parameters(small) == 20_914_757_184 and num_parameters(large) == 116_829_156_672
+    assert config.attention_sinks
+    assert config.experts is not None
+    assert config.experts.num == 4
+    assert config.experts.bias
+    assert config.experts.router_bias
+    assert config.experts.swiglu_limit == 7.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters", "active_billions"),
+    [("gpt-oss-20b", 20_914_757_184, 3.6), ("gpt-oss-120b", 116_829_156_672, 5.1)],
+)
+def test_presets_have_the_published_sizes(
+    preset: str, parameters: int, active_billions: float
+) -> None:
+    config = ModelConfig(preset=preset)
     embedding = 201088 * 2880
-    assert (
-        round((active_parameters(small) - embedding) / 1e9, 1) == 3.6
-        and round((active_parameters(large) - embedding) / 1e9, 1) == 5.1
-    )
+    assert num_parameters(config) == parameters
+    assert round((active_parameters(config) - embedding) / 1e9, 1) == active_billions
 
 
 def test_a_chat_template_with_channels_loads_with_the_folder(tmp_path: Path) -> None:

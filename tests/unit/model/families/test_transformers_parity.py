@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.family_cases import CASES, build_theirs
-from support.head_masks import masked_forward
+from support.dense_head_masks import masked_forward
+from support.family_cases import CASES, build_reference
 
 from headway.data.batch import Batch
 from headway.export.huggingface import export_huggingface
@@ -30,29 +30,31 @@ from headway.model.transformer import Transformer
 
 pytest.importorskip("transformers")
 
-T, PROMPT, NEW = 26, 9, 7
+T = 26
+PROMPT = 9
+NEW = 7
 WITHOUT_CLASS = {"internlm", "z2all", "transformers"}
 """transformers has no class for these, which are exported as other families; the last one wraps any class and has tests of its own."""
 
 
 @dataclass
 class Pair:
-    """One model, theirs and ours, and what was measured of them."""
+    """One model, as transformers has it and as headway has it."""
 
-    theirs: Any
+    reference: Any
     ours: Transformer
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    made: dict[str, Pair] = {}
+    made_pairs: dict[str, Pair] = {}
     for case in CASES:
         folder = tmp_path_factory.mktemp("family")
-        theirs = build_theirs(case)
-        theirs.save_pretrained(folder)
-        made[case] = Pair(theirs, load(folder), folder)
-    return made
+        reference = build_reference(case)
+        reference.save_pretrained(folder)
+        made_pairs[case] = Pair(reference, load(folder), folder)
+    return made_pairs
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def table() -> Iterator[dict[str, dict[str, str]]]:
     ]
     sys.stdout.write(
         "\n\n"
-        + "\n".join(f"{line[0]:16}" + "".join(f"{one:>12}" for one in line[1:]) for line in lines)
+        + "\n".join(f"{line[0]:16}" + "".join(f"{cell:>12}" for cell in line[1:]) for line in lines)
         + "\n"
     )
 
@@ -92,8 +94,11 @@ def our_logits(
     position: torch.Tensor | None = None,
     mask: AttentionMask | None = None,
 ):
-    place = positions(*tokens.shape) if position is None else position
-    return model.logits(model(tokens, place, mask or causal_mask(len(tokens), tokens.shape[1])))
+    if position is None:
+        position = positions(*tokens.shape)
+    if mask is None:
+        mask = causal_mask(*tokens.shape)
+    return model.logits(model(tokens, position, mask))
 
 
 def explicit(config: ModelConfig) -> ModelConfig:
@@ -108,11 +113,12 @@ def test_every_family_is_in_the_table() -> None:
 def test_logits_and_gradients_are_those_of_transformers(
     case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]]
 ) -> None:
-    pair, tokens = pairs[case], ids(2, T)
-    pair.theirs.zero_grad()
-    expected = pair.theirs(tokens, use_cache=False).logits
-    found = our_logits(pair.ours, tokens)
-    gap = (found - expected).abs().max().item()
+    pair = pairs[case]
+    tokens = ids(2, T)
+    pair.reference.zero_grad()
+    expected = pair.reference(tokens, use_cache=False).logits
+    logits = our_logits(pair.ours, tokens)
+    gap = (logits - expected).abs().max().item()
     targets = tokens.roll(-1, 1)
     F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
     pair.ours.zero_grad()
@@ -127,47 +133,48 @@ def test_logits_and_gradients_are_those_of_transformers(
 
 def gradient_gaps(pair: Pair) -> Iterator[float]:
     """How far each gradient is off, relative to the largest element of theirs."""
-    family, config = family_of(pair.ours.config.family), pair.ours.config
-    theirs = dict(pair.theirs.named_parameters())
+    family = family_of(pair.ours.config.family)
+    config = pair.ours.config
+    reference = dict(pair.reference.named_parameters())
     ours = dict(pair.ours.named_parameters())
     assert set(ours) == {spec.name for spec in param_specs(config)}
     for spec in param_specs(config):
         if spec.name.endswith(ROUTER_BIAS):
             continue  # never trained by a gradient
-        (piece,) = pieces_of(family, spec, config, theirs)
-        whole, own = (
-            theirs[piece.name if piece.name in theirs else spec.name].grad,
-            ours[spec.name].grad,
-        )  # some names differ on disk
-        assert whole is not None and own is not None, spec.name
+        (piece,) = pieces_of(family, spec, config, reference)
+        # some names differ on disk
+        whole = reference[piece.name if piece.name in reference else spec.name].grad
+        gradient = ours[spec.name].grad
+        assert whole is not None and gradient is not None, spec.name
         some = slice(piece.start, piece.stop, piece.step)
         part = (
             whole if piece.dim is None else whole[(*(slice(None) for _ in range(piece.dim)), some)]
         )
         part = part.transpose(-1, -2) if piece.transposed else part
-        yield ((part - own).abs().max() / part.abs().max().clamp(min=1e-3)).item()
+        yield ((part - gradient).abs().max() / part.abs().max().clamp(min=1e-3)).item()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_text_is_that_of_transformers_and_of_the_forward(
     case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]]
 ) -> None:
-    pair, prompt = pairs[case], ids(2, PROMPT, 1)
+    pair = pairs[case]
+    prompt = ids(2, PROMPT, 1)
     length = PROMPT + NEW
-    expected = pair.theirs.generate(
+    expected = pair.reference.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
     )
     rows = PagedRows(pair.ours, 2, length)
     with torch.inference_mode():
         logits = pair.ours.logits(rows.read(prompt)[:, -1])
-        found = prompt
+        generated = prompt
         for _ in range(NEW - 1):
-            found = torch.cat((found, logits.argmax(-1)[:, None]), 1)
-            logits = pair.ours.logits(rows.step(found[:, -1]))
-        found = torch.cat((found, logits.argmax(-1)[:, None]), 1)
-        whole = our_logits(pair.ours, found[:, :-1])
-    table.setdefault(case, {})["greedy"] = "same" if torch.equal(found, expected) else "differs"
-    assert torch.equal(found, expected), case
+            generated = torch.cat((generated, logits.argmax(-1)[:, None]), 1)
+            logits = pair.ours.logits(rows.step(generated[:, -1]))
+        generated = torch.cat((generated, logits.argmax(-1)[:, None]), 1)
+        whole = our_logits(pair.ours, generated[:, :-1])
+    table.setdefault(case, {})["greedy"] = "same" if torch.equal(generated, expected) else "differs"
+    assert torch.equal(generated, expected), case
     assert (whole[:, -1] - logits).abs().max() < 1e-4, "decoding from the cache is the forward"
 
 
@@ -178,23 +185,23 @@ def test_an_export_has_the_same_bytes_and_loads_in_transformers(
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    pair, tokens = pairs[case], ids(2, T, 2)
+    pair = pairs[case]
+    tokens = ids(2, T, 2)
     config = pair.ours.config
     export_huggingface(config, read_weights(pair.folder, config), tmp_path / "out", tokenizer=None)
     assert explicit(read_config(tmp_path / "out")) == explicit(config), (
         "what was written is read back"
     )
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (pair.folder, tmp_path / "out")
-    )
+    before = load_file(pair.folder / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager"
     ).eval()
-    assert type(again) is type(pair.theirs)
+    assert type(again) is type(pair.reference)
     with torch.no_grad():
-        same = torch.equal(again(tokens).logits, pair.theirs(tokens).logits)
+        same = torch.equal(again(tokens).logits, pair.reference(tokens).logits)
     table.setdefault(case, {})["export"] = "same" if same else "differs"
     assert same, case
 
@@ -204,7 +211,8 @@ def test_packed_documents_compute_what_they_compute_alone(
     case: str, pairs: dict[str, Pair]
 ) -> None:
     """One of them longer than the length at which longrope changes its frequencies."""
-    model, lengths = pairs[case].ours, [5, 18, 3]
+    model = pairs[case].ours
+    lengths = [5, 18, 3]
     tokens = ids(1, sum(lengths), 3)
     position = torch.cat([torch.arange(length) for length in lengths])[None]
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[
@@ -234,7 +242,9 @@ def test_packed_documents_compute_what_they_compute_alone(
 def test_decoding_with_head_masks_is_the_forward_under_them(
     case: str, pairs: dict[str, Pair]
 ) -> None:
-    model, tokens, prompt = pairs[case].ours, ids(2, 15, 4), 11
+    model = pairs[case].ours
+    tokens = ids(2, 15, 4)
+    prompt = 11
     config = model.config
     if config.latent_attention is not None:
         return  # no KV heads: test_latent_attention.py has the refusal
@@ -248,7 +258,7 @@ def test_decoding_with_head_masks_is_the_forward_under_them(
     )
     rows = PagedRows(model, 2, 15, masks=masks)
     with torch.inference_mode():
-        found = [model.logits(rows.read(tokens[:, :prompt])[:, -1])]
-        found += [model.logits(rows.step(tokens[:, place])) for place in range(prompt, 15)]
+        logits = [model.logits(rows.read(tokens[:, :prompt])[:, -1])]
+        logits += [model.logits(rows.step(tokens[:, index])) for index in range(prompt, 15)]
         expected = model.logits(masked_forward(model, tokens, masks))[:, prompt - 1 :]
-    assert (torch.stack(found, 1) - expected).abs().max() < 1e-4, case
+    assert (torch.stack(logits, 1) - expected).abs().max() < 1e-4, case

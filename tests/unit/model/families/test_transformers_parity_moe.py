@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def theirs(
+def reference_and_folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Path]:
     """A model of transformers and the folder it was saved to."""
@@ -56,21 +56,27 @@ def theirs(
 
 
 def ours(folder: Path) -> Transformer:
-    found = find_model(folder)
-    model = Transformer(found.config)
-    model.load_state_dict(dict(found.weights()))
+    stored = find_model(folder)
+    model = Transformer(stored.config)
+    model.load_state_dict(dict(stored.weights()))
     return model
 
 
-def test_logits_losses_and_gradients_are_those_of_transformers(theirs: tuple[Any, Path]) -> None:
-    model, folder = theirs
-    own = ours(folder)
-    own.config = own.config.with_(experts={**own.config.experts.model_dump(), "aux_scope": "step"})  # pyright: ignore[reportOptionalMemberAccess]
+def test_logits_losses_and_gradients_are_those_of_transformers(
+    reference_and_folder: tuple[Any, Path],
+) -> None:
+    model, folder = reference_and_folder
+    our_model = ours(folder)
+    our_model.config = our_model.config.with_(
+        experts={**our_model.config.experts.model_dump(), "aux_scope": "step"}
+    )  # pyright: ignore[reportOptionalMemberAccess]
     batch = make_batch([[16]], seq_len=16, vocab=96)
     right = model(batch.tokens, labels=batch.tokens)
-    out = own.forward_batch(batch)
-    torch.testing.assert_close(own.logits(out.hidden), right.logits, atol=1e-5, rtol=1e-5)
-    loss = with_balance(NextToken().build(), own.config).loss(out, batch, StepInfo(0, 1), None)  # pyright: ignore[reportArgumentType]
+    out = our_model.forward_batch(batch)
+    torch.testing.assert_close(our_model.logits(out.hidden), right.logits, atol=1e-5, rtol=1e-5)
+    loss = with_balance(NextToken().build(), our_model.config).loss(
+        out, batch, StepInfo(0, 1), None
+    )  # pyright: ignore[reportArgumentType]
     share = loss.share({"targets": 15.0, "rows": 1.0, "tokens": 16.0, "step": 1.0})
     total, weight = loss.metrics["aux_loss"]
     assert (total / weight).item() == pytest.approx(right.aux_loss.item(), rel=1e-5)
@@ -78,19 +84,19 @@ def test_logits_losses_and_gradients_are_those_of_transformers(theirs: tuple[Any
     share.backward()
     right.loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name, parameter in own.named_parameters():
+    for name, parameter in our_model.named_parameters():
         path = name.removesuffix(".weight")
         fused = (
             path.replace("gate_proj", "gate_up_proj").replace("up_proj", "gate_up_proj")
             if ".experts." in name
             else name
         )
-        found = grads[fused.replace("gate_gate_up_proj", "gate_up_proj")]
+        expected = grads[fused.replace("gate_gate_up_proj", "gate_up_proj")]
         if ".experts." in name and "down_proj" not in name:
-            found = found.chunk(2, dim=1)[0 if "gate_proj" in name else 1]
+            expected = expected.chunk(2, dim=1)[0 if "gate_proj" in name else 1]
         torch.testing.assert_close(
             parameter.grad,
-            found,
+            expected,
             atol=1e-4,
             rtol=1e-3,
             msg=lambda text, name=name: f"{name}: {text}",
@@ -98,8 +104,10 @@ def test_logits_losses_and_gradients_are_those_of_transformers(theirs: tuple[Any
     model.zero_grad()
 
 
-def test_greedy_text_through_the_cache_is_that_of_transformers(theirs: tuple[Any, Path]) -> None:
-    model, folder = theirs
+def test_greedy_text_through_the_cache_is_that_of_transformers(
+    reference_and_folder: tuple[Any, Path],
+) -> None:
+    model, folder = reference_and_folder
     prompt = [5, 17, 3, 88, 41]
     right = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
         0, 5:
@@ -107,25 +115,22 @@ def test_greedy_text_through_the_cache_is_that_of_transformers(theirs: tuple[Any
     loaded = load_model(folder)
     rows = PagedRows(loaded.model, 1, 32)
     hidden = rows.read(torch.tensor([prompt]))[:, -1]
-    found: list[int] = []
+    generated: list[int] = []
     for _ in range(12):
-        found.append(int(loaded.model.logits(hidden).argmax()))
-        hidden = rows.step(torch.tensor(found[-1:]))
-    assert found == right
+        generated.append(int(loaded.model.logits(hidden).argmax()))
+        hidden = rows.step(torch.tensor(generated[-1:]))
+    assert generated == right
 
 
 def test_an_export_is_what_transformers_wrote_and_fused_tensors_are_read_too(
-    theirs: tuple[Any, Path], tmp_path: Path
+    reference_and_folder: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    model, folder = theirs
+    model, folder = reference_and_folder
     export_model(folder, tmp_path / "out")
-    written, right = (
-        load_file(tmp_path / "out/model.safetensors"),
-        load_file(folder / "model.safetensors"),
-    )
-    assert written.keys() == right.keys() and all(
-        torch.equal(written[name], value) for name, value in right.items()
-    )
+    written = load_file(tmp_path / "out/model.safetensors")
+    right = load_file(folder / "model.safetensors")
+    assert written.keys() == right.keys()
+    assert all(torch.equal(written[name], value) for name, value in right.items())
     config = find_model(folder).config
     config = config.with_(head_dim=config.head_size)
     assert find_model(tmp_path / "out").config == config

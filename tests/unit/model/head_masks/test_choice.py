@@ -70,47 +70,32 @@ def test_perplexity_and_generation_use_a_models_own_masks_and_say_so(
         assert default[key] == result(capsys, *verb, "--model", str(gated), "--masks", "own")[key]
         without = result(capsys, *verb, "--model", str(gated), "--masks", "none")
         assert (without[key], without["masks"], full["masks"]) == (full[key], None, None)
-    assert (
-        main(
-            [
-                "generate",
-                "--model",
-                str(gated),
-                "--prompt",
-                "a",
-                "--max-new-tokens",
-                "1",
-                "--device",
-                "cpu",
-            ]
-        )
-        == 0
-    )
+    options = ["--model", str(gated), "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]
+    assert main(["generate", *options]) == 0
     said = capsys.readouterr().err
-    assert (
-        "masks own (1 of 4 heads full, window 6, sinks 2)" in said
-        and "Use --masks none to ignore them" in said
-    )
+    assert "masks own (1 of 4 heads full, window 6, sinks 2)" in said
+    assert "Use --masks none to ignore them" in said
 
 
 def test_models_side_by_side_are_each_read_under_their_own_masks(
     plain: Path, gated: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verb = ["eval", "compare", str(plain), str(gated), "--data", str(text)]
-    found = result(capsys, *verb, "--out", str(tmp_path / "report"))["models"]
-    assert [one["masks"] for one in found] == [None, SHOWN]
+    models = result(capsys, *verb, "--out", str(tmp_path / "report"))["models"]
+    assert [report["masks"] for report in models] == [None, SHOWN]
     alone = [
-        result(capsys, "eval", "ppl", "--model", str(one), "--data", str(text))["loss"]
-        for one in (plain, gated)
+        result(capsys, "eval", "ppl", "--model", str(folder), "--data", str(text))["loss"]
+        for folder in (plain, gated)
     ]
-    losses = [one["datasets"]["text.txt"]["loss"] for one in found]
-    assert losses == alone and losses[0] != losses[1]
+    losses = [report["datasets"]["text.txt"]["loss"] for report in models]
+    assert losses == alone
+    assert losses[0] != losses[1]
     assert (
         "| none | own (1 of 4 heads full, window 6, sinks 2) | none |"
         in (tmp_path / "report" / "report.md").read_text()
     )
     without = result(capsys, *verb, "--masks", "none")["models"]
-    assert [one["datasets"]["text.txt"]["loss"] for one in without] == [losses[0]] * 2
+    assert [report["datasets"]["text.txt"]["loss"] for report in without] == [losses[0]] * 2
 
 
 def test_long_questions_are_asked_in_full_and_under_the_models_own_masks(
@@ -128,29 +113,29 @@ def test_long_questions_are_asked_in_full_and_under_the_models_own_masks(
         "--depths",
         "0",
     ]
-    found = result(capsys, *verb, "--model", str(gated))["variants"]
-    assert [(one["name"], one["masks_from"], one["sparsity"]) for one in found] == [
+    variants = result(capsys, *verb, "--model", str(gated))["variants"]
+    assert [
+        (variant["name"], variant["masks_from"], variant["sparsity"]) for variant in variants
+    ] == [
         ("full", None, 0.0),
         ("own", "own", 0.75),
     ]
     assert [
-        one["name"]
-        for one in result(capsys, *verb, "--model", str(gated), "--masks", "none")["variants"]
+        variant["name"]
+        for variant in result(capsys, *verb, "--model", str(gated), "--masks", "none")["variants"]
     ] == ["full"]
-    assert [one["name"] for one in result(capsys, *verb, "--model", str(plain))["variants"]] == [
-        "full"
-    ]
+    assert [
+        variant["name"] for variant in result(capsys, *verb, "--model", str(plain))["variants"]
+    ] == ["full"]
 
 
 def test_tasks_of_the_harness_are_answered_under_the_chosen_masks(gated: Path) -> None:
     loaded = load_model(gated)
     pairs = [(TEXT, " and"), (TEXT, " cat")]
-    own, none = (
-        HarnessModel(loaded.with_mask_choice(MaskChoice(masks))).loglikelihood(pairs)
-        for masks in (None, "none")
-    )
-    assert own == HarnessModel(loaded.with_masks(OWN)).loglikelihood(pairs)
-    assert none == HarnessModel(loaded).loglikelihood(pairs) != own
+    under_masks = HarnessModel(loaded.with_mask_choice(MaskChoice(None))).loglikelihood(pairs)
+    none = HarnessModel(loaded.with_mask_choice(MaskChoice("none"))).loglikelihood(pairs)
+    assert under_masks == HarnessModel(loaded.with_masks(OWN)).loglikelihood(pairs)
+    assert none == HarnessModel(loaded).loglikelihood(pairs) != under_masks
 
 
 def test_a_table_in_the_folder_is_the_models_own_where_it_has_no_gates(
@@ -173,14 +158,14 @@ def test_a_table_in_the_folder_is_the_models_own_where_it_has_no_gates(
 
 
 def test_window_and_sinks_of_own_masks_can_be_changed(gated: Path) -> None:
-    chosen = load_model(gated).with_mask_choice(MaskChoice("own", window=9, sinks=0))
+    chosen = load_model(gated).with_mask_choice(MaskChoice("own", stream_window=9, stream_sinks=0))
     assert (chosen.masks, chosen.masks_from) == (OWN.with_reach(9, 0), "own")
 
 
-def test_what_contradicts_itself_is_one_line(
+def test_options_of_masks_that_contradict_each_other_are_refused_in_one_line(
     plain: Path, gated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments, said in (
+    for arguments, message in (
         (["--model", str(plain), "--masks", "own"], "--masks is own"),
         (
             ["--model", str(gated), "--masks", "none", "--stream-window", "8"],
@@ -193,6 +178,10 @@ def test_what_contradicts_itself_is_one_line(
     ):
         assert main(["generate", "--prompt", "a", "--device", "cpu", *arguments]) == 2
         error = capsys.readouterr().err.strip().splitlines()
-        assert len(error) == 1 and said in error[0]
+        assert len(error) == 1
+        assert message in error[0]
+
+
+def test_sparsities_without_masks_are_refused() -> None:
     with pytest.raises(ConfigError, match="--sparsities is given with --masks none"):
         MaskSpec(MaskChoice("none"), (0.5,))

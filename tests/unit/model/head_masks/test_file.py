@@ -1,120 +1,95 @@
-"""`--equal-per-layer` is one rule: every verb keeps the same heads, the best of each layer by score, of gates and of soft mask files."""
+"""Mask files: what is written is read back, foreign files are understood, damage is named."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
-from support.byte_model import CONFIG, write_model
 
-from headway.checkpoint.stored_model import find_model
-from headway.cli import main
-from headway.errors import ConfigError
-from headway.model.config import HeadGatesConfig
-from headway.model.head_masks.choice import MaskChoice, MaskSpec
+from headway.errors import ConfigError, DataError
 from headway.model.head_masks.file import read_masks, write_masks
-from headway.model.head_masks.gates_file import TrainedGates, write_gates
 from headway.model.head_masks.masks import HeadMasks
-from headway.workflows.sparsify import write_mask_files
+from headway.runtime.digests import DIGESTS
 
-SCORES = torch.tensor([[3.0, 5.0, 9.0, 8.0], [-9.0, -4.0, -5.0, 2.0]])
-BEST = ((False, False, True, True), (False, True, False, True))
-"""Half of each layer by hand. Over the whole model layer 0 would keep all four; by head index layer 1 would keep heads 0 and 1."""
-EQUAL = MaskChoice(equal_per_layer=True)
+FULL = ((True, False, True), (False, False, True))
 
 
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("gated"), CONFIG.with_(num_kv_heads=4))
-    write_gates(folder, HeadGatesConfig(window=6, sinks=2), SCORES)
+def test_a_written_file_is_read_back_the_same(tmp_path: Path) -> None:
+    for masks in (HeadMasks(FULL, 1024, 128), HeadMasks(FULL, 64, 0), HeadMasks(FULL)):
+        write_masks(masks, tmp_path / "masks.tsv")
+        assert read_masks(tmp_path / "masks.tsv") == masks
+        assert read_masks(tmp_path) == masks
+
+
+def test_the_table_has_no_header_and_python_numbers(tmp_path: Path) -> None:
+    write_masks(HeadMasks(FULL, 8, 2), tmp_path / "masks_sp0.5.tsv")
+    assert (tmp_path / "masks_sp0.5.tsv").read_text() == "1.0\t0.0\t1.0\n0.0\t0.0\t1.0\n"
+
+
+def duo_folder(folder: Path) -> Path:
+    values = [[0.93, 0.04, 0.51], [0.2, 0.1, 1.0]]
+    folder.mkdir()
+    (folder / "full_attention_heads.tsv").write_text(
+        "\n".join("\t".join(f"{v:.18e}" for v in row) for row in values) + "\n"
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"sink_size": 64, "recent_size": 256, "lr": 0.02})
+    )
     return folder
 
 
-def test_every_verb_keeps_the_best_heads_of_each_layer(
-    gated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--model", str(gated), "--sparsity", "0.5", "--equal-per-layer", "--json"]
-    assert main(["masks", "export", *flags, "--out", str(tmp_path / "masks.tsv")]) == 0
-    assert read_masks(tmp_path / "masks.tsv").full == BEST
-    capsys.readouterr()
-    assert main(["masks", "show", *flags]) == 0
-    assert json.loads(capsys.readouterr().out)["full"] == [
-        [int(keeps) for keeps in row] for row in BEST
-    ]
-    # eval long --sparsities, and the mask files of sparsify
-    spec = MaskSpec(EQUAL, (0.5,))
-    _, variant = spec.variants(find_model(gated).mask_source())
-    assert variant.masks == HeadMasks(BEST, 6, 2)
-    (name,) = write_mask_files(gated, spec, tmp_path)
-    assert read_masks(tmp_path / name) == HeadMasks(BEST, 6, 2)
+def test_a_pattern_of_duoattention_is_read_with_its_window_and_sinks(tmp_path: Path) -> None:
+    masks = read_masks(duo_folder(tmp_path / "duo"))
+    assert masks == HeadMasks(FULL, 256, 64)
+    assert read_masks(tmp_path / "duo" / "full_attention_heads.tsv") == masks
 
 
-def test_soft_mask_files_are_ranked_in_each_layer(
-    gated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    soft = tmp_path / "soft.tsv"
-    soft.write_text("0.6\t0.7\t0.9\t0.8\n0.1\t0.4\t0.3\t0.49\n")
-    assert read_masks(soft).full == ((True,) * 4, (False,) * 4)
-    assert read_masks(soft, equal_per_layer=True).full == BEST
-    assert main(["masks", "show", "--masks", str(soft), "--equal-per-layer", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["full"] == [
-        [int(keeps) for keeps in row] for row in BEST
-    ]
-    for sparsities in ((), (0.5,)):
-        _, variant = MaskSpec(MaskChoice(str(soft), equal_per_layer=True), sparsities).variants(
-            find_model(gated).mask_source()
-        )
-        assert variant.masks is not None and variant.masks.full == BEST
+def test_soft_values_are_cut_at_the_sparsity_asked_for(tmp_path: Path) -> None:
+    folder = duo_folder(tmp_path / "duo")
+    assert read_masks(folder, 0.75).full == ((False, False, False), (False, False, True))
+    assert read_masks(folder, 0.0).num_full == 6
 
 
-def test_a_decided_table_ranks_nothing(tmp_path: Path) -> None:
-    write_masks(HeadMasks(((True, True), (False, False))), tmp_path / "uneven.tsv")
+def test_hard_values_cannot_be_cut_elsewhere(tmp_path: Path) -> None:
+    write_masks(HeadMasks(FULL), tmp_path / "masks.tsv")
+    assert read_masks(tmp_path / "masks.tsv", 0.5).full == FULL
     with pytest.raises(
-        ConfigError,
-        match=r"2, 0 full heads in its layers, so heads cannot be ranked for --equal-per-layer",
+        ConfigError, match=r"only 0 and 1 at sparsity 0\.5000.*export again with --sparsity 0\.2"
     ):
-        read_masks(tmp_path / "uneven.tsv", equal_per_layer=True)
-    even = HeadMasks(((True, False), (False, True)))
-    write_masks(even, tmp_path / "even.tsv")
-    assert read_masks(tmp_path / "even.tsv", equal_per_layer=True) == even
+        read_masks(tmp_path / "masks.tsv", 0.2)
 
 
-def test_equal_layers_keep_what_the_gates_expect_to_the_head() -> None:
-    # One of three heads is expected to be full; 1 - 2/3 in floating point would keep none.
-    gates = TrainedGates(HeadGatesConfig(window=6, sinks=2), torch.tensor([[-20.0, 20.0, -20.0]]))
-    assert gates.masks().num_full == gates.masks(equal_per_layer=True).num_full == 1
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is empty"),
+        ("1.0\t0.0\n1.0\n", "row 2 has 1 numbers and the first has 2"),
+        ("1.0\tx\n", "line 1"),
+        ("1.0\t3.5\n", r"contains 3\.5"),
+        ("nan\t0.0\n", "contains nan"),
+        ("layer\thead\tlog_alpha\n0\t0\t4.0\n", "raw export"),
+        ("\xff\xfe", "line 1"),
+    ],
+)
+def test_a_damaged_table_is_named_with_its_line(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "masks.tsv").write_text(content)
+    with pytest.raises(DataError, match=said) as caught:
+        read_masks(tmp_path / "masks.tsv")
+    assert "masks.tsv" in str(caught.value)
 
 
-def test_equal_layers_say_which_sparsity_they_cannot_reach(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    soft = tmp_path / "soft.tsv"
-    soft.write_text("0.6\t0.7\n0.1\t0.4\n0.2\t0.3\n")
-    gates = TrainedGates(
-        HeadGatesConfig(window=6, sinks=2), torch.tensor([[3.0, 5.0], [-9.0, -4.0], [1.0, 2.0]])
-    )
-    for select in (
-        lambda: read_masks(soft, 0.7, equal_per_layer=True),
-        lambda: gates.masks(0.7, equal_per_layer=True),
-    ):
-        caplog.clear()
-        # one full head of six is left: a third of a head in each layer
-        assert [sum(row) for row in select().full] == [0, 0, 0]
-        assert caplog.messages == [
-            "--equal-per-layer: sparsity 0.7 cannot be reached with 2 KV heads in every layer, which go in steps of 0.5. "
-            "0 of 2 heads stay full in each: sparsity 1."
-        ]
-    caplog.clear()
-    assert (
-        gates.masks(0.5, equal_per_layer=True).sparsity
-        == read_masks(soft, 0.5, equal_per_layer=True).sparsity
-        == 0.5
-    )
-    assert gates.masks(0.7).num_full == 1
-    assert caplog.messages == []
-    # two of six heads are expected to be full, and two thirds of a head round up
-    assert read_masks(soft, equal_per_layer=True).num_full == 3
-    assert (
-        "sparsity 0.6667 cannot be reached" in caplog.messages[0]
-        and "1 of 2 heads stay full in each: sparsity 0.5." in caplog.messages[0]
-    )
+def test_damage_beside_the_table_is_named(tmp_path: Path) -> None:
+    write_masks(HeadMasks(FULL, 8, 0), tmp_path / "masks.tsv")
+    (tmp_path / DIGESTS).unlink()
+    (tmp_path / "masks.json").write_text('{"window": 0}')
+    with pytest.raises(DataError, match="window is 0"):
+        read_masks(tmp_path / "masks.tsv")
+    (tmp_path / "masks.json").write_text("{")
+    with pytest.raises(DataError, match="JSON"):
+        read_masks(tmp_path / "masks.tsv")
+
+
+def test_a_file_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_masks("/nowhere/masks.tsv")

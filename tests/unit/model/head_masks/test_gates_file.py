@@ -33,7 +33,6 @@ def test_every_raw_column_holds_what_its_header_says(tmp_path: Path) -> None:
         assert row["p_streaming"] == pytest.approx(1 / (1 + math.exp(row["log_alpha"] + edge)))
         assert row["p_full"] == pytest.approx(1 / (1 + math.exp(edge - row["log_alpha"])))
         assert row["p_full"] < row["expected_z"] < 1 - row["p_streaming"]
-    assert rows[0]["p_full"] == pytest.approx(0.80239, abs=1e-4) and rows[0][
-        "p_streaming"
-    ] == pytest.approx(0.00997, abs=1e-4)
+    assert rows[0]["p_full"] == pytest.approx(0.80239, abs=1e-4)
+    assert rows[0]["p_streaming"] == pytest.approx(0.00997, abs=1e-4)
     assert rows[2]["expected_z"] == pytest.approx(0.5)

@@ -20,25 +20,25 @@ WIDTHS = {"text": 384, "image": 960, "audio": 2048}
 def purrsight() -> dict[str, torch.Tensor]:
     """The state_dict of PurrSight's aligner, random."""
     draw = torch.Generator().manual_seed(0)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, width in WIDTHS.items():
         head = f"projection_heads.{name}_head"
-        found |= {
+        tensors |= {
             f"{head}.ln.weight": torch.rand(width, generator=draw),
             f"{head}.ln.bias": torch.rand(width, generator=draw),
         }
-        found[f"{head}.fc.weight"] = torch.rand(512, width, generator=draw)
-        found[f"postprocessors.{name}_scaling.logit_scale"] = torch.tensor(
+        tensors[f"{head}.fc.weight"] = torch.rand(512, width, generator=draw)
+        tensors[f"postprocessors.{name}_scaling.logit_scale"] = torch.tensor(
             {"text": 1.0}.get(name, 2.66)
         )
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("form", ["bare", "state_dict"])
 def test_an_aligner_of_purrsight_is_read_and_written_exactly(tmp_path: Path, form: str) -> None:
-    given = purrsight()
+    tensors = purrsight()
     torch.save(
-        given if form == "bare" else {"state_dict": given, "epoch": 3, "global_step": 7},
+        tensors if form == "bare" else {"state_dict": tensors, "epoch": 3, "global_step": 7},
         tmp_path / "aligner.pt",
     )
     heads = read_aligner(tmp_path / "aligner.pt")
@@ -58,28 +58,27 @@ def test_an_aligner_of_purrsight_is_read_and_written_exactly(tmp_path: Path, for
         again = read_aligner(tmp_path / name)
         assert all(torch.equal(again.tensors[key], value) for key, value in heads.tensors.items())
     stored = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert len(stored) == 12 and all(
-        torch.equal(stored[name], value) for name, value in given.items()
-    )
+    assert len(stored) == 12
+    assert all(torch.equal(stored[name], value) for name, value in tensors.items())
 
 
 def spoil(how: str) -> dict[str, Any]:
-    given: dict[str, Any] = purrsight()
+    tensors: dict[str, Any] = purrsight()
     if how == "lacks":
-        del given["projection_heads.audio_head.ln.bias"]
+        del tensors["projection_heads.audio_head.ln.bias"]
     elif how == "logit_scale of image":
-        given["postprocessors.image_scaling.logit_scale"] = torch.ones(2)
+        tensors["postprocessors.image_scaling.logit_scale"] = torch.ones(2)
     elif how == "holds 'encoder.weight'":
-        given["encoder.weight"] = torch.ones(2)
+        tensors["encoder.weight"] = torch.ones(2)
     elif how == "a projection of shape":
-        given["projection_heads.image_head.fc.weight"] = torch.ones(512, 961)
+        tensors["projection_heads.image_head.fc.weight"] = torch.ones(512, 961)
     elif how == "different widths":
-        given["projection_heads.image_head.fc.weight"] = torch.ones(256, 960)
+        tensors["projection_heads.image_head.fc.weight"] = torch.ones(256, 960)
     elif how == "not finite":
-        given["projection_heads.text_head.fc.weight"][3, 3] = float("nan")
+        tensors["projection_heads.text_head.fc.weight"][3, 3] = float("nan")
     elif how == "no modality":
-        given = {}
-    return given
+        tensors = {}
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -114,23 +113,34 @@ def test_a_file_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
-def test_heads_of_other_encoders_are_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def heads(tmp_path: Path) -> AlignerHeads:
     torch.save(purrsight(), tmp_path / "aligner.pt")
-    heads = read_aligner(tmp_path)
+    return read_aligner(tmp_path)
+
+
+def test_heads_of_another_width_are_refused(heads: AlignerHeads) -> None:
     with pytest.raises(
         HeadwayError, match="takes features of width 960; the image encoder gives 1280"
     ):
         heads.require({"image": 1280}, 512, "aligner.pt")
     with pytest.raises(HeadwayError, match="projects to 512 dimensions; 256 are expected"):
         heads.require({"image": 960}, 256, "aligner.pt")
+
+
+def test_an_aligner_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match="no such file"):
         read_aligner(tmp_path / "nothing.pt")
-    two = AlignerHeads(
-        {name: value for name, value in heads.tensors.items() if ".audio." not in name},
-        {"text": 1.0, "image": 2.0},
-    )
-    write_aligner(two, tmp_path / "two.safetensors")
-    assert read_aligner(tmp_path / "two.safetensors").modalities == ("text", "image")
+
+
+def test_heads_of_two_modalities_are_written_and_a_third_is_refused(
+    heads: AlignerHeads, tmp_path: Path
+) -> None:
+    tensors = {name: value for name, value in heads.tensors.items() if ".audio." not in name}
+    two = AlignerHeads(tensors, {"text": 1.0, "image": 2.0})
+    path = tmp_path / "two.safetensors"
+    write_aligner(two, path)
+    assert read_aligner(path).modalities == ("text", "image")
     assert len(purrsight_tensors(two)) == 8
     with pytest.raises(HeadwayError, match="has no head for audio"):
-        read_aligner(tmp_path / "two.safetensors").require({"audio": 2048}, 512, "two")
+        read_aligner(path).require({"audio": 2048}, 512, "two")

@@ -209,9 +209,9 @@ def test_saved_tensors_restore_an_engine_bit_for_bit() -> None:
     scalars = copy.deepcopy(engine.scalars())
     other = engine_for()
     other.load(lambda name, role, offset, shape: saved[name, role], scalars)
-    for one in (engine, other):
-        one.forward_backward(make_step(uneven_batch(), 2), AT)
-        one.update(hypers(optim, one.groups, 3, 10))
+    for an_engine in (engine, other):
+        an_engine.forward_backward(make_step(uneven_batch(), 2), AT)
+        an_engine.update(hypers(optim, an_engine.groups, 3, 10))
     assert all(torch.equal(engine.masters[name], other.masters[name]) for name in engine.masters)
 
 
@@ -241,11 +241,12 @@ def test_an_fp16_engine_resumes_with_its_loss_scale() -> None:
     other.load(lambda name, role, offset, shape: saved[name, role], scalars)
     other.forward_backward(make_step(uneven_batch(), 2), AT)
     assert float(other.update(hypers(AdamW(), other.groups, 3, 10)).loss_scale) == 256.0
+    # the third good step in a row
     assert other.scalars()["scaler"] == {
         "scale": 512.0,
         "good": 0,
         "overflows": 0,
-    }  # the third good step in a row
+    }
 
 
 @pytest.mark.parametrize("bad", ["layers.9", "*.nothing.*"])
@@ -264,7 +265,8 @@ def test_compiled_halves_train_like_eager_ones(
     monkeypatch.setattr(
         torch, "compile", lambda fn, **options: compiler(fn, backend="aot_eager", **options)
     )
-    eager, compiled = engine_for(dtype=dtype), engine_for(dtype=dtype, compile_blocks=True)
+    eager = engine_for(dtype=dtype)
+    compiled = engine_for(dtype=dtype, compile_blocks=True)
     for index in range(3):
         step = make_step(
             make_batch([[16], [7, 9], [3, 13], [10]], seq_len=16, vocab=64, seed=index), 2
@@ -281,7 +283,7 @@ def test_compiled_halves_train_like_eager_ones(
 def test_a_parameter_without_a_part_in_the_step_gets_no_gradient() -> None:
     engine = engine_for()
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
-    owner, leaf = engine.homes["model.norm.weight"]
+    owner, leaf = engine.param_owners["model.norm.weight"]
     kept = owner._parameters[leaf]
     engine.update(hypers(AdamW(lr=0.0), engine.groups, 0, 10))
     owner._parameters[leaf] = nn.Parameter(kept.detach().clone(), requires_grad=False)  # pyright: ignore[reportOptionalMemberAccess]
@@ -302,7 +304,7 @@ def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(
     tied: bool, num_micro: int, freeze: tuple[str, ...]
 ) -> None:
     config = CONFIG.model_copy(update={"tie_embeddings": tied})
-    found = []
+    gradients_of = []
     for in_place in (True, False):
         engine = engine_for(config, freeze=freeze)
         assert engine.model.head_grad_buffer is not None
@@ -310,21 +312,23 @@ def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(
             engine.model.head_grad_buffer = None
         for _ in range(2):  # the second step finds the first one's gradients in the buffer
             seen = gradients(engine, make_step(uneven_batch(), num_micro))
-        found.append(seen)
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-8, msg=name)
+        gradients_of.append(seen)
+    assert gradients_of[0].keys() == gradients_of[1].keys()
+    for name, gradient in gradients_of[0].items():
+        torch.testing.assert_close(gradient, gradients_of[1][name], rtol=1e-6, atol=1e-8, msg=name)
 
 
 def test_a_pass_that_was_never_back_propagated_leaves_the_heads_place_free() -> None:
-    engine, plain = engine_for(), engine_for()
+    engine = engine_for()
+    plain = engine_for()
     batch = uneven_batch()
-    unused = engine.passes.objective.loss(
-        engine.model.forward_batch(batch), batch, AT, engine.passes.exchange
+    unused = engine.runner.objective.loss(
+        engine.model.forward_batch(batch), batch, AT, engine.runner.exchange
     )
     assert unused.terms
-    one, other = gradients(engine, make_step(batch, 1)), gradients(plain, make_step(batch, 1))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    expected = gradients(engine, make_step(batch, 1))
+    other = gradients(plain, make_step(batch, 1))
+    assert all(torch.equal(expected[name], other[name]) for name in expected)
 
 
 def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_of_the_whole(
@@ -334,23 +338,23 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
     split = "model.layers.0.self_attn.q_proj.weight"
 
     def split_model(model: Any, _spec: Any) -> base.LocalModel:
-        found = {
+        boxes = {
             name: base.ParamBox.whole(spec) for name, spec in assembling.model_specs(model).items()
         }
-        rows, columns = found[split].shape
-        whole = replace(found[split].spec, shape=(2 * rows, columns))
-        found[split] = base.ParamBox((rows, 0), (rows, columns), whole)
+        rows, columns = boxes[split].shape
+        whole = replace(boxes[split].spec, shape=(2 * rows, columns))
+        boxes[split] = base.ParamBox((rows, 0), (rows, columns), whole)
         return base.LocalModel(
             {
                 name: replace(box, copies=2, copy=1) if "norm" in name else box
-                for name, box in found.items()
+                for name, box in boxes.items()
             }
         )
 
     def whole_specs(model: Any, objective: Any) -> dict[str, ParamSpec]:
-        found = assembling.model_specs(model)
-        rows, columns = found[split].shape
-        return found | {split: replace(found[split], shape=(2 * rows, columns))}
+        specs = assembling.model_specs(model)
+        rows, columns = specs[split].shape
+        return specs | {split: replace(specs[split], shape=(2 * rows, columns))}
 
     plain = engine_for()
     monkeypatch.setattr(assembling, "split_model", split_model)
@@ -364,8 +368,9 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
     whole[split] = torch.cat([torch.full((32, 32), 7.0), whole[split]])
     engine.fill(whole.items())
     step = make_step(uneven_batch(), 2)
-    one, two = engine.forward_backward(step, AT), plain.forward_backward(step, AT)
-    assert torch.equal(one.loss, two.loss)
+    result = engine.forward_backward(step, AT)
+    expected = plain.forward_backward(step, AT)
+    assert torch.equal(result.loss, expected.loss)
     grads = {name: view for buffer in plain.buffers for name, view in buffer.gradients.items()}
     counted = (
         torch.stack(
@@ -391,7 +396,8 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
         return value.clone()
 
     other.load(read, engine.scalars())
-    assert isinstance(engine, FlatEngine) and isinstance(other, FlatEngine)
+    assert isinstance(engine, FlatEngine)
+    assert isinstance(other, FlatEngine)
     assert all(
         torch.equal(value, other.masters[name])
         for name, value in engine.masters.items()
@@ -416,4 +422,4 @@ def test_an_engine_that_is_not_used_any_more_leaves_memory(setup: Setup) -> None
     known = weakref.ref(engine), weakref.ref(engine.model)
     del engine
     gc.collect()
-    assert [one() for one in known] == [None, None]
+    assert [reference() for reference in known] == [None, None]

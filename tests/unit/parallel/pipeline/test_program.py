@@ -24,23 +24,29 @@ CASES: list[tuple[ScheduleName, int]] = [
 
 def run_with_blocking_messages(programs: list[Program]) -> set[PipelineAction]:
     """Run programs in which a message ends only when both ranks are there, and a rank does nothing meanwhile: the hardest case."""
-    at, done = [0] * len(programs), set[PipelineAction]()
+    next_actions = [0] * len(programs)
+    done = set[PipelineAction]()
     moved = True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
-            if at[rank] == len(program):
+            if next_actions[rank] == len(program):
                 continue
-            step = program[at[rank]]
+            step = program[next_actions[rank]]
             if isinstance(step, PipelineAction):
                 done.add(step)
-                at[rank], moved = at[rank] + 1, True
+                next_actions[rank] = next_actions[rank] + 1
+                moved = True
                 continue
             other = programs[step.peer]
-            meeting = other[at[step.peer]] if at[step.peer] < len(other) else None
+            meeting = (
+                other[next_actions[step.peer]] if next_actions[step.peer] < len(other) else None
+            )
             if meeting == Message(not step.is_sent, step.kind, step.stage, step.microbatch, rank):
-                at[rank], at[step.peer], moved = at[rank] + 1, at[step.peer] + 1, True
-    assert at == [len(program) for program in programs], "some ranks wait for each other"
+                next_actions[rank] = next_actions[rank] + 1
+                next_actions[step.peer] = next_actions[step.peer] + 1
+                moved = True
+    assert next_actions == [len(program) for program in programs], "some ranks wait for each other"
     return done
 
 

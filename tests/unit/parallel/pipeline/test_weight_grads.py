@@ -29,19 +29,22 @@ def test_a_divided_linear_adds_its_bias_and_gives_the_gradients_of_autograd() ->
     divided: Any = copy.deepcopy(plain)
     queue = WeightGradQueue()
     assert queue.divide(divided) == 2
-    x, other = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 5, 3)
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    other = torch.randn(2, 5, 3)
     other.copy_(x.detach())
     other.requires_grad_()
-    expected, found = plain(x), divided(other)
-    torch.testing.assert_close(found, expected)
+    expected = plain(x)
+    output = divided(other)
+    torch.testing.assert_close(output, expected)
     upstream = torch.randn_like(expected)
     expected.backward(upstream)
     with queue.collecting() as later:
-        found.backward(upstream)
+        output.backward(upstream)
     # gradients of inputs and biases are there; those of matrices are computed when W runs
     torch.testing.assert_close(other.grad, x.grad)
     torch.testing.assert_close(divided.block[0].bias.grad, plain.block[0].bias.grad)
-    assert divided.block[0].weight.grad is None and len(later) == 2
+    assert divided.block[0].weight.grad is None
+    assert len(later) == 2
     for compute in later:
         compute()
     for name, parameter in plain.named_parameters():

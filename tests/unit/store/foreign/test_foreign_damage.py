@@ -73,15 +73,17 @@ FORMATS: dict[str, Callable[[Path], None]] = {
 def read_everything(folder: Path, kind: str) -> list[list[int]]:
     """Open as training would and read each document; every answer must fit what the store says of itself."""
     source = open_source(folder, kind)  # pyright: ignore[reportArgumentType]
-    found: list[list[int]] = []
+    documents: list[list[int]] = []
     for i in range(source.num_documents):
         length = int(source.lengths(i, i + 1)[0])
-        ids, mask = source.tokens(i, 0, length), source.mask(i, 0, length)
-        assert ids.dtype in (np.uint16, np.uint32) and len(ids) == length
+        ids = source.tokens(i, 0, length)
+        mask = source.mask(i, 0, length)
+        assert ids.dtype in (np.uint16, np.uint32)
+        assert len(ids) == length
         assert mask is None or (mask.dtype == np.bool_ and len(mask) == length)
-        found.append(ids.tolist())
-    assert source.num_tokens == sum(map(len, found))
-    return found
+        documents.append(ids.tolist())
+    assert source.num_tokens == sum(map(len, documents))
+    return documents
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -97,11 +99,9 @@ def test_an_undamaged_store_is_detected_and_read(name: str, tmp_path: Path) -> N
 def test_pieces_are_gathered_as_they_are_read_one_by_one(name: str, tmp_path: Path) -> None:
     FORMATS[name](tmp_path)
     source = open_source(tmp_path)
-    documents, starts, lengths = (
-        np.array([2, 0, 2, 1]),
-        np.array([1, 0, 0, 1]),
-        np.array([4, 5, 1, 1]),
-    )
+    documents = np.array([2, 0, 2, 1])
+    starts = np.array([1, 0, 0, 1])
+    lengths = np.array([4, 5, 1, 1])
     ids, mask = source.gather(documents, starts, lengths)
     pieces = list(
         zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
@@ -139,7 +139,8 @@ def test_damage_never_ends_in_a_traceback_or_a_document_that_does_not_fit(
         read_everything(folder, name.split(" ")[0])
     except DataError as error:
         message = str(error)
-    assert "\n" not in message and str(folder) in message
+    assert "\n" not in message
+    assert str(folder) in message
 
 
 @pytest.mark.parametrize("name", FORMATS)

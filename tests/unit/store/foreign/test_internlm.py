@@ -58,7 +58,8 @@ def test_the_published_example_has_meta_offsets_0_90_208(tmp_path: Path) -> None
     assert file.read_text().splitlines() == [json.dumps({"tokens": ids}) for ids in EXAMPLE]
     store = open_internlm(tmp_path)
     assert [d.ids.tolist() for d in store.documents()] == EXAMPLE
-    assert {d.type for d in store.documents()} == {"cn"} and not store.masked
+    assert {d.type for d in store.documents()} == {"cn"}
+    assert not store.masked
     assert (store.num_documents, store.num_tokens, store.max_id) == (3, 39, 99157)
 
 
@@ -72,19 +73,21 @@ def test_round_trip_keeps_ids_and_masks(
     masks = [[m for _, m in d] for d in documents]
     store = open_internlm(write(file, ids, masks))
     assert np.array_equal(scan_lines(file), np.load(f"{file}.meta"))
-    for i, found in enumerate(store.documents()):
-        assert found.ids.tolist() == ids[i]
-        mask = [True] * len(ids[i]) if found.mask is None else found.mask.tolist()
+    for i, document in enumerate(store.documents()):
+        assert document.ids.tolist() == ids[i]
+        mask = [True] * len(ids[i]) if document.mask is None else document.mask.tolist()
         assert mask[1:] == masks[i][1:], "the first token's sign means nothing: nothing predicts it"
-    assert store.lengths(0, len(ids)).tolist() == [len(one) for one in ids]
-    assert store.first_at(0) == 0 and store.first_at(store.num_tokens + 1) == store.num_documents
+    assert store.lengths(0, len(ids)).tolist() == [len(document_ids) for document_ids in ids]
+    assert store.first_at(0) == 0
+    assert store.first_at(store.num_tokens + 1) == store.num_documents
 
 
 def test_negative_ids_are_inputs_without_loss_and_the_first_stays_positive(tmp_path: Path) -> None:
     file = write(tmp_path / "d.bin", [[1, 7, 8, 9]], [[False, False, True, True]])
     assert json.loads(file.read_text()) == {"tokens": [1, -7, 8, 9]}
     store = open_internlm(file)
-    assert store.masked and store.document(0).ids.tolist() == [1, 7, 8, 9]
+    assert store.masked
+    assert store.document(0).ids.tolist() == [1, 7, 8, 9]
     assert store.mask(0, 1, 4).tolist() == [False, True, True]  # pyright: ignore[reportOptionalMemberAccess]
     assert store.tokens(0, 1, 3).tolist() == [7, 8]
 
@@ -92,9 +95,8 @@ def test_negative_ids_are_inputs_without_loss_and_the_first_stays_positive(tmp_p
 def test_id_0_of_a_masked_document_is_an_input_and_never_a_target(tmp_path: Path) -> None:
     file = tmp_path / "cn" / "d.bin"
     file.parent.mkdir()
-    file.write_text(
-        '{"tokens": [5, -7, 0, 9]}\n{"tokens": [5, 7, 0, 9]}\n'
-    )  # as InternLM itself would write them
+    # as InternLM itself would write them
+    file.write_text('{"tokens": [5, -7, 0, 9]}\n{"tokens": [5, 7, 0, 9]}\n')
     store = open_internlm(file, rebuild_index=True)
     assert store.document(0).ids.tolist() == store.document(1).ids.tolist() == [5, 7, 0, 9]
     assert store.mask(0, 0, 4).tolist() == [True, False, False, True]  # pyright: ignore[reportOptionalMemberAccess]
@@ -151,21 +153,27 @@ def test_a_meta_that_cannot_describe_the_bin_is_refused_when_opened(
     replace_meta(file, meta)
     with pytest.raises(DataError, match=message) as caught:
         open_internlm(file)
-    assert "\n" not in str(caught.value) and "--rebuild-index" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "--rebuild-index" in str(caught.value)
     assert open_internlm(file, rebuild_index=True).num_documents == 3
 
 
-def test_offsets_inside_lines_and_wrong_counts_are_refused_when_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("meta", "document", "message"),
+    [
+        ([[0, 11], [91, 15], [208, 13]], 1, "is not one line"),
+        ([[0, 11], [208, 13]], 0, "is not one line"),
+        ([[0, 11], [90, 14], [208, 13]], 1, r"has 15 tokens, its \.meta says 14"),
+    ],
+    ids=["offset inside a line", "two lines", "wrong count"],
+)
+def test_a_meta_file_that_contradicts_its_lines_is_refused_when_read(
+    tmp_path: Path, meta: list[list[int]], document: int, message: str
+) -> None:
     file = write(tmp_path / "d.bin", EXAMPLE)
-    replace_meta(file, np.array([[0, 11], [91, 15], [208, 13]]))
-    with pytest.raises(DataError, match="is not one line"):
-        open_internlm(file).document(1)
-    replace_meta(file, np.array([[0, 11], [208, 13]]))
-    with pytest.raises(DataError, match="is not one line"):
-        open_internlm(file).document(0)
-    replace_meta(file, np.array([[0, 11], [90, 14], [208, 13]]))
-    with pytest.raises(DataError, match=r"has 15 tokens, its \.meta says 14"):
-        open_internlm(file).document(1)
+    replace_meta(file, np.array(meta))
+    with pytest.raises(DataError, match=message):
+        open_internlm(file).document(document)
 
 
 @pytest.mark.parametrize(

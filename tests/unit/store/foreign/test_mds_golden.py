@@ -75,31 +75,33 @@ SETS = {
 @pytest.mark.parametrize("name", SETS)
 def test_shards_of_mosaicml_are_read_exactly(name: str) -> None:
     _, samples, _ = SETS[name]
-    found, expected = [record.data for record in read_records(GOLDEN / name)], list(samples())
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
+    stored = [record.data for record in read_records(GOLDEN / name)]
+    expected = list(samples())
+    assert len(stored) == len(expected)
+    for sample, other in zip(stored, expected, strict=True):
+        assert sample.keys() == other.keys()
         for key, value in other.items():
             if isinstance(value, np.ndarray):
-                assert one[key].dtype == value.dtype and np.array_equal(one[key], value)
+                assert sample[key].dtype == value.dtype
+                assert np.array_equal(sample[key], value)
             else:
-                assert one[key] == value
+                assert sample[key] == value
 
 
 @pytest.mark.parametrize("name", ["raw/tokens", "raw/chat", "zstd/chat"])
 def test_shards_of_mosaicml_are_documents_with_masks_and_spans(name: str) -> None:
     store = open_mds(GOLDEN / name, verify=True)
     expected = list(SETS[name][1]())
-    assert store.num_documents == len(expected) and store.num_tokens == sum(
-        sample["length"] for sample in expected
-    )
+    assert store.num_documents == len(expected)
+    assert store.num_tokens == sum(sample["length"] for sample in expected)
     for i, sample in enumerate(expected):
-        found, spans = store.document(i), store.span_starts(i)
-        assert np.array_equal(found.ids, sample["input_ids"]) and found.type == sample["domain"]
-        assert (found.mask is None) == ("mask" not in sample) and (spans is None) == (
-            "indices" not in sample
-        )
-        assert found.mask is None or np.array_equal(found.mask, sample["mask"] != 0)
+        document = store.document(i)
+        spans = store.span_starts(i)
+        assert np.array_equal(document.ids, sample["input_ids"])
+        assert document.type == sample["domain"]
+        assert (document.mask is None) == ("mask" not in sample)
+        assert (spans is None) == ("indices" not in sample)
+        assert document.mask is None or np.array_equal(document.mask, sample["mask"] != 0)
         assert spans is None or np.array_equal(spans, sample["indices"][:, 0])
 
 

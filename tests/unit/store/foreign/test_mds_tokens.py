@@ -92,17 +92,16 @@ def test_every_encoding_survives_the_round_trip(
     for sample in written:
         writer.write(sample)
     writer.finish()
-    found = [record.data for record in read_records(folder)]
-    assert len(found) == len(written)
-    for one, other in zip(found, written, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
+    samples = [record.data for record in read_records(folder)]
+    assert len(samples) == len(written)
+    for stored, other in zip(samples, written, strict=True):
+        assert stored.keys() == other.keys()
+        for name in stored:
             if isinstance(other[name], np.ndarray):
-                assert one[name].dtype == other[name].dtype and np.array_equal(
-                    one[name], other[name]
-                )
+                assert stored[name].dtype == other[name].dtype
+                assert np.array_equal(stored[name], other[name])
             else:
-                assert one[name] == other[name]
+                assert stored[name] == other[name]
 
 
 documents = st.lists(
@@ -131,7 +130,8 @@ def test_documents_and_masks_survive_the_round_trip(
     assert [d.ids.tolist() for d in store.documents()] == [
         [t for t, _ in d] for d in given_documents
     ]
-    assert {d.type for d in store.documents()} == {"web"} and store.masked == masked
+    assert {d.type for d in store.documents()} == {"web"}
+    assert store.masked == masked
     if masked:
         assert [store.mask(i).tolist() for i in range(store.num_documents)] == [
             [m for _, m in d] for d in given_documents
@@ -229,11 +229,14 @@ def test_encodings_that_are_not_written_are_refused(
         MdsWriter(tmp_path, columns)
 
 
-def test_what_cannot_be_a_value_is_refused_and_an_unfinished_folder_is_removed(
-    tmp_path: Path,
-) -> None:
+def test_an_empty_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="empty document"), MdsTokenWriter(tmp_path / "a") as writer:
         writer.add(np.zeros(0, np.int64))
+
+
+def test_a_value_of_another_shape_is_refused_and_the_unfinished_folder_is_removed(
+    tmp_path: Path,
+) -> None:
     writer = MdsWriter(tmp_path / "b", {"x": "ndarray:uint32:2"}, size_limit=10)
     for value in (np.array([1, 2], np.uint32), np.array([3, 4], np.uint32)):
         writer.write({"x": value})
@@ -241,6 +244,9 @@ def test_what_cannot_be_a_value_is_refused_and_an_unfinished_folder_is_removed(
         writer.write({"x": np.array([1, 2, 3], np.uint32)})
     writer.close()
     assert not (tmp_path / "b").exists()
+
+
+def test_an_unknown_compression_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="compression"):
         MdsWriter(tmp_path / "c", {"x": "int"}, compression="lz4")
 

@@ -69,34 +69,51 @@ def test_files_of_megatron_core_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_disagreeing_files_are_refused_with_what_disagrees(tmp_path: Path) -> None:
-    index = write(tmp_path / "x", [[[1, 2], [3]], [[4, 5, 6]]])
+POINTER = struct.Struct("<q")
+WRAPPED = POINTER.pack(8 - (1 << 32))
+
+DAMAGED_INDEXES = {
+    "shorter than the header": lambda index: index[:20],
+    "the file is truncated": lambda index: index[:-1],
+    "not a Megatron index": lambda index: b"X" + index[1:],
+    "dtype code 7": lambda index: index[:17] + b"\x07" + index[18:],
+    "a mode per sequence": lambda index: index + b"\0\0\0",
+    "32-bit pointers wrapped": lambda index: index[:54] + WRAPPED + index[62:],
+    "document bounds": lambda index: index[:-8] + POINTER.pack(2),
+    "-2 tokens": lambda index: index[:34] + struct.pack("<i", -2) + index[38:],
+}
+"""By message: what was done to an index whose header has 34 bytes, followed by a length and a pointer per sequence."""
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """The index of two documents, one of two sequences and one of one."""
+    return write(tmp_path / "x", [[[1, 2], [3]], [[4, 5, 6]]])
+
+
+@pytest.mark.parametrize("message", DAMAGED_INDEXES)
+def test_a_damaged_index_is_refused_in_one_line(index: Path, message: str) -> None:
+    index.write_bytes(DAMAGED_INDEXES[message](index.read_bytes()))
+    with pytest.raises(DataError, match=message) as caught:
+        list(open_megatron(index).documents())
+    assert "\n" not in str(caught.value)
+
+
+def test_data_shorter_than_its_index_is_refused(index: Path) -> None:
     data = index.with_suffix(".bin")
-    good, tokens = index.read_bytes(), data.read_bytes()
-
-    def refused(content: bytes, message: str) -> None:
-        index.write_bytes(content)
-        with pytest.raises(DataError, match=message) as caught:
-            list(open_megatron(index).documents())
-        assert "\n" not in str(caught.value)
-
-    refused(good[:20], "shorter than the header")
-    refused(good[:-1], "the file is truncated")
-    refused(b"X" + good[1:], "not a Megatron index")
-    refused(good[:17] + b"\x07" + good[18:], "dtype code 7")
-    refused(good + b"\0\0\0", "a mode per sequence")
-    pointer = struct.Struct("<q")
-    wrapped = pointer.pack(8 - (1 << 32))
-    refused(good[: 34 + 12 + 8] + wrapped + good[34 + 12 + 16 :], "32-bit pointers wrapped")
-    refused(good[:-8] + pointer.pack(2), "document bounds")
-    refused(good[:34] + struct.pack("<i", -2) + good[38:], "-2 tokens")
-    index.write_bytes(good)
-    data.write_bytes(tokens[:-4])
+    data.write_bytes(data.read_bytes()[:-4])
     with pytest.raises(DataError, match="do not belong together"):
         open_megatron(index)
-    data.write_bytes(tokens[:-4] + struct.pack("<i", -5))
+
+
+def test_a_negative_token_is_refused_when_it_is_read(index: Path) -> None:
+    data = index.with_suffix(".bin")
+    data.write_bytes(data.read_bytes()[:-4] + struct.pack("<i", -5))
     with pytest.raises(DataError, match="token id -5"):
         open_megatron(index).document(1)
-    data.unlink()
+
+
+def test_an_index_without_its_data_is_refused(index: Path) -> None:
+    index.with_suffix(".bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin is missing"):
         open_megatron(index)

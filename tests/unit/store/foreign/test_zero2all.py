@@ -92,20 +92,34 @@ def test_the_builders_exact_multiple_fault_is_named(tmp_path: Path) -> None:
         open_zero2all(tmp_path)
 
 
-def test_odd_sizes_foreign_starts_and_cut_maps_are_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]])
-    (found,) = folder.glob("*.ibin")
-    found.write_bytes(found.read_bytes()[:-3])
+@pytest.fixture
+def two_documents(tmp_path: Path) -> Path:
+    return write(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]])
+
+
+def test_a_cut_index_is_refused(two_documents: Path) -> None:
+    (index_file,) = two_documents.glob("*.ibin")
+    index_file.write_bytes(index_file.read_bytes()[:-3])
     with pytest.raises(DataError, match="truncated"):
-        open_zero2all(folder)
-    found.unlink()
-    first, *_ = sorted(folder.rglob("*.bin"))
+        open_zero2all(two_documents)
+
+
+def test_half_a_token_at_the_end_of_a_file_is_refused(two_documents: Path) -> None:
+    (index_file,) = two_documents.glob("*.ibin")
+    index_file.unlink()
+    first, *_ = sorted(two_documents.rglob("*.bin"))
     first.write_bytes(first.read_bytes()[:-1])
     with pytest.raises(DataError, match="not a whole number of uint16"):
-        open_zero2all(folder)
+        open_zero2all(two_documents)
+
+
+def test_a_file_that_does_not_begin_with_the_begin_id_is_refused(two_documents: Path) -> None:
+    (index_file,) = two_documents.glob("*.ibin")
+    index_file.unlink()
+    first, *_ = sorted(two_documents.rglob("*.bin"))
     first.write_bytes(np.array([5, 5], dtype="<u2").tobytes())
     with pytest.raises(DataError, match="starts with id 5"):
-        open_zero2all(folder, begin_id=BEGIN_ID)
+        open_zero2all(two_documents, begin_id=BEGIN_ID)
 
 
 def test_empty_bins_among_others_are_legal_and_alone_are_not(tmp_path: Path) -> None:

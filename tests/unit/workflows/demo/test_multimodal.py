@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.errors import Terminated
 from headway.infer.media import MediaQuestion
 from headway.media.items import MediaRef
 from headway.media.synthetic import ANSWERS
@@ -29,12 +30,24 @@ def test_answers_are_counted_by_question() -> None:
 
 
 def test_a_question_without_media_has_no_marks_either() -> None:
-    given = MediaQuestion(
+    question = MediaQuestion(
         (Turn("user", "<image>\n<audio>\nWhat is it?"),),
         (MediaRef("image", Path("a.png")),),
         "ring",
     )
-    assert without_media(given) == MediaQuestion((Turn("user", "What is it?"),), (), "ring")
+    assert without_media(question) == MediaQuestion((Turn("user", "What is it?"),), (), "ring")
+
+
+def test_headway_stop_of_a_run_ends_the_demo_and_its_part_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("media", "align"):
+        (tmp_path / f"{part}.json").write_text("{}")
+    stopped = {"run": "tune", "stopped_by": "headway stop", "first_loss": 2.0, "last_loss": 1.0}
+    monkeypatch.setattr("headway.train.train", lambda recipe: stopped)
+    with pytest.raises(Terminated, match="headway stop ended tune"):
+        run_multimodal_demo(tmp_path)
+    assert not (tmp_path / "tune.json").exists()
 
 
 @pytest.mark.slow
@@ -42,24 +55,28 @@ def test_a_small_demo_states_every_figure_of_every_kind_and_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("PIL")
-    found = run_multimodal_demo(
+    figures = run_multimodal_demo(
         tmp_path, MediaDemo(samples=24, heldout=6, align_steps=2, tune_steps=2)
     )
-    assert found["answers"].keys() == ANSWERS.keys()
-    for question, one in found["answers"].items():
-        assert one["asked"] == 6 and one["chance"] == 1 / len(ANSWERS[question])
-        assert all(0 <= one[name] <= 1 for name in FIGURES)
-    assert (
-        found["recall"].keys()
-        == {"text_to_image", "image_to_text", "text_to_audio", "audio_to_text"}
-        and found["candidates"] > 0
-    )
+    assert figures["answers"].keys() == ANSWERS.keys()
+    for question, answer in figures["answers"].items():
+        assert answer["asked"] == 6
+        assert answer["chance"] == 1 / len(ANSWERS[question])
+        assert all(0 <= answer[name] <= 1 for name in FIGURES)
+    assert figures["recall"].keys() == {
+        "text_to_image",
+        "image_to_text",
+        "text_to_audio",
+        "audio_to_text",
+    }
+    assert figures["candidates"] > 0
     report = (tmp_path / "report.html").read_text()
-    assert all(question in report for question in ANSWERS) and "left out" in report
+    assert all(question in report for question in ANSWERS)
+    assert "left out" in report
     monkeypatch.setattr("headway.train.train", lambda *_: pytest.fail("a part was made twice"))
     again = run_multimodal_demo(tmp_path)
     assert (
         {**again, "seconds": 0}
-        == {**found, "seconds": 0}
+        == {**figures, "seconds": 0}
         == {**json.loads((tmp_path / "summary.json").read_text()), "seconds": 0}
     )

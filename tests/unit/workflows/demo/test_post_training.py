@@ -12,10 +12,8 @@ from headway.workflows.demo.post_training import VALID_FRACTION, held_out, repor
 
 def test_the_same_questions_are_held_out_and_no_answer_crosses_sides(tmp_path: Path) -> None:
     byte_tokenizer("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer")
-    questions, pairs = (
-        tmp_path / "questions" / "docstrings.jsonl",
-        tmp_path / "pairs" / "docstrings.jsonl",
-    )
+    questions = tmp_path / "questions" / "docstrings.jsonl"
+    pairs = tmp_path / "pairs" / "docstrings.jsonl"
     questions.parent.mkdir()
     turns = [
         [
@@ -24,7 +22,7 @@ def test_the_same_questions_are_held_out_and_no_answer_crosses_sides(tmp_path: P
         ]
         for n in range(60)
     ]
-    questions.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    questions.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     assert write_pairs(questions, pairs) == 60
     sides = held_out(questions)
     assert sum(sides) == 6
@@ -46,7 +44,8 @@ def test_the_same_questions_are_held_out_and_no_answer_crosses_sides(tmp_path: P
         tmp_path / "store",
         BuildOptions("preference", valid_fraction=VALID_FRACTION),
     )
-    chat, store = open_store(tmp_path / "chat" / "valid"), open_store(tmp_path / "store" / "valid")
+    chat = open_store(tmp_path / "chat" / "valid")
+    store = open_store(tmp_path / "store" / "valid")
     for number in range(6):
         answer = store.document(2 * number)
         assert chat.document(number)[: len(answer)].tolist() == answer.tolist()

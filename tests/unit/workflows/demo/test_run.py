@@ -27,6 +27,6 @@ def test_the_model_and_the_bigram_are_divided_by_the_bytes_of_the_scored_text(
     monkeypatch.setattr("headway.data.selection.in_valid", lambda numbers, _: numbers == 3)
     # One document of 6 bytes and its end token: 6 tokens are scored, which stand for 5 bytes.
     monkeypatch.setattr("headway.workflows.demo.run.bigram_loss", lambda *_: math.log(2))
-    found = evaluate(demo)
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * 6 / 5)
-    assert found["bigram_bits_per_byte"] == pytest.approx(6 / 5)
+    figures = evaluate(demo)
+    assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2) * 6 / 5)
+    assert figures["bigram_bits_per_byte"] == pytest.approx(6 / 5)
