@@ -323,8 +323,9 @@ class Board:
                 log.debug("%s: its index cannot be built: %s", run.folder, problem)
                 run.curves.reads_here = True
 
-            run.building = None
+            # In this order: other threads read "not indexing" as "the curves are whole".
             run.curves.built()
+            run.building = None
             changed = True
 
         # Metrics of runs that nobody looks at are not read, however many there are.
