@@ -150,6 +150,8 @@ def test_conversations_take_their_kind_from_the_call_the_recipe_or_the_records(
 class Watch(hw.Callback):
     """Notes what it is told; fails at one step."""
 
+    background = True
+
     def __init__(self, fail_at: int = -1) -> None:
         self.fail_at = fail_at
         self.steps: dict[int, Any] = {}
@@ -172,7 +174,7 @@ class Watch(hw.Callback):
         self.summary = summary
 
 
-def test_callbacks_see_the_run_and_a_broken_one_is_an_event(recipe: hw.Recipe) -> None:
+def test_background_callbacks_see_the_run_and_a_broken_one_is_an_event(recipe: hw.Recipe) -> None:
     good = Watch()
     bad = Watch(fail_at=2)
     result = hw.train(

@@ -31,7 +31,7 @@ def train(
     `data` and `valid` replace `data.train` and `data.valid`: paths, a list of dicts, a Hugging Face
     dataset or an iterator of dicts; a float for `valid` holds out that share of the training
     documents. `kind` says what records are, if the recipe does not. `resume` is auto, never, or a
-    checkpoint. `callbacks` follow the run (see `Callback`); they can neither slow nor break it.
+    checkpoint. `callbacks` follow the run and may act on it (see `Callback`).
 
     Ctrl-C saves the run and raises `Interrupted`; SIGTERM saves it and raises `Terminated`. For
     several GPUs start the script with torchrun, or use `headway train`.

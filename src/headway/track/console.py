@@ -8,7 +8,7 @@ With log.style internlm the line is InternLM's (`internlm_line.py`), on a termin
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
@@ -52,6 +52,8 @@ class Console:
     ) -> None:
         self.total_steps = total_steps
         self.style = style
+        self.added: set[str] = set()
+        """Metrics that callbacks add; they are part of the line of a step."""
         self.bar: ProgressBar | None = None
         if status is not None:
             self.bar = ProgressBar(status, total_steps)
@@ -76,7 +78,7 @@ class Console:
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
             if self.style == "headway":
-                line = step_line(step, self.total_steps, flat)
+                line = step_line(step, self.total_steps, flat, sorted(self.added))
             else:
                 line = internlm_line(step, flat)
             log.info("%s", line, extra=destination)
@@ -87,7 +89,8 @@ class Console:
 
         others: dict[str, Value] = {}
         for name, value in flat.items():
-            if name not in SHOWN and not name.startswith("valid") and value is not None:
+            is_shown = name in SHOWN or name in self.added
+            if not is_shown and not name.startswith("valid") and value is not None:
                 others[name] = value
         if others:
             log.debug("%s", "  " + _pairs(others))
@@ -110,12 +113,24 @@ class Console:
             self.bar.status.close()
 
 
-def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) -> str:
-    """The line of one step. Metrics that are absent from the record or unknown are left out."""
+def step_line(
+    step: int,
+    total_steps: int | None,
+    metrics: Mapping[str, Value],
+    added: Sequence[str] = (),
+) -> str:
+    """The line of one step. Metrics that are absent from the record or unknown are left out.
+
+    `added` are the names of metrics that callbacks add.
+    """
     parts = [f"{step}/{total_steps}" if total_steps else f"step {step}"]
     for name, write in (("loss", _loss), ("lr", _rate), ("grad_norm", _norm)):
         if name in metrics:
             parts.append(write(metrics[name]))
+
+    for name in added:
+        if metrics.get(name) is not None:
+            parts.append(f"{name} {_number(metrics[name])}")
 
     sparsity = metrics.get("sparsity")
     if isinstance(sparsity, (int, float)):

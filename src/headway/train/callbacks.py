@@ -1,6 +1,6 @@
 """The callbacks of a run: those given in Python and those a recipe names.
 
-In: `module:Class` or `./file.py:Class`; out: their threads.
+In: `module:Class` or `./file.py:Class`; out: `RunCallbacks`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headway.config.user_code import import_user_module
 from headway.errors import ConfigError, first_line
-from headway.track.callbacks import Callback, CallbackThreads
+from headway.track.callbacks import Callback, RunCallbacks
 from headway.track.events import report_event
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def find_callback(name: str) -> type[Callback]:
 @contextmanager
 def running_callbacks(
     recipe: Recipe, callbacks: Sequence[Callback], *, is_first: bool
-) -> Iterator[CallbackThreads]:
-    """The callbacks of a run, with their threads on the first rank.
+) -> Iterator[RunCallbacks]:
+    """The callbacks of a run, on the first rank.
 
-    At the end they get the summary, or the error that ended the run.
+    At the end they get `RunCallbacks.summary`, or the error that ended the run.
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -55,16 +55,22 @@ def running_callbacks(
     on_this_rank: list[Callback] = []
     if is_first:
         on_this_rank = [*callbacks, *(find_callback(name)() for name in recipe.callbacks)]
-    threads = CallbackThreads(on_this_rank)
+    running = RunCallbacks(on_this_rank)
+    # The run and its trackers are closed at the end, so failures are reported without them.
+    report_outside = partial(report_event, recipe.track, recipe.run.folder, "callback")
     try:
-        yield threads
+        yield running
     except BaseException as error:
-        threads.summary = {
-            "run": str(recipe.run.folder),
-            "error": f"{type(error).__name__}: {first_line(error)}",
-        }
+        running.threads.report = report_outside
+        running.close(
+            {
+                "run": str(recipe.run.folder),
+                "error": f"{type(error).__name__}: {first_line(error)}",
+            }
+        )
         raise
-    finally:
-        # The run and its trackers are closed by now, so failures are reported without them.
-        threads.report = partial(report_event, recipe.track, recipe.run.folder, "callback")
-        threads.close()
+    running.threads.report = report_outside
+    running.close(running.summary)
+    # The run is complete; an `on_end` that raises is still an error of the call.
+    if running.error is not None:
+        raise running.error

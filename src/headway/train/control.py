@@ -136,10 +136,12 @@ class Decision:
     gives_up: bool = False
     is_damaged: bool = False
     """Some data is not what it was."""
+    has_callback_requests: bool = False
+    """Callbacks on the first rank requested something; all ranks exchange it next."""
 
 
 class Control:
-    """Agrees with all ranks on a Decision between steps, in one exchange of five numbers.
+    """Agrees with all ranks on a Decision between steps, in one exchange of six numbers.
 
     Each number is the largest of all ranks, so that what one rank sees, all ranks do.
     """
@@ -161,11 +163,12 @@ class Control:
         *,
         gives_up: bool = False,
         is_damaged: bool = False,
+        has_callback_requests: bool = False,
     ) -> Decision:
         """What to do after this step.
 
         `bad_step` and `gives_up` are what this rank's health check says, `is_damaged` its data
-        check.
+        check, `has_callback_requests` what its callbacks say.
         """
         local_signal = 0
         if self.stop.requested is not None:
@@ -178,8 +181,17 @@ class Control:
                 local_request = SAVE if request.save_only else STOP
 
         # Steps count from 1, so that 0 is no bad step.
-        local = [local_signal, local_request, bad_step or 0, int(gives_up), int(is_damaged)]
-        signal_number, requested, bad, any_gives_up, any_damaged = self.world.max_each(local)
+        local = [
+            local_signal,
+            local_request,
+            bad_step or 0,
+            int(gives_up),
+            int(is_damaged),
+            int(has_callback_requests),
+        ]
+        signal_number, requested, bad, any_gives_up, any_damaged, any_callback = (
+            self.world.max_each(local)
+        )
 
         # Removed only now, when every rank knows of it.
         if local_request and self.requests is not None:
@@ -196,6 +208,7 @@ class Control:
             bad_step=bad or None,
             gives_up=bool(any_gives_up),
             is_damaged=bool(any_damaged),
+            has_callback_requests=bool(any_callback),
         )
 
     def in_hurry(self) -> bool:

@@ -73,6 +73,8 @@ def stopped_early(run: Run) -> dict[str, Any] | None:
     """Why a run ended before its last step, for summary.json; None if it did not."""
     stop = run.recipe.eval.stop
     state = run.state
+    if state.callback_stop is not None and state.step < run.total_steps:
+        return {"step": state.step, "reason": state.callback_stop["reason"]}
     # A run whose patience is used up by the validation of its last step has not ended early.
     if stop is None or state.step >= run.total_steps or not state.early_stopping.is_over(stop):
         return None

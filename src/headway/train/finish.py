@@ -82,7 +82,14 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
 
     early = stopped_early(run)
     summary["stopped_early"] = early
-    if early is not None:
+    if early is not None and "reason" in early:
+        log.info(
+            "stopped by a callback after step %d of %d: %s",
+            run.state.step,
+            run.total_steps,
+            early["reason"],
+        )
+    elif early is not None:
         stop = run.recipe.eval.stop
         log.info(
             "stopped early after step %d of %d: %s has not improved by more than %g "
@@ -118,9 +125,12 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
         )
 
     outcome = "done" if early is None else "stopped early"
+    reason = ""
+    if early is not None and "reason" in early:
+        reason = f" ({early['reason']})"
     run.emit(
         "finish",
-        f"{outcome}: {run.state.step} steps, loss {_number(summary['last_loss'])}",
+        f"{outcome}: {run.state.step} steps, loss {_number(summary['last_loss'])}{reason}",
     )
     # If this run is extended, its next crash is a new one.
     if run.process.is_first:

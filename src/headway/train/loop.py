@@ -12,6 +12,7 @@ No line of a step waits for the device: numbers of a step are read one or two st
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ from headway.train.early_stopping import count_validation
 from headway.train.finish import finish
 from headway.train.run import Run
 from headway.train.samples import sample_before
+
+log = logging.getLogger("headway")
 
 COLLECT_EVERY = 1000
 """Steps between garbage collections, which would otherwise happen at any moment of a step."""
@@ -59,6 +62,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                     healer.bad.step if healer.bad else None,
                     gives_up=bool(healer.gave_up),
                     is_damaged=run.data_check.is_damaged,
+                    has_callback_requests=run.session.callbacks.has_requests,
                 )
                 # Damage comes first: a state that has read damaged data must not be saved.
                 if decision.is_damaged:
@@ -71,7 +75,15 @@ def run_loop(run: Run) -> dict[str, Any]:
                 stopped_by = decision.stopped_by
                 if stopped_by is not None:
                     break
-                if decision.save and state.step > run.saver.started_step:
+                wants_save = decision.save
+                if decision.has_callback_requests:
+                    requests = run.obey_callbacks()
+                    wants_save = wants_save or requests.save
+                    if requests.error is not None:
+                        break
+                    if run.has_ended:
+                        continue
+                if wants_save and state.step > run.saver.started_step:
                     run.save()
 
                 train_step(run)
@@ -85,10 +97,17 @@ def run_loop(run: Run) -> dict[str, Any]:
 
             run.refuse_damaged_data()
             run.report(everything=True)
+            # The first rank alone has callbacks. The last records may have made one fail, too.
+            callback_error = run.ranks.world.gather(run.session.callbacks.error_text)[0]
             run.heart.beat("save", state.step)
             # A save in progress may be that of this very step. Then no second one is needed.
             run.saver.wait_for_save()
-            is_wanted = run.recipe.checkpoint.at_end or stopped_by is not None
+            is_wanted = (
+                run.recipe.checkpoint.at_end
+                or stopped_by is not None
+                or callback_error is not None
+                or state.callback_stop is not None
+            )
             if is_wanted and state.step > run.saver.saved_step:
                 run.save()
             if stopped_by is not None:
@@ -97,6 +116,13 @@ def run_loop(run: Run) -> dict[str, Any]:
         run.loader.close()
         run.data_check.end()
         gc.enable()
+    if callback_error is not None:
+        log.info(
+            "ended by an error of a callback after step %d, which is saved; "
+            "the same command resumes from there",
+            state.step,
+        )
+        run.raise_callback_error(callback_error)
     return finish(run, stopped_by)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.checkpoint.best import is_among_best, metric_value, require_metric
 from headway.checkpoint.config import CheckpointConfig
@@ -30,7 +30,7 @@ from headway.data.loader import Loader
 from headway.data.open import OpenData
 from headway.data.target_check import TargetReport
 from headway.diagnose.slow_ranks import SlowRankReporter
-from headway.errors import GaveUpError
+from headway.errors import GaveUpError, TrainingError
 from headway.model.config import ModelConfig
 from headway.parallel.collectives import RankGroup, RankGroups
 from headway.parallel.engine import Engine
@@ -43,7 +43,7 @@ from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.tasks.base import StepInfo
 from headway.track.base import Event, MayFail, Tracker
-from headway.track.callbacks import CallbackThreads
+from headway.track.callbacks import CallbackRequests, RunCallbacks
 from headway.track.console import Console
 from headway.track.events import append_event
 from headway.track.metrics_file import MetricsFile
@@ -94,7 +94,7 @@ class Session:
     stop: StopSignal = field(default_factory=StopSignal)
     locks: RunLocks = field(default_factory=RunLocks)
     hook: RunHook = nullcontext
-    callbacks: CallbackThreads = field(default_factory=CallbackThreads)
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
     original_recipe: Recipe | None = None
     """The recipe before model and data were read, of a run without stages."""
 
@@ -165,8 +165,8 @@ class Run:
 
     @property
     def lr_factor(self) -> float:
-        """What batch.lr_scaling multiplies all learning rates by."""
-        return self.recipe.batch.lr_factor(self.batch.rows)
+        """What batch.lr_scaling and callbacks multiply all learning rates by."""
+        return self.recipe.batch.lr_factor(self.batch.rows) * self.state.lr_scale
 
     @property
     def home(self) -> Path:
@@ -208,8 +208,12 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all steps are done, or early stopping ends the run."""
+        """Whether all steps are done, or early stopping or a callback ends the run."""
         if self.state.step >= self.total_steps:
+            return True
+        stop = self.state.callback_stop
+        # A run that is extended afterwards continues.
+        if stop is not None and self.total_steps <= stop["total_steps"]:
             return True
         return self.state.early_stopping.is_over(self.recipe.eval.stop)
 
@@ -231,7 +235,8 @@ class Run:
             if self.reference is not None:
                 self.reference.record(self.start)
             self._record_saves()
-            self.session.callbacks.report = partial(self.emit, "callback")
+            self.session.callbacks.threads.report = partial(self.emit, "callback")
+        self.session.callbacks.control.reset(self.state.lr_scale)
 
         # Heartbeats go into the folder, which exists only now: preparing it removes old ones.
         world.barrier()
@@ -317,14 +322,16 @@ class Run:
         """
         self.writes.retry(now=False)
         for record in self.meter.collect(everything=everything):
-            self.metrics.write(record)
-            self.console.tick(record)
-
             # Callbacks follow the whole run, which counts steps over all of its stages.
             of_whole_run = record
             if self.stage is not None:
                 of_whole_run = self.stage.in_whole_run(record)
-            self.session.callbacks.record(of_whole_run, AT_START)
+            added = self.session.callbacks.record(of_whole_run, AT_START)
+            record = {**added, **record}
+            self.console.added |= set(added)
+
+            self.metrics.write(record)
+            self.console.tick(record)
 
             self.healer.check(self, record)
             if self._is_logged(record):
@@ -339,6 +346,40 @@ class Run:
         if step in (1, self.total_steps) or "valid" in record:
             return True
         return step % self.recipe.log.every == 0
+
+    # ---- what callbacks request
+
+    def obey_callbacks(self) -> CallbackRequests:
+        """Do what callbacks on the first rank have requested; all ranks together.
+
+        Learning rates and the end of the run are part of the state. Saving, and ending the run
+        after an error, is left to the loop.
+        """
+        requests = CallbackRequests()
+        if self.process.is_first:
+            requests = self.session.callbacks.take_requests()
+        requests = self.ranks.world.gather(requests)[0]
+
+        if requests.lr_scale is not None:
+            self.state.lr_scale = requests.lr_scale
+            log.info(
+                "a callback scales all learning rates by %g from step %d on",
+                requests.lr_scale,
+                self.state.step + 1,
+            )
+        if requests.stop is not None:
+            self.state.callback_stop = {
+                "reason": requests.stop,
+                "step": self.state.step,
+                "total_steps": self.total_steps,
+            }
+        return requests
+
+    def raise_callback_error(self, text: str) -> NoReturn:
+        """Raise what a callback raised: the very error on the first rank, its text on others."""
+        if self.session.callbacks.error is not None:
+            raise self.session.callbacks.error
+        raise TrainingError(text)
 
     # ---- validation
 
@@ -543,6 +584,8 @@ class Run:
             self.reference.cover(
                 plan_rows(self.recipe, self.data, self.batch, self.ranks, position)
             )
+
+        self.session.callbacks.control.reset(self.state.lr_scale)
 
         # Everything that counts steps starts again from the restored step.
         self.meter = self.meter.restarted(self.state, self.total_steps)

@@ -31,7 +31,7 @@ from headway.runtime.heartbeat import Heartbeat, is_lost
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, raise_open_files, set_environment
 from headway.runtime.stop import StopBeforeStart, StopSignal
-from headway.track.callbacks import Callback, CallbackThreads
+from headway.track.callbacks import Callback, RunCallbacks
 from headway.train.build import build
 from headway.train.callbacks import running_callbacks
 from headway.train.config import Recipe
@@ -64,14 +64,14 @@ def run_recipe(
 
     Nothing is written before everything is built.
     """
-    with running_callbacks(recipe, callbacks, is_first=from_environment().is_first) as threads:
-        outcome = _run_recipe(recipe, resume, hook, threads)
-        threads.summary = outcome
+    with running_callbacks(recipe, callbacks, is_first=from_environment().is_first) as running:
+        outcome = _run_recipe(recipe, resume, hook, running)
+        running.summary = outcome
     return outcome
 
 
 def _run_recipe(
-    recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackThreads
+    recipe: Recipe, resume: str, hook: RunHook, callbacks: RunCallbacks
 ) -> dict[str, Any]:
     process = from_environment()
     # Files of stores stay open during the whole run.

@@ -64,6 +64,10 @@ class TrainState:
     data: Sequence[Mapping[str, str]] = ()
     """Checksums of every source."""
     accepts_other_data: bool = False
+    lr_scale: float = 1.0
+    """What callbacks multiply all learning rates by."""
+    callback_stop: dict[str, Any] | None = None
+    """The request of a callback that ended the run: reason, step and total_steps at that time."""
     valid: dict[str, Any] | None = None
     """The validation after this very step; None if there was none."""
 
@@ -92,6 +96,7 @@ class TrainState:
             "watch": None if self.loss_monitor is None else self.loss_monitor.scalars(),
             VALID: finite(self.valid),
             "patience": self.early_stopping.to_json(),
+            "callbacks": {"lr_scale": self.lr_scale, "stop": self.callback_stop},
         }
 
     def restore(self, reader: Reader) -> None:
@@ -119,10 +124,13 @@ class TrainState:
         self.consumed_tokens = scalars["consumed_tokens"]
         self.epoch = scalars["epoch"]
         self.seconds = scalars["seconds"]
-        # Checkpoints of early versions may lack these two.
+        # Checkpoints of early versions may lack these.
         if self.loss_monitor is not None:
             self.loss_monitor.load(scalars.get("watch"))
         self.early_stopping = EarlyStopping(**scalars.get("patience", {}))
+        from_callbacks = scalars.get("callbacks", {})
+        self.lr_scale = from_callbacks.get("lr_scale", 1.0)
+        self.callback_stop = from_callbacks.get("stop")
 
     def _check_adapter(self, reader: Reader) -> None:
         """Refuse a checkpoint with another adapter; take the name of the adapter's base from it."""
@@ -266,6 +274,7 @@ def apply_init_content(recipe: Recipe, state: TrainState) -> None:
     if "scheduler" in wanted:
         state.step = reader.step
         state.consumed_tokens = scalars["consumed_tokens"]
+        state.lr_scale = scalars.get("callbacks", {}).get("lr_scale", 1.0)
     if "sampler" in wanted:
         changed = changed_data(scalars.get("data"), state.data)
         if changed and not state.accepts_other_data:
