@@ -1,0 +1,200 @@
+"""The settings of rewards, what they read and what they give. No torch.
+
+A recipe lists rewards, and a field declared as `RewardList` reads them:
+
+    reward: [{kind: math, weight: 1}, {kind: format, pattern: "<think>.*"}, {kind: ./mine.py}]
+    reward: math
+
+`RewardSettings.build` makes a `BuiltReward`. What it computes depends on `inputs(answer)` alone:
+the same value is sent to the process that computes, and is the key under which a result is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol, cast
+
+from pydantic import BeforeValidator, ValidationError
+from pydantic_core import to_json
+
+from headway.config.kinds import KindConfig, KindIn, NestedErrors
+from headway.config.section import setting
+from headway.config.user_code import is_file_name
+from headway.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RewardAnswer:
+    """An answer that was sampled, with the record of its prompt."""
+
+    number: int
+    prompt: Sequence[Mapping[str, Any]]
+    """Messages with `role` and `content`."""
+    text: str
+    record: Mapping[str, Any]
+    """All columns of the prompt's record."""
+    tokens: int = 0
+    finished: bool = True
+    """False: it was cut at the longest length."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an answer is worth."""
+
+    total: float
+    """The sum of weight x part over all rewards."""
+    parts: dict[str, float]
+    """One number per reward, without its weight. A reward that returns a mapping adds `NAME/KEY`
+    for its other keys, which are not part of the total.
+    """
+    problems: tuple[str, ...] = ()
+    """One line per reward that failed and counted as its `default`."""
+
+
+@dataclass(frozen=True)
+class RewardOutcome:
+    """What one reward says of one answer: a value, or the reason why there is none."""
+
+    value: float | None
+    problem: str | None = None
+    details: dict[str, float] = field(default_factory=dict)
+
+
+class BuiltReward(Protocol):
+    """A reward that is ready to score."""
+
+    def digest(self) -> str:
+        """Identifies code, settings and versions: two sources with the same one agree."""
+        ...
+
+    def inputs(self, answer: RewardAnswer) -> dict[str, Any]:
+        """All that the score depends on beside the digest, as a JSON value."""
+        ...
+
+    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
+        """The outcomes in order. A failure is an outcome, never an exception."""
+        ...
+
+    def close(self) -> None:
+        """End processes and connections."""
+        ...
+
+
+ModelScorer = Callable[[Sequence[Sequence[Mapping[str, Any]]]], Sequence[float]]
+"""Scores of conversations by a reward model."""
+
+
+@dataclass(frozen=True)
+class RewardTools:
+    """What a reward is built with."""
+
+    workers: int = 1
+    """Processes that a reward may use."""
+    open_model: Callable[[Path], ModelScorer] | None = None
+    """Loads a reward model. The caller gives it, because models are in rooms below this one."""
+
+
+class RewardSettings(KindConfig):
+    """Base of the settings of every reward."""
+
+    weight: float = setting(1.0, "The factor of this reward in the sum.")
+    default: float = setting(0.0, "What an answer gets when this reward fails on it.")
+    timeout: float = setting(10.0, "Seconds that one answer may take.", gt=0, le=3600)
+    memory_gib: float = setting(4.0, "Memory of the process that computes this reward.", gt=0)
+    max_failures: float = setting(
+        0.5, "Stop when more than this share of the last 200 answers failed.", ge=0, le=1
+    )
+
+    @property
+    def name(self) -> str:
+        """What parts and messages call this reward."""
+        return self.kind
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse settings that cannot work here, or that need a column which records lack."""
+
+    def build(self, tools: RewardTools) -> BuiltReward:
+        """Make the reward."""
+        raise ConfigError(f"{type(self).__module__} defines no Config.build(tools).")
+
+
+@dataclass(frozen=True)
+class RewardIn(KindIn):
+    """A `KindIn` that never imports code of the user: files and modules are of the kind `file`,
+    whose worker process imports them.
+    """
+
+    package: str = "headway.rewards"
+
+    def validate(self, value: Any, base: type[KindConfig] = RewardSettings) -> KindConfig:
+        """The settings of one reward."""
+        settings = {"kind": value} if isinstance(value, str) else value
+        if isinstance(settings, dict):
+            kind = cast(dict[str, Any], settings).get("kind")
+            if isinstance(kind, str) and (is_file_name(kind) or "." in kind):
+                from headway.rewards.user_file import UserFileReward
+
+                try:
+                    return UserFileReward.model_validate_json(to_json(settings))
+                except ValidationError as error:
+                    raise NestedErrors(error.errors()) from None
+        return super().validate(value, base)
+
+
+def _as_list(value: Any) -> Any:
+    """A single reward is a list of one."""
+    if isinstance(value, (str, dict, RewardSettings)):
+        return [value]
+    return value
+
+
+RewardList = Annotated[tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(_as_list)]
+"""The type of a recipe's field `reward`."""
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 of a JSON value."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def settings_digest(settings: RewardSettings, *more: Any) -> str:
+    """The digest of a source by its settings and `more`: versions, the bytes of a file."""
+    values = settings.model_dump(mode="json")
+    # These decide what is done with a result, not the result.
+    for name in ("weight", "default", "timeout", "memory_gib", "max_failures"):
+        values.pop(name, None)
+    return digest_of([values, *more])
+
+
+def column_value(record: Mapping[str, Any], path: str) -> Any:
+    """The value of a column; dots go into nested mappings. None if it is absent."""
+    if path in record:
+        return record[path]
+    value: Any = record
+    for name in path.split("."):
+        # Tables of verl keep a nested column as JSON text.
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return None
+        if not isinstance(value, Mapping):
+            return None
+        value = cast(Mapping[str, Any], value).get(name)
+    return value
+
+
+def require_column(kind: str, columns: Collection[str], paths: Sequence[str]) -> None:
+    """Refuse records that have none of these columns."""
+    if any(path in columns or path.split(".")[0] in columns for path in paths):
+        return
+    raise ConfigError(
+        f"reward kind {kind} needs one of the columns {', '.join(paths)}; the records have "
+        f"{', '.join(sorted(columns)) or 'none'}. Name the column: reward.N.column=NAME."
+    )

@@ -1,0 +1,60 @@
+"""A penalty for answers near the longest length.
+
+0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens and beyond
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway.config.section import setting
+from headway.rewards.base import (
+    RewardAnswer,
+    RewardOutcome,
+    RewardSettings,
+    RewardTools,
+    settings_digest,
+)
+
+
+class Config(RewardSettings):
+    """Settings of the length penalty."""
+
+    kind: str = setting("length", "length.", on_resume="fixed")
+    max_tokens: int = setting(..., "Tokens from which an answer gets -1.", gt=0)
+    buffer: int = setting(0, "Tokens before max_tokens over which the penalty grows.", ge=0)
+
+    def build(self, tools: RewardTools) -> LengthPenalty:
+        """Make the reward."""
+        return LengthPenalty(self)
+
+
+class LengthPenalty:
+    """Reads the number of tokens alone."""
+
+    def __init__(self, settings: Config) -> None:
+        self.settings = settings
+
+    def digest(self) -> str:
+        """Its settings."""
+        return settings_digest(self.settings)
+
+    def inputs(self, answer: RewardAnswer) -> dict[str, Any]:
+        """The number of tokens."""
+        return {"tokens": answer.tokens}
+
+    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
+        """From 0 to -1 each."""
+        return [RewardOutcome(self._penalty(item["tokens"])) for item in inputs]
+
+    def _penalty(self, tokens: int) -> float:
+        free = self.settings.max_tokens - self.settings.buffer
+        if tokens >= self.settings.max_tokens:
+            return -1.0
+        if tokens <= free:
+            return 0.0
+        return -(tokens - free) / self.settings.buffer
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,57 @@
+"""Compares the last number of an answer with that of the right answer, exactly; needs no package.
+
+"so 3/4 of them, 1,234.50"  ->  1234.5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headway.config.section import setting
+from headway.rewards.base import (
+    RewardAnswer,
+    RewardOutcome,
+    RewardTools,
+    settings_digest,
+)
+from headway.rewards.gold import GoldSettings
+from headway.rewards.scoring import NoGoldError, number_score
+
+
+class Config(GoldSettings):
+    """Settings of the number reward."""
+
+    kind: str = setting("number", "number.", on_resume="fixed")
+
+    def build(self, tools: RewardTools) -> NumberReward:
+        """Make the reward."""
+        return NumberReward(self)
+
+
+class NumberReward:
+    """Runs in this process: its pattern takes linear time."""
+
+    def __init__(self, settings: Config) -> None:
+        self.settings = settings
+
+    def digest(self) -> str:
+        """Its settings."""
+        return settings_digest(self.settings)
+
+    def inputs(self, answer: RewardAnswer) -> dict[str, Any]:
+        """The text and the right answer."""
+        return self.settings.inputs(answer)
+
+    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
+        """1 or 0 each."""
+        outcomes: list[RewardOutcome] = []
+        for item in inputs:
+            try:
+                outcomes.append(RewardOutcome(number_score(item)))
+            except NoGoldError as problem:
+                outcomes.append(RewardOutcome(None, str(problem)))
+        return outcomes
+
+    def close(self) -> None:
+        """Nothing is open."""
