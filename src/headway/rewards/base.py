@@ -72,7 +72,7 @@ class BuiltReward(Protocol):
         """Identifies code, settings and versions: two sources with the same one agree."""
         ...
 
-    def inputs(self, answer: RewardAnswer) -> dict[str, Any]:
+    def inputs(self, answer: RewardAnswer, /) -> dict[str, Any]:
         """All that the score depends on beside the digest, as a JSON value."""
         ...
 

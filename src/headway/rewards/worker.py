@@ -54,12 +54,13 @@ class RewardWorker:
         """Start the process and wait until its scorer is ready."""
         if self._process is not None:
             return
-        self._process = start_module(
-            "headway.rewards.worker_process",
-            {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            subprocess.DEVNULL,
-            keeps_secrets=False,
-        )
+        with open(os.devnull, "wb") as unread:
+            self._process = start_module(
+                "headway.rewards.worker_process",
+                {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                unread,
+                keeps_secrets=False,
+            )
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
