@@ -135,7 +135,7 @@ def evaluate_reward(
     if group is None or group.rank == 0:
         written = out
     with (
-        _lines(written, source.path) as file,
+        output_lines(written, source.path) as file,
         progress("score", unit="answers") as advance,
     ):
         for block in read_candidates(source, loaded, counts):
@@ -248,7 +248,7 @@ def with_scores(candidates: Candidates, scores: Sequence[float]) -> dict[str, An
 
 
 @contextmanager
-def _lines(out: Path | None, data: str) -> Iterator[TextIO | None]:
+def output_lines(out: Path | None, data: str) -> Iterator[TextIO | None]:
     """The output file, which appears under its name when the block ends well."""
     if out is None:
         yield None

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
 
 from pydantic import BeforeValidator, ValidationError
@@ -85,18 +84,12 @@ class BuiltReward(Protocol):
         ...
 
 
-ModelScorer = Callable[[Sequence[Sequence[Mapping[str, Any]]]], Sequence[float]]
-"""Scores of conversations by a reward model."""
-
-
 @dataclass(frozen=True)
 class RewardTools:
     """What a reward is built with."""
 
     workers: int = 1
     """Processes that a reward may use."""
-    open_model: Callable[[Path], ModelScorer] | None = None
-    """Loads a reward model. The caller gives it, because models are in rooms below this one."""
 
 
 class RewardSettings(KindConfig):
@@ -146,14 +139,18 @@ class RewardIn(KindIn):
         return super().validate(value, base)
 
 
-def _as_list(value: Any) -> Any:
-    """A single reward is a list of one."""
+def _as_tuple(value: Any) -> Any:
+    """A single reward is a list of one; a strict section takes no list for a tuple."""
     if isinstance(value, (str, dict, RewardSettings)):
-        return [value]
+        return (value,)
+    if isinstance(value, list):
+        return tuple(cast(list[Any], value))
     return value
 
 
-RewardList = Annotated[tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(_as_list)]
+RewardList = Annotated[
+    tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(_as_tuple)
+]
 """The type of a recipe's field `reward`."""
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from headway.errors import ConfigError, GaveUpError
 from headway.rewards.base import (
     BuiltReward,
-    ModelScorer,
     RewardAnswer,
     RewardOutcome,
     RewardSettings,
@@ -90,14 +89,13 @@ class RewardPanel:
         settings: Sequence[RewardSettings],
         cache: Path | None = None,
         workers: int = 1,
-        open_model: Callable[[Path], ModelScorer] | None = None,
     ) -> None:
         if not settings:
             raise ConfigError("reward is empty; name at least one, e.g. reward=math.")
         if workers < 1:
             raise ConfigError(f"workers of rewards is {workers}; it must be at least 1.")
         self.settings = tuple(settings)
-        tools = RewardTools(workers, open_model)
+        tools = RewardTools(workers)
         names = unique_names(self.settings)
         self._members = [
             _Member(name, each, each.build(tools))

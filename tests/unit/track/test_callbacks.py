@@ -1,4 +1,6 @@
-"""Callbacks in the background can neither slow nor break a run: a thread and a bounded queue each; what raises or hangs is reported once and dropped."""
+"""Callbacks in the background can neither slow nor break a run: a thread and a bounded queue each;
+what raises or hangs is reported once and dropped.
+"""
 
 import threading
 import time
