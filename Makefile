@@ -6,7 +6,7 @@ JOBS ?= 2
 # One version of each package. `make constraints` resolves them afresh; CONSTRAINTS=/dev/null takes the newest that pyproject.toml admits.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve bench clean
+.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve wheel bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make docs      the documentation site in site/; make docs-serve serves it on 127.0.0.1:8000"
 	@echo "make constraints    resolve the packages afresh and write their versions to constraints.txt"
 	@echo "make vendor    fetch the JavaScript libraries of the web pages from npm (versions: src/headway/vendor/libraries.json)"
+	@echo "make wheel     build sdist and wheel in dist/, check them, and install the wheel in a new environment"
 	@echo "make bench     CPU step benchmark against transformers"
 
 PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint $(CONSTRAINTS)
@@ -87,6 +88,10 @@ check: setup
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/basedpyright
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/wish.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/python -m pytest tests/unit/test_layers.py
 
 format: setup
@@ -105,6 +110,17 @@ docs: $(VENV)/.ready-docs
 
 docs-serve: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
+
+# What people install: built afresh, and tried in an environment that has nothing else.
+wheel: $(VENV)/.ready
+	rm -rf dist build/wheel
+	$(PIP) build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv --clear build/wheel
+	$(subst $(BIN),build/wheel/bin,$(PIP)) dist/*.whl
+	build/wheel/bin/headway --version
+	build/wheel/bin/headway doctor
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py
