@@ -172,6 +172,14 @@ def _write_data() -> None:
         ),
     )
     write_lines("prompts.jsonl", ({"prompt": f"Say {number}."} for number in range(2)))
+    sampled = ["it is 0", {"text": "1", "stopped_by": "length", "tokens": 2}]
+    write_lines(
+        "sampled.jsonl",
+        (
+            {"prompt": f"Say {number}.", "answer": str(number), "generations": sampled}
+            for number in range(2)
+        ),
+    )
     Path("talk.json").write_text(
         json.dumps({"messages": [{"role": "user", "content": "Hi"}]}), encoding="utf-8"
     )
