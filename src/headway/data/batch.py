@@ -106,3 +106,5 @@ class StepBatch:
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""
     source_rows: tuple[int, ...] = ()
     """Rows of each source in the whole step."""
+    facts: dict[str, float] = field(default_factory=dict)
+    """Numbers about how the step was made, which its record shows as they are."""

@@ -42,6 +42,10 @@ class Sampling:
     """Subtracted from the score of a token for each time it was generated."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(id, number that is added to its score)."""
+    by_id: bool = False
+    """Draw along the ids instead of along falling probability: the same distribution without
+    sorting the vocabulary, other tokens for a seed. Needs a temperature, and no top_k, top_p or
+    min_p."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -66,8 +70,17 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be finite.")
+        if self.by_id and (self.temperature == 0 or self.cuts):
+            raise ConfigError(
+                "by_id is true; it needs a temperature above 0, and no top_k, top_p or min_p."
+            )
         if any(token < 0 or math.isnan(bias) for token, bias in self.logit_bias):
             raise ConfigError("logit_bias has an id below 0 or a bias that is no number.")
+
+    @property
+    def cuts(self) -> bool:
+        """Unlikely tokens are left out."""
+        return bool(self.top_k is not None or self.top_p is not None or self.min_p is not None)
 
     @property
     def changes_scores(self) -> bool:
@@ -95,6 +108,11 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
     # Double, so that the running sum over a large vocabulary gives the same choice on every device.
     # The greatest is subtracted first: a tiny temperature would make it infinite.
     scores = to_float64(logits)
+    if sampling.by_id:
+        reached = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).exp().cumsum(-1)
+        draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
+        choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
+        return choice.clamp(max=scores.shape[-1] - 1).squeeze(-1).to(logits.device)
     probability = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     # Stable: of equal scores the lowest id comes first, as in the engine's sampler.
     likely, token = probability.sort(dim=-1, descending=True, stable=True)

@@ -276,7 +276,7 @@ class _LinearLoss(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                _accumulate_outer(d_weight, logits, hidden[part])
+                accumulate_outer(d_weight, logits, hidden[part])
             del logits  # or two chunks would exist at the same time
         ctx.gradients = d_hidden, d_weight  # not inputs or outputs, and changed in place below
         total = torch.dot(per_token[0], coefficients)
@@ -300,7 +300,7 @@ class _LinearLoss(torch.autograd.Function):
         return d_hidden, d_weight, *(None,) * 5
 
 
-def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
+def accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left^T right with fp32 accumulation between chunks."""
     if left.dtype == torch.float32:
         total.addmm_(left.t(), right)
@@ -373,7 +373,7 @@ class _LinearScores(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[part])
             if d_weight is not None:
-                _accumulate_outer(d_weight, gradient, hidden[part])
+                accumulate_outer(d_weight, gradient, hidden[part])
         return d_hidden, d_weight, None, None, None, None
 
 

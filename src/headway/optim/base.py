@@ -158,6 +158,8 @@ class OptimConfig(KindConfig):
     """Some of its parameters are updated by a `MatrixOptimizer`: settings that cut or move state
     freely are refused early."""
     COUPLES_EXPERTS: ClassVar[bool] = False
+    AVERAGES_WEIGHTS: ClassVar[bool] = False
+    """Whether the weights that are validated and saved are averages of those that train."""
     """The update of one expert depends on the others of its layer, so that ranks cannot share
     them."""
     HAS_NO: ClassVar[tuple[str, ...]] = ()

@@ -68,6 +68,7 @@ class Config(OptimConfig):
 
     # The share of the average is one number of the run: `set_training_weights` knows no groups.
     HAS_NO: ClassVar[tuple[str, ...]] = ("betas",)
+    AVERAGES_WEIGHTS: ClassVar[bool] = True
 
     kind: str = setting("schedule_free", "schedule_free.", on_resume="fixed")
     lr: float = setting(

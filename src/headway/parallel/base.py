@@ -213,6 +213,14 @@ class BaseEngine(ABC):
         with self.with_averages():
             return self.runner.evaluate(batches, step_info)
 
+    def token_log_probs(
+        self, batches: Iterable[Batch], step_info: StepInfo, temperature: float
+    ) -> list[Tensor]:
+        """The log-probability of every target of this rank's microbatches, [B,T] each, with the
+        weights that train."""
+        self.flush()
+        return self.runner.token_log_probs(batches, step_info, temperature)
+
     def objective_values(self) -> dict[str, Tensor]:
         """The objective's own parameters, which are whole on every rank."""
         self.flush()

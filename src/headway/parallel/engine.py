@@ -34,6 +34,7 @@ from headway.tasks.base import MetricSums, StepInfo, TaskConfig
 
 if TYPE_CHECKING:
     from headway.kernels.fp8 import Scaling
+    from headway.model.base import Model
 
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine.
@@ -141,6 +142,8 @@ class Update:
 class Engine(Protocol):
     """Holds the model, the gradients and the optimizer state of this rank."""
 
+    model: Model
+    """The part of it that this rank has."""
     groups: list[ParamGroup]
     specs: dict[str, ParamSpec]
     """Every parameter of the whole model and of the objective, in the order of the model."""
@@ -160,6 +163,13 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Iterable[Batch], step_info: StepInfo) -> MetricSums:
         """Metric sums without gradients, in evaluation mode."""
+        ...
+
+    def token_log_probs(
+        self, batches: Iterable[Batch], step_info: StepInfo, temperature: float
+    ) -> list[Tensor]:
+        """The log-probability of every target of this rank's microbatches, [rows, seq_len] each,
+        without gradients."""
         ...
 
     def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:

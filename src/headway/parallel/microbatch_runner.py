@@ -21,6 +21,7 @@ from headway.parallel.mesh import ring_ranks
 from headway.runtime.seed import derive
 from headway.tasks.balance import LOAD
 from headway.tasks.base import (
+    LARGEST,
     FirstPass,
     MetricSums,
     SeenRows,
@@ -157,6 +158,26 @@ class MicrobatchRunner:
         no_loss = torch.zeros((), device=self.spec.device)
         return self._sum_evaluation(StepResult(no_loss, sums)).metrics
 
+    @torch.no_grad()
+    def token_log_probs(
+        self, batches: Iterable[Batch], step_info: StepInfo, temperature: float
+    ) -> list[Tensor]:
+        """The log-probability of every target of this rank's microbatches, [B,T] each."""
+        self.model.eval()
+        self.model.begin_step()
+        microbatches = [self._to_device(batch) for batch in batches]
+        log_probs: list[Tensor] = []
+
+        def read(index: int, micro: Batch, out: ModelOut) -> None:
+            log_probs.append(out.head.policy(micro.targets, temperature).log_prob)
+
+        self._forward_each(microbatches, step_info, read)
+        return self._on_all_stages(log_probs, microbatches)
+
+    def _on_all_stages(self, values: list[Tensor], microbatches: list[Batch]) -> list[Tensor]:
+        """What the stage that has the model's output read, on all stages of a pipeline."""
+        return values
+
     def _forward_each(
         self,
         microbatches: Iterable[Batch],
@@ -291,7 +312,18 @@ class MicrobatchRunner:
         # The loss comes first, then (sum, weight) of each metric.
         pairs = zip(totals[1::2], totals[2::2], strict=True)
         metrics = dict(zip(result.metrics, pairs, strict=True))
-        return replace(result, loss=totals[0], metrics=metrics)
+        return replace(result, loss=totals[0], metrics=metrics | self._largest(result.metrics))
+
+    def _largest(self, metrics: MetricSums) -> MetricSums:
+        """Metrics of which the largest value over all ranks counts."""
+        names = [name for name in metrics if name.endswith(LARGEST)]
+        if not names:
+            return {}
+        here = torch.stack([metrics[name][0].float() for name in names])
+        everywhere = here.new_empty(self.ranks.reduce.size * len(names))
+        self.ranks.reduce.all_gather(everywhere, here).wait()
+        largest = everywhere.view(-1, len(names)).amax(0)
+        return {name: (largest[i], metrics[name][1]) for i, name in enumerate(names)}
 
 
 def head_shares(out: ModelOut) -> MetricSums:
@@ -310,10 +342,12 @@ def head_shares(out: ModelOut) -> MetricSums:
 
 
 def add_metrics(sums: MetricSums, more: MetricSums) -> None:
-    """Add metric sums to others."""
+    """Add metric sums to others; of some metrics the larger value stays."""
     for name, (total, weight) in more.items():
         before = sums.get(name)
         if before is None:
             sums[name] = (total.detach(), weight.detach())
+        elif name.endswith(LARGEST):
+            sums[name] = (before[0].maximum(total.detach()), before[1])
         else:
             sums[name] = (before[0] + total.detach(), before[1] + weight.detach())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
 from headway.config.section import Section, setting
 
 
@@ -9,36 +11,90 @@ class RolloutConfig(Section):
     """How the model answers prompts while it trains."""
 
     prompts: int = setting(
-        8, "Prompts of one step over all ranks; a step trains on all of their answers.", gt=0
+        8,
+        "Prompts of one rollout over all ranks; its updates train on all of their answers.",
+        gt=0,
+        on_resume="fixed",
     )
-    samples: int = setting(8, "Answers of each prompt, compared with each other.", ge=1)
-    max_new_tokens: int = setting(256, "Tokens of an answer, at most.", gt=0)
+    samples: int = setting(
+        8, "Answers of each prompt, compared with each other.", ge=1, on_resume="fixed"
+    )
+    max_new_tokens: int = setting(
+        256, "Tokens of an answer, at most; data.seq_len holds the prompt, too.", gt=0
+    )
     temperature: float = setting(
         1.0,
         "Temperature of the sampling. The loss uses the probabilities of the distribution that "
         "was sampled from.",
         gt=0,
     )
-    updates: int = setting(1, "Updates on the answers of one rollout.", gt=0)
+    updates: int = setting(
+        1,
+        "Updates of one pass over the answers of a rollout: each trains on the answers of equally "
+        "many prompts.",
+        gt=0,
+        on_resume="fixed",
+    )
+    passes: int = setting(
+        1, "How often the answers of a rollout are trained on.", gt=0, on_resume="fixed"
+    )
     refill: int = setting(
         0,
-        "Leave out prompts whose answers all have the same reward, and read up to so many further "
-        "batches of prompts to replace them (dynamic sampling of DAPO). 0 = train on all.",
+        "Leave out prompts whose answers all have the same reward, and sample up to so many "
+        "further batches of prompts to replace them (dynamic sampling of DAPO). 0 = train on all.",
         ge=0,
     )
     mask_cut: bool = setting(
         False, "Answers that were cut at max_new_tokens carry no loss.", on_resume="free"
     )
-    at_once: int = setting(64, "Answers that are sampled at once on a rank.", gt=0)
-    workers: int = setting(1, "Processes of each reward that needs some.", gt=0, on_resume="free")
+    at_once: int = setting(
+        64, "Answers that are sampled at the same time on a rank.", gt=0, on_resume="free"
+    )
+    cache_gib: float | None = setting(
+        None,
+        "GiB of keys and values while answers are sampled, per rank; null = as much as at_once "
+        "answers of full length need, at most a share of the free memory.",
+        gt=0,
+        on_resume="free",
+    )
+    workers: int = setting(
+        1, "Processes of each reward that needs some.", gt=0, on_resume="free"
+    )
     difference_limit: float | None = setting(
-        1.0,
+        0.5,
         "Stop where the trainer's log-probabilities of sampled tokens differ from the sampler's "
         "by more than this, on average over a step. null = never.",
         gt=0,
         on_resume="free",
     )
     valid_samples: int = setting(
-        1, "Answers of each held-out prompt; with k of them pass@k is reported, too.", gt=0
+        1,
+        "Answers of each held-out prompt in a validation; with more than one, pass@k is reported.",
+        gt=0,
+        on_resume="free",
     )
-    passes_at: float = setting(1.0, "The reward from which an answer counts as passed in pass@k.")
+    valid_temperature: float = setting(
+        0.0, "Temperature of a validation; 0 = the likeliest token each time.", ge=0
+    )
+    pass_at: float = setting(
+        1.0, "The reward from which an answer counts as right in pass@k.", on_resume="free"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> RolloutConfig:
+        if self.prompts % self.updates:
+            raise ValueError(
+                f"has prompts={self.prompts} and updates={self.updates}; each update trains on "
+                "equally many prompts. Choose prompts as a multiple of updates"
+            )
+        if self.valid_samples > 1 and self.valid_temperature == 0:
+            raise ValueError(
+                f"has valid_samples={self.valid_samples} and valid_temperature=0, with which all "
+                "samples are equal. Set valid_temperature, e.g. 1.0"
+            )
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        """Updates on the answers of one rollout."""
+        return self.passes * self.updates

@@ -1,25 +1,31 @@
 """What was sampled and what it earned: the file that training and resuming read.
 
-    RUN/rollouts.jsonl     CRC32 JSON      one line per record, in the order of batches
-        {"kind": "answers", "batch": 3, ...}    all answers of a batch of prompts, in one line
+    RUN/rollouts.jsonl     CRC32 JSON      one line per record
+        {"kind": "answers", "batch": 3, ...}    all answers to a batch of prompts
         {"kind": "rewards", "batch": 3, ...}    what they earned
+        {"kind": "scores", "batch": 3, ...}     the trainer's log-probabilities of their tokens
 
-Lines are only appended, and each is on disk before training uses it. A kill may cut the last line
-short: it is removed when the file is opened. A run that resumes from an earlier checkpoint finds
-the answers and rewards of later batches here: nothing is sampled twice, no reward is asked twice.
-Only a rollback, which changes what follows, removes lines from the end.
+Lines are only appended, and each is on the disk before training uses it. A kill may cut the last
+line short: it is removed when the file is opened. A run that resumes from an earlier checkpoint
+finds the records of later batches here: nothing is sampled twice, no reward is asked twice. Only a
+batch that other weights or settings answer removes lines, from the end.
+
+Arrays are base64 of little-endian numbers: ids int32, log-probabilities float32.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headway.errors import DataError
 
@@ -28,6 +34,9 @@ log = logging.getLogger("headway")
 FILE = "rollouts.jsonl"
 ANSWERS = "answers"
 REWARDS = "rewards"
+SCORES = "scores"
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -37,9 +46,9 @@ class SampledAnswer:
     prompt: int
     """The number of its prompt, over all sources."""
     sample: int
-    """Its number among the answers of the prompt."""
+    """Its number among the answers to the prompt."""
     ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: Floats
     """Of every id, in the distribution that it was drawn from."""
     finished: str
     """Why it ended: eos, stop, length, context."""
@@ -47,17 +56,17 @@ class SampledAnswer:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it was ended by a limit, not by the model."""
+        """Whether a limit ended it, not the model."""
         return self.finished in ("length", "context")
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """All answers of a batch of prompts."""
+    """All answers to a batch of prompts."""
 
     batch: int
-    step: int
-    """Updates before it was sampled: the version of the weights."""
+    version: int
+    """Updates before it was sampled: the weights that drew every token."""
     digest: str
     """Of what decides the answers beside the weights: prompts, settings, tokenizer, seed."""
     prompts: tuple[str, ...]
@@ -79,26 +88,36 @@ class RewardedBatch:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The trainer's view of the answers of a batch, in their order, before the first update."""
+
+    batch: int
+    version: int
+    old: tuple[Floats, ...] = ()
+    """Log-probabilities of the ids of each answer; empty where one update needs none."""
+    divergence: tuple[float, ...] = ()
+    """The KL divergence from the reference summed over each answer; empty without one in the
+    reward."""
+
+
 @dataclass
 class _Known:
-    """Where the lines of a batch are."""
+    """Offset and length of the lines of a batch, by kind; a later line replaces earlier ones."""
 
-    answers: tuple[int, int] | None = None
-    """Offset and length of a line."""
-    rewards: tuple[int, int] | None = None
-    first: int = 0
-    """Offset of the first of them."""
+    first: int
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
-class Journal:
+class RolloutJournal:
     """The journal of a run, open for reading and appending; the first rank alone has one."""
 
     path: Path
     _known: dict[int, _Known] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path) -> Journal:
+    def open(cls, folder: Path) -> RolloutJournal:
         """The journal of a run folder. What a kill has left of a line is removed."""
         journal = cls(folder / FILE)
         if not journal.path.exists():
@@ -119,25 +138,22 @@ class Journal:
 
     def answers(self, batch: int) -> SampledBatch | None:
         """The answers of a batch; None if it was not sampled yet."""
-        known = self._known.get(batch)
-        if known is None or known.answers is None:
-            return None
-        return _sampled(self._read(known.answers))
+        record = self._find(batch, ANSWERS)
+        return None if record is None else _sampled(record)
 
     def rewards(self, batch: int) -> RewardedBatch | None:
         """The rewards of a batch; None if it has none yet."""
-        known = self._known.get(batch)
-        if known is None or known.rewards is None:
-            return None
-        return _rewarded(self._read(known.rewards))
+        record = self._find(batch, REWARDS)
+        return None if record is None else _rewarded(record)
 
-    def add_answers(self, sampled: SampledBatch) -> None:
-        """Append the answers of a batch."""
-        self._append({"kind": ANSWERS, **asdict(sampled)})
+    def scores(self, batch: int) -> ScoredBatch | None:
+        """The trainer's scores of a batch; None if there are none yet."""
+        record = self._find(batch, SCORES)
+        return None if record is None else _scored(record)
 
-    def add_rewards(self, rewarded: RewardedBatch) -> None:
-        """Append the rewards of a batch."""
-        self._append({"kind": REWARDS, **asdict(rewarded)})
+    def add(self, record: SampledBatch | RewardedBatch | ScoredBatch) -> None:
+        """Append a record; it is on the disk when this returns."""
+        self._append(_plain(record))
 
     def forget_from(self, batch: int) -> None:
         """Remove a batch and all later ones: other weights will answer them."""
@@ -147,23 +163,32 @@ class Journal:
         os.truncate(self.path, min(removed))
         self._known = {number: known for number, known in self._known.items() if number < batch}
 
+    def _find(self, batch: int, kind: str) -> dict[str, Any] | None:
+        known = self._known.get(batch)
+        if known is None or kind not in known.spans:
+            return None
+        return self._read(known.spans[kind])
+
     def _append(self, record: dict[str, Any]) -> None:
         line = _line(record)
         with self.path.open("ab") as file:
             offset = file.tell()
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                # A full disk leaves a part of the line, after which nothing could be read.
+                os.truncate(self.path, offset)
+                raise
         self._remember(record, offset, len(line))
 
     def _remember(self, record: Mapping[str, Any], offset: int, length: int) -> None:
-        # A batch that is sampled again has a later line, which counts.
         known = self._known.setdefault(int(record["batch"]), _Known(first=offset))
         if record["kind"] == ANSWERS:
-            known.answers = (offset, length)
-            known.rewards = None
-        else:
-            known.rewards = (offset, length)
+            # Rewards and scores of earlier answers do not belong to these.
+            known.spans.clear()
+        known.spans[record["kind"]] = (offset, length)
 
     def _read(self, span: tuple[int, int]) -> dict[str, Any]:
         offset, length = span
@@ -179,11 +204,11 @@ class Journal:
 
 
 def read_journal(folder: Path) -> Iterator[tuple[SampledBatch, RewardedBatch | None]]:
-    """The batches of a run folder, in order; nothing where it has no journal."""
+    """The batches of a run folder, in order; nothing where it has no journal. Reads only."""
     path = folder / FILE
     if not path.exists():
         return
-    journal = Journal(path)
+    journal = RolloutJournal(path)
     for offset, length, record in _lines(path):
         journal._remember(record, offset, length)
     for batch in sorted(journal._known):
@@ -223,13 +248,63 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
             offset += len(line)
 
 
+def _packed(values: Sequence[float] | Floats, dtype: str) -> str:
+    return base64.b64encode(np.asarray(values, dtype).tobytes()).decode("ascii")
+
+
+def _unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]:
+    """A record as JSON has it."""
+    if isinstance(record, SampledBatch):
+        answers = [
+            {
+                "prompt": answer.prompt,
+                "sample": answer.sample,
+                "ids": _packed(answer.ids, "<i4"),
+                "logprobs": _packed(answer.logprobs, "<f4"),
+                "finished": answer.finished,
+                "text": answer.text,
+            }
+            for answer in record.answers
+        ]
+        return {
+            "kind": ANSWERS,
+            "batch": record.batch,
+            "version": record.version,
+            "digest": record.digest,
+            "prompts": list(record.prompts),
+            "seconds": record.seconds,
+            "answers": answers,
+        }
+    if isinstance(record, RewardedBatch):
+        return {
+            "kind": REWARDS,
+            "batch": record.batch,
+            "digest": record.digest,
+            "totals": list(record.totals),
+            "parts": [dict(parts) for parts in record.parts],
+            "problems": [list(problems) for problems in record.problems],
+            "seconds": record.seconds,
+        }
+    return {
+        "kind": SCORES,
+        "batch": record.batch,
+        "version": record.version,
+        "old": [_packed(values, "<f4") for values in record.old],
+        "divergence": list(record.divergence),
+    }
+
+
 def _sampled(record: Mapping[str, Any]) -> SampledBatch:
     answers = [
         SampledAnswer(
             prompt=entry["prompt"],
             sample=entry["sample"],
-            ids=tuple(entry["ids"]),
-            logprobs=tuple(entry["logprobs"]),
+            ids=tuple(_unpacked(entry["ids"], "<i4").tolist()),
+            logprobs=_unpacked(entry["logprobs"], "<f4"),
             finished=entry["finished"],
             text=entry["text"],
         )
@@ -237,7 +312,7 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
     ]
     return SampledBatch(
         batch=record["batch"],
-        step=record["step"],
+        version=record["version"],
         digest=record["digest"],
         prompts=tuple(record["prompts"]),
         answers=tuple(answers),
@@ -254,4 +329,13 @@ def _rewarded(record: Mapping[str, Any]) -> RewardedBatch:
         parts=tuple(record["parts"]),
         problems=tuple(tuple(texts) for texts in problems),
         seconds=record["seconds"],
+    )
+
+
+def _scored(record: Mapping[str, Any]) -> ScoredBatch:
+    return ScoredBatch(
+        batch=record["batch"],
+        version=record["version"],
+        old=tuple(_unpacked(values, "<f4") for values in record["old"]),
+        divergence=tuple(record["divergence"]),
     )

@@ -4,6 +4,7 @@
     base.py          what is asked of a task, and its loss
     preference/      what tasks over pairs share: dpo, orpo, simpo, reward
     kto/             labelled answers
+    grpo/            answers that the model samples itself, and their rewards
     balance.py       the losses of mixtures of experts, added to any task
 """
 
@@ -14,6 +15,7 @@ KINDS = (
     "contrastive",
     "distill",
     "dpo",
+    "grpo",
     "head_sparsity",
     "kto",
     "next_token",

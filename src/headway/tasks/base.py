@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MetricSums = dict[str, "tuple[Tensor, Tensor]"]
 """Metrics by name, each as (sum, weight): over the step both are added up, then divided."""
+LARGEST = "/max"
+"""The ending of a metric whose values are not added up: the largest of them counts. Its weight is 1."""
 
 
 @dataclass(frozen=True)
@@ -196,12 +198,14 @@ class ReferenceSpec:
     cached: bool
     """Compute its log-probabilities once for all data before training, instead of keeping the model in memory."""
     columns: ScoreColumns | None = None
-    """How its log-probabilities are kept; None: it is a teacher, whose hidden states and head are needed instead."""
+    """How its log-probabilities of documents are kept; None: those are not wanted."""
+    token_column: str | None = None
+    """The column that gets its log-probability of every target, at the temperature of rollouts."""
 
     @property
     def is_teacher(self) -> bool:
         """Whether its hidden states and its head are needed, not its log-probabilities of the targets."""
-        return self.columns is None
+        return self.columns is None and self.token_column is None
 
     @property
     def setting(self) -> str:
@@ -262,6 +266,8 @@ class TaskNeeds:
     """Logits of a teacher that the loader reads."""
     gates: GateSpec | None = None
     """Head gates that train."""
+    rollouts: bool = False
+    """Whether its rows are answers that the model samples while it trains (`rollout` and `reward` of the recipe)."""
 
 
 class TaskConfig(KindConfig):
@@ -296,6 +302,10 @@ class TaskConfig(KindConfig):
 
     def with_teacher_head(self, head: TeacherHead) -> Self:
         """These settings once the teacher is loaded."""
+        return self
+
+    def with_sampling(self, temperature: float, longest: int) -> Self:
+        """These settings once it is known how answers are sampled: the temperature, and the tokens of the longest one there may be."""
         return self
 
     # What follows is asked of a task whose model puts out vectors of modalities.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from headway.data.loader import Loader, LoaderState
 from headway.data.open import open_data
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from headway.parallel.collectives import RankGroups
     from headway.train.config import Recipe
     from headway.train.resolve import Resolved
+    from headway.train.rollouts import RolloutLoader, Rollouts
 
 log = logging.getLogger("headway")
+
+StepSource = Union[Loader, "RolloutLoader"]
+"""What a run takes its steps from: stored data, or answers that it samples."""
 
 
 def open_run_data(
@@ -52,6 +56,11 @@ def open_token_data(
     """The open data of a run over tokens."""
     recipe = resolved.recipe
     tokenizer = resolved.tokenizer_path
+    if recipe.objective.needs.rollouts:
+        from headway.train.rollouts import open_prompts
+
+        return open_prompts(resolved)
+
     media = None
     positions = None
     if resolved.media is not None:
@@ -145,13 +154,25 @@ def make_loader(
     batch: ResolvedBatch,
     cursor: LoaderState | None,
     ranks: RankGroups,
-) -> Loader:
-    """The training batches from a cursor on; None = from the beginning."""
+    rollouts: Rollouts | None = None,
+) -> StepSource:
+    """The training batches from a cursor on; None = from the beginning.
+
+    `rollouts`: what answers the prompts of a run that samples its rows; without it such a run has
+    its prompts alone.
+    """
     # The last batch of whole epochs may be partly empty, so the loader must know where they end.
     # A run of steps, or of 1.5 epochs, has full batches and ends by its number of steps.
     whole_epochs = None
     if recipe.epochs is not None and float(recipe.epochs).is_integer():
         whole_epochs = int(recipe.epochs)
+    if recipe.objective.needs.rollouts:
+        from headway.train.rollouts import RolloutLoader, prompt_loader
+
+        prompts = prompt_loader(recipe, data, cursor, whole_epochs)
+        if rollouts is None:
+            return prompts
+        return RolloutLoader(rollouts, prompts)
     rampup = None
     if recipe.batch.rampup is not None:
         rampup = recipe.batch.rampup.over(ranks.data.size)
@@ -173,22 +194,29 @@ def make_loader(
     )
 
 
-def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
+def count_steps(recipe: Recipe, loader: StepSource, batch: ResolvedBatch) -> int:
     """The number of updates of a run: `steps`, or those of `epochs` without skipped batches."""
     if recipe.steps is not None:
         return recipe.steps
+
+    # A batch of prompts gives as many updates as its rollout has.
+    rows_per_batch = batch.rows
+    updates_per_batch = 1
+    if recipe.objective.needs.rollouts:
+        rows_per_batch = recipe.rollout.prompts
+        updates_per_batch = recipe.rollout.num_updates
 
     assert recipe.epochs is not None, "a resolved recipe has one of the two"
     if float(recipe.epochs).is_integer():
         num_batches = loader.batches_in(int(recipe.epochs))
     else:
-        num_batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
+        num_batches = ceil(recipe.epochs * loader.rows_per_epoch() / rows_per_batch)
 
     num_skipped = 0
     for first, last in recipe.data.skipped:
         if first < num_batches:
             num_skipped += min(last, num_batches - 1) - first + 1
-    return num_batches - num_skipped
+    return (num_batches - num_skipped) * updates_per_batch
 
 
 @dataclass(frozen=True)

@@ -39,19 +39,22 @@ from headway.runtime.process import Process
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck
-from headway.train.frozen_model import make_reference
+from headway.train.frozen_model import Reference, make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
 from headway.train.resolve import Resolved, leaves_gates
+from headway.train.rollout_check import scores_rollouts
 from headway.train.run import Run, Session
 from headway.train.run_form import run_form
+from headway.train.samples import plain_weights
 from headway.train.start import Start
 from headway.train.state import TrainState, apply_init_content, first_position
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headway.train.rollouts import Rollouts
     from headway.train.stages import StagePosition
 
 MAX_DRAW_THREADS = 16
@@ -110,6 +113,14 @@ def build(
         # A resumed run needs the reference that it began with.
         reference.check_same(start)
         spec = replace(spec, prepare=reference.prepare, objective=reference.objective)
+    samples_answers = recipe.objective.needs.rollouts
+    if samples_answers:
+        rollout = recipe.rollout
+        objective = spec.objective.with_sampling(rollout.temperature, rollout.max_new_tokens)
+        spec = replace(spec, objective=objective)
+        if scores_rollouts(recipe):
+            # Scored once, before the reward is known; not again with every microbatch.
+            spec = replace(spec, prepare=None)
 
     # After a live reference has taken its memory, and before the engine takes any: the probe runs
     # an engine of its own to measure.
@@ -120,6 +131,8 @@ def build(
         check_host_memory(job, _ranks_per_node(process))
 
     engine = assemble(spec)
+    if reference is not None and reference.bind is not None:
+        reference.bind(engine.model)
     if recipe.memory.limit_gib is not None:
         job = describe_job(recipe, model, compute, batch, process.world)
         apply_limit(recipe, job, compute.device)
@@ -130,8 +143,12 @@ def build(
     )
     bring_to_start(state, start, resolved, data, compute.device)
 
+    rollouts = None
+    if samples_answers:
+        rollouts = make_rollouts(resolved, state, data, compute, batch, ranks, start, reference)
+
     # The loader continues at the cursor of the state, which a new run does not have yet.
-    loader = make_loader(recipe, data, batch, state.cursor, ranks)
+    loader = make_loader(recipe, data, batch, state.cursor, ranks, rollouts)
     state.cursor = loader.state
     total_steps = count_steps(recipe, loader, batch)
 
@@ -155,11 +172,55 @@ def build(
         meter=make_meter(recipe, compute, state, batch.micro_rows, total_steps, tuple(data.names)),
         targets=targets,
         reference=reference,
+        rollouts=rollouts,
         data_check=data_check,
         saver=make_saver(resolved, start, ranks, process),
         # A new run may begin at the step of another one (init.content has scheduler). With 0 a
         # resumed run, which is past its first step, does not repeat what is done before that step.
         first_step=state.step if start.checkpoint is None else 0,
+    )
+
+
+def make_rollouts(
+    resolved: Resolved,
+    state: TrainState,
+    data: OpenData,
+    compute: Compute,
+    batch: ResolvedBatch,
+    ranks: RankGroups,
+    start: Start,
+    reference: Reference | None,
+) -> Rollouts:
+    """What samples and judges the answers of a run."""
+    from headway.train.rollouts import Rollouts
+
+    recipe = resolved.recipe
+    tokenizer = resolved.tokenizer
+    assert tokenizer is not None, "prompts were read with it"
+    end_ids: set[int] = set()
+    if resolved.weights is not None:
+        end_ids |= resolved.weights.end_ids
+    if tokenizer.eos_id is not None:
+        end_ids.add(tokenizer.eos_id)
+    score = None
+    if reference is not None and scores_rollouts(recipe):
+        score = reference.prepare
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        return plain_weights(recipe, resolved.model, state.engine.weights())
+
+    return Rollouts(
+        recipe=recipe,
+        state=state,
+        data=data,
+        ranks=ranks,
+        compute=compute,
+        batch=batch,
+        tokenizer=tokenizer,
+        end_ids=frozenset(end_ids),
+        folder=start.folder,
+        weights=weights,
+        score=score,
     )
 
 

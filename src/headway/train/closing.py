@@ -32,7 +32,7 @@ MIN_COLUMNS = 20
 TEXT_LINES = 3
 """Of an answer on the screen; train.log and samples.json have all of it."""
 CUT = " ..."
-NAMES = {"loss": "loss", "rewards/accuracies": "accuracy"}
+NAMES = {"loss": "loss", "rewards/accuracies": "accuracy", "reward": "reward"}
 """Metrics as the lines call them."""
 
 

@@ -20,6 +20,8 @@ from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
+from headway.rewards.base import RewardList
+from headway.rollout.config import RolloutConfig
 from headway.tasks.base import TaskConfig
 from headway.tasks.next_token import Config as NextTokenConfig
 from headway.track.base import TrackerConfig
@@ -367,6 +369,15 @@ class Recipe(Section):
     )
     objective: Annotated[TaskConfig, KindIn("headway.tasks", "next_token")] = setting(
         NextTokenConfig, "The loss."
+    )
+    reward: RewardList = setting(
+        (),
+        "What the answers of rollouts are worth (objective grpo): a kind, a file of yours, or a "
+        "list of them with weights.",
+        on_resume="free",
+    )
+    rollout: RolloutConfig = setting(
+        RolloutConfig, "How the model samples answers while it trains (objective grpo)."
     )
     optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(
         AdamWConfig, "Optimizer and schedule."

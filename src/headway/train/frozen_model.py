@@ -87,6 +87,8 @@ class Reference:
     """The recipe's objective, with a teacher's head where it learns from one."""
     cover: Callable[[PlannedRows | None], None] | None = None
     """Cached log-probabilities: score what a changed plan reads and nobody has scored yet."""
+    bind: Callable[[Model], None] | None = None
+    """Give it the model that trains, where that model without its adapter is the reference."""
 
     def check_same(self, start: Start) -> None:
         """Refuse to resume with another reference than the run began with."""
@@ -157,6 +159,7 @@ def make_reference(
     `plan` says which rows the run will read; without it everything is scored.
     """
     objective = resolved.recipe.objective
+    recipe_adapter = resolved.recipe.adapter
     if data.teacher is not None:
         origin = data.teacher.origin
         description = (
@@ -169,6 +172,8 @@ def make_reference(
     wanted = objective.needs.frozen
     if wanted is None:
         return None
+    if wanted.token_column is not None and wanted.path is None and recipe_adapter is not None:
+        return _base_of_adapter(resolved, wanted.token_column)
 
     source = _find_source(resolved, wanted)
     scoring = _Scoring(spec, resolved.recipe.data, micro_rows)
@@ -197,6 +202,11 @@ def make_reference(
         detail = "as a second model in memory"
         if columns is not None:
             prepare = score_with(frozen, spec.chunk_tokens, columns)
+        elif wanted.token_column is not None:
+            temperature = resolved.recipe.rollout.temperature
+            prepare = score_tokens_with(
+                frozen, spec.chunk_tokens, wanted.token_column, temperature
+            )
         else:
             from headway.kernels.distill_loss import TeacherHead
 
@@ -209,11 +219,42 @@ def make_reference(
     return Reference(prepare, digest.sha256, description, objective, cover)
 
 
+def _base_of_adapter(resolved: Resolved, column: str) -> Reference:
+    """The frozen base under the adapter that trains: no second copy of the weights."""
+    from headway.model.adapter.lora import without_updates
+
+    temperature = resolved.recipe.rollout.temperature
+    models: list[Model] = []
+
+    @torch.no_grad()
+    def prepare(batch: Batch) -> Batch:
+        model = models[0]
+        is_training = model.training
+        model.eval()
+        try:
+            with without_updates(model):
+                return with_token_scores(model, batch, column, temperature)
+        finally:
+            model.train(is_training)
+
+    # What the base is, is part of the run: its weights are frozen in every checkpoint.
+    name = "the frozen base under the adapter"
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    description = f"reference {name}, without a second copy"
+    return Reference(
+        prepare, digest, description, resolved.recipe.objective, bind=models.append
+    )
+
+
 def check_reference(resolved: Resolved) -> None:
     """Refuse a reference that does not exist or does not fit, before anything is read."""
     wanted = resolved.recipe.objective.needs.frozen
-    if wanted is not None:
-        _find_source(resolved, wanted)
+    if wanted is None:
+        return
+    if wanted.token_column is not None and wanted.path is None:
+        # The frozen base of an adapter, or the weights that the run starts from.
+        return
+    _find_source(resolved, wanted)
 
 
 def _find_source(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
@@ -388,6 +429,26 @@ def score_with(model: Model, chunk_tokens: int, columns: ScoreColumns) -> Callab
         return replace(batch, extra=batch.extra | scores)
 
     return prepare
+
+
+def score_tokens_with(
+    model: Model, chunk_tokens: int, column: str, temperature: float
+) -> Callable[[Batch], Batch]:
+    """A function that adds the model's log-probability of every target to a microbatch, at the
+    temperature of rollouts."""
+    model.chunk_tokens = chunk_tokens
+
+    @torch.no_grad()
+    def prepare(batch: Batch) -> Batch:
+        return with_token_scores(model, batch, column, temperature)
+
+    return prepare
+
+
+def with_token_scores(model: Model, batch: Batch, column: str, temperature: float) -> Batch:
+    """The microbatch with a model's log-probability of every target."""
+    scores = model.forward_batch(batch).head.policy(batch.targets, temperature)
+    return replace(batch, extra={**batch.extra, column: scores.log_prob})
 
 
 def teach_with(model: Model) -> Callable[[Batch], Batch]:

@@ -17,7 +17,7 @@ from headway.train.run_folder import METRICS
 if TYPE_CHECKING:
     from headway.eval.evaluate import TrainingCurves, ValidationPoint
 
-SHOWN_METRICS = {"loss": False, "rewards/accuracies": True}
+SHOWN_METRICS = {"loss": False, "rewards/accuracies": True, "reward": True}
 """Numbers of a validation whose course a summary has, and whether higher is better."""
 MAX_POINTS = 200
 """Upper bound on the points of a curve of training losses."""

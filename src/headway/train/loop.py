@@ -172,7 +172,7 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     state.valid = None
 
     main_group = next(iter(hypers_by_group.values()))
-    host = {"lr": main_group.lr, "adam_beta2": main_group.betas[1]}
+    host = {"lr": main_group.lr, "adam_beta2": main_group.betas[1], **batch.facts}
     marks = (begin, between, data_wait)
     pending = meter.add(
         state.step,

@@ -24,6 +24,7 @@ from headway.runtime.process import from_environment
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
+from headway.train.rollout_check import check_rollouts
 from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
             "model.media is written by a run with media inputs; it is no setting. "
             "Remove it, or set multimodal."
         )
+
+    check_rollouts(recipe)
 
     # Where the run starts from.
     weights = previous

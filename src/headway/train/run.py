@@ -26,7 +26,6 @@ from headway.checkpoint.saver import SaveJob, Saver
 from headway.config.load import dump_yaml
 from headway.data.batch import Batch
 from headway.data.config import ResolvedBatch
-from headway.data.loader import Loader
 from headway.data.open import OpenData
 from headway.data.target_check import TargetReport
 from headway.diagnose.slow_ranks import SlowRankReporter
@@ -42,12 +41,19 @@ from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.tasks.base import StepInfo
+from headway.tasks.grpo import AGREEMENT
 from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackRequests, RunCallbacks
 from headway.track.console import Console
 from headway.track.events import append_event
 from headway.track.metrics_file import MetricsFile
-from headway.train.batches import count_steps, make_loader, plan_rows, valid_batches
+from headway.train.batches import (
+    StepSource,
+    count_steps,
+    make_loader,
+    plan_rows,
+    valid_batches,
+)
 from headway.train.config import Recipe
 from headway.train.control import Control
 from headway.train.data_check import DataCheck, explain_damage
@@ -74,6 +80,7 @@ from headway.train.start import Start
 from headway.train.state import Clock, TrainState
 
 if TYPE_CHECKING:
+    from headway.train.rollouts import Rollouts
     from headway.train.stages import StageMetrics, StagePosition
 
 log = logging.getLogger("headway")
@@ -126,7 +133,7 @@ class Run:
     batch: ResolvedBatch
     total_steps: int
     engine: Engine
-    loader: Loader
+    loader: StepSource
     state: TrainState
     meter: Meter
     saver: Saver
@@ -137,6 +144,8 @@ class Run:
     """Findings about the targets of masked data."""
     reference: Reference | None = None
     """The frozen model the objective compares with."""
+    rollouts: Rollouts | None = None
+    """What samples and judges the answers that the run trains on."""
     first_step: int = 0
     """The step at which the run began: 0, or that of the checkpoint `init.content` was taken
     from.
@@ -334,11 +343,24 @@ class Run:
             self.console.tick(record)
 
             self.healer.check(self, record)
+            self._check_agreement(record)
             if self._is_logged(record):
                 # Trackers have the validation at the start already: `validate_at_start` sent it.
                 shown = {name: value for name, value in record.items() if name != AT_START}
                 for tracker in self.trackers:
                     tracker.log(record["step"], shown)
+
+    def _check_agreement(self, record: dict[str, Any]) -> None:
+        """Give up where trainer and sampler no longer compute the same probabilities."""
+        limit = self.recipe.rollout.difference_limit
+        difference = record.get(AGREEMENT)
+        if limit is None or difference is None or difference <= limit:
+            return
+        self.healer.gave_up = (
+            f"step {record['step']}: the trainer's log-probabilities of sampled tokens differ from "
+            f"the sampler's by {difference:.3g} on average; rollout.difference_limit is {limit:g}. "
+            "The answers were drawn by other weights than those that train"
+        )
 
     def _is_logged(self, record: dict[str, Any]) -> bool:
         """Whether the console and the trackers get this record."""
@@ -392,6 +414,9 @@ class Run:
         """
         results: dict[str, Any] = {}
         for name in self.data.valid:
+            if self.rollouts is not None:
+                results[name] = self.rollouts.evaluate(name)
+                continue
             batches = _UntilHurry(self, self._valid_batches(name))
             result = means(self.engine.evaluate(batches, self._validation_info()))
             if batches.was_cut:
@@ -429,6 +454,9 @@ class Run:
         metric = self.recipe.checkpoint.metric
         # Every validation has the default metric, the loss.
         if metric == CheckpointConfig().metric or not self.data.valid:
+            return
+        # Answers to held-out prompts are judged by rewards, whose names are known.
+        if self.rollouts is not None:
             return
         info = self._validation_info()
         results = {
@@ -574,7 +602,9 @@ class Run:
         # Batches are skipped by a setting, as after a restart: both ways give the same order.
         self.recipe = add_skipped_batches(self.recipe, [(first, batch)])
         self.loader.close()
-        self.loader = make_loader(self.recipe, self.data, self.batch, self.state.cursor, self.ranks)
+        self.loader = make_loader(
+            self.recipe, self.data, self.batch, self.state.cursor, self.ranks, self.rollouts
+        )
         self.total_steps = count_steps(self.recipe, self.loader, self.batch)
 
         if self.reference is not None and self.reference.cover is not None:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headway.infer.load import LoadedModel
+    from headway.model.config import ModelConfig
     from headway.tokenizer.load import Tokenizer
+    from headway.train.config import Recipe
     from headway.train.run import Run
 
 log = logging.getLogger("headway")
@@ -96,6 +98,8 @@ def num_samples(run: Run) -> int:
     """How many prompts a run answers; the same on all ranks."""
     wanted = run.recipe.log.samples
     writes_text = run.model.head == "tokens" and run.model.media is None
+    # Rollouts show far more answers, with what they earned (`headway rollouts`).
+    writes_text = writes_text and run.rollouts is None
     if not run.data.valid or run.tokenizer_path is None or not writes_text:
         return 0
     if wanted != "auto":
@@ -183,7 +187,10 @@ def _answer_prompts(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Ans
             return [], []
         with _separate_memory(run.compute.device):
             model = build_frozen_model(
-                run.model, plain_weights(run, weights), run.compute.device, run.compute.dtype
+                run.model,
+                plain_weights(run.recipe, run.model, weights),
+                run.compute.device,
+                run.compute.dtype,
             )
             end_ids = set(run.targets.end_ids)
             if tokenizer.eos_id is not None:
@@ -207,17 +214,19 @@ def _answer_prompts(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Ans
             pass
 
 
-def plain_weights(run: Run, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def plain_weights(
+    recipe: Recipe, model: ModelConfig, weights: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model without adapters: dequantised and merged."""
-    adapter = run.recipe.adapter
+    adapter = recipe.adapter
     if adapter is None:
         return weights
 
     from headway.model.adapter.lora import merged
     from headway.model.adapter.packed_base import plain_values
 
-    dequantised = plain_values(weights, adapter.layouts(run.model))
-    return merged(dequantised, adapter, adapter.modules(run.model))
+    dequantised = plain_values(weights, adapter.layouts(model))
+    return merged(dequantised, adapter, adapter.modules(model))
 
 
 @contextmanager

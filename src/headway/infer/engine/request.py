@@ -71,6 +71,9 @@ class EngineRequest:
     logprobs: int | None = None
     """n: log-probabilities of the chosen token and of the n likeliest; 0: of the chosen one
     only."""
+    drawn_logprobs: bool = False
+    """Log-probabilities are those of the distribution that tokens are drawn from, after the
+    temperature. Needs `logprobs` of 0, and a sampling without penalties, biases and cuts."""
     prompt_logprobs: bool = False
     """Log-probabilities of the prompt's tokens too, in the first event."""
     constraint: str | None = None
@@ -85,6 +88,18 @@ class EngineRequest:
         # Embeddings and the scores of a prompt need no new token.
         if self.max_new_tokens < 1 and not (self.embed or self.prompt_logprobs):
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more.")
+        sampling = self.sampling
+        if self.drawn_logprobs and (
+            self.logprobs != 0
+            or sampling.temperature == 0
+            or sampling.changes_scores
+            or sampling.cuts
+            or self.constraint is not None
+        ):
+            raise ConfigError(
+                "drawn_logprobs is true; it needs logprobs=0, a temperature above 0, and no "
+                "penalties, biases, grammar, top_k, top_p or min_p."
+            )
         if self.logprobs is not None and self.logprobs < 0:
             raise ConfigError(
                 f"logprobs is {self.logprobs}; it must be 0 (the chosen token alone) or more."

@@ -11,7 +11,7 @@ import torch
 
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.prefill_batches import PieceOf
-from headway.infer.engine.request import TokenLogprobs, failure_line
+from headway.infer.engine.request import EngineRequest, TokenLogprobs, failure_line
 from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.sampling import Sampling
@@ -166,6 +166,8 @@ def choose_tokens(
     scores = []
     if scored:
         most = max(rows[row].request.logprobs or 0 for row in scored)
+        if any(rows[row].request.drawn_logprobs for row in scored):
+            raw = _drawn_from(raw, [rows[row].request for row in scored])
         scores = _logprobs(raw, tokens.clamp(min=0), scored, most)
     for sequence in rows:
         sequence.in_flight += 1
@@ -203,12 +205,28 @@ def _mask(sequence: EngineSequence, vocab: int) -> np.ndarray | None:
     return mask
 
 
+def _drawn_from(logits: torch.Tensor, requests: Sequence[EngineRequest]) -> torch.Tensor:
+    """Logits [n,V] at the temperature of requests that ask for the distribution they draw from."""
+    temperatures = [
+        request.sampling.temperature if request.drawn_logprobs else 1.0 for request in requests
+    ]
+    if all(temperature == 1.0 for temperature in temperatures):
+        return logits
+    divisor = torch.tensor(temperatures, dtype=logits.dtype)
+    return logits / to_device(divisor, logits.device)[:, None]
+
+
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, scored: list[int], count: int
 ) -> list[torch.Tensor]:
     """Log-probability of the chosen tokens [n], ids and log-probabilities of the likeliest [n,
     count]."""
     chosen = tokens[to_device(torch.tensor(scored), tokens.device)]
+    if count == 0:
+        # No table of log-probabilities for the whole vocabulary is needed.
+        at_chosen = logits.gather(-1, chosen[:, None])[:, 0]
+        nothing = logits.new_empty(len(scored), 0)
+        return [at_chosen - logits.logsumexp(-1), nothing.long(), nothing]
     scores = logits.log_softmax(-1)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1)
     return [scores.gather(-1, chosen[:, None])[:, 0], top.indices, top.values]

@@ -168,6 +168,18 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
     if all(row.sampling.temperature == 0 for row in rows):
         return greedy
 
+    by_id = [index for index, row in enumerate(rows) if row.sampling.by_id]
+    if len(by_id) == len(rows):
+        return _draw_by_id(scores, rows).where(largest.isfinite(), NO_TOKEN)
+    if by_id:
+        # Each kind by itself: what a row gets must not depend on its neighbours.
+        tokens = torch.empty_like(greedy)
+        others = [index for index, row in enumerate(rows) if not row.sampling.by_id]
+        for part in (by_id, others):
+            where = to_device(torch.tensor(part), scores.device)
+            tokens[where] = choose_rows(scores[where], [rows[index] for index in part])
+        return tokens
+
     # All rows in one pass: what a row does not set has a value that changes nothing.
     limits: list[int] = []
     numbers: list[tuple[float, ...]] = []
@@ -211,6 +223,20 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
         torch.tensor([row.sampling.temperature == 0 for row in rows]), scores.device
     )
     return torch.where(is_greedy, greedy, chosen)
+
+
+def _draw_by_id(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor:
+    """The token into which each row's draw falls, along the ids of the vocabulary."""
+    exact = to_float64(scores)
+    numbers = torch.tensor(
+        [(row.sampling.temperature, row.draw) for row in rows], dtype=torch.float64
+    )
+    temperature, draw = to_device(numbers, exact.device).t()[..., None]
+    probability = ((exact - exact.amax(-1, keepdim=True)) / temperature).exp()
+    reached = probability.cumsum(-1)
+    # The first sum above the draw: a token without probability is never the first.
+    chosen = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
+    return chosen.clamp(max=scores.shape[-1] - 1).squeeze(-1).to(scores.device)
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:

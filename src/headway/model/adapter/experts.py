@@ -33,6 +33,8 @@ class AdaptedExpertLinear(ExpertLinear):
             self.scale = config.scale
             self.lora_A = ExpertLinear(experts, inputs, config.rank)
             self.lora_B = ExpertLinear(experts, config.rank, outputs)
+        self.is_off = False
+        """The update counts as nothing (`without_updates`)."""
         self.layout: PackedLayout | None = None
         """How the weight is stored; None: as floats."""
 
@@ -54,7 +56,10 @@ class AdaptedExpertLinear(ExpertLinear):
         else:
             weight = getattr(self, packed_name("weight", layout.form))
             packed = (layout.form, layout.outputs, layout.inputs)
-        a = None if self.lora_A is None else self.lora_A.weight
-        b = None if self.lora_B is None else self.lora_B.weight
+        a = None
+        b = None
+        if self.lora_A is not None and self.lora_B is not None and not self.is_off:
+            a = self.lora_A.weight
+            b = self.lora_B.weight
         bias = self.bias if self.adds_bias else None
         return ExpertMatrix(weight, bias, a, b, self.scale, packed)

@@ -20,6 +20,7 @@ W [E,O,I], A [E,R,I], B [E,O,R]. Quantised W is one row of bytes (kernels/packed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,8 @@ class AdaptedLinear(nn.Linear):
         if config.kind == "dora":
             magnitude = nn.Parameter(torch.ones(outputs))
         self.register_parameter("lora_magnitude_vector", magnitude)
+        self.is_off = False
+        """The update counts as nothing (`without_updates`)."""
         self.adds_bias = True
         """Of ranks that hold some of the inputs each, whose results are summed, one adds the
         bias."""
@@ -67,6 +70,8 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
+        if self.is_off:
+            return self._base(x, self.bias if self.adds_bias else None)
         if self.dropout and self.training:
             dropped = self.drop(x, self.dropout)
         else:
@@ -131,6 +136,25 @@ class AdaptedLinear(nn.Linear):
             if self.over_inputs is not None:
                 length = self.over_inputs(length.square()).sqrt()
         return (magnitude.float() / length).to(dtype)
+
+
+@contextmanager
+def without_updates(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as its frozen base does."""
+    from headway.model.adapter.experts import AdaptedExpertLinear
+
+    adapted = [
+        module
+        for module in model.modules()
+        if isinstance(module, (AdaptedLinear, AdaptedExpertLinear))
+    ]
+    for module in adapted:
+        module.is_off = True
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_off = False
 
 
 def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:

@@ -167,6 +167,14 @@ class PipelineRunner(MicrobatchRunner):
             self._forward_all(chunk, self._hooks(step_info, 0, finish))
             done += len(chunk)
 
+    def _on_all_stages(self, values: list[Tensor], microbatches: list[Batch]) -> list[Tensor]:
+        """The last stage sends its values to the others."""
+        if not values:
+            values = [torch.zeros_like(micro.loss_weight) for micro in microbatches]
+        for value in values:
+            self.ranks.pipeline.broadcast(value, self.ranks.pipeline.size - 1).wait()
+        return values
+
     def _sum_evaluation(self, result: StepResult) -> StepResult:
         """The metrics of training may differ from these: they must not be compared."""
         training_layout = self._layout

@@ -1,0 +1,144 @@
+"""Log-probabilities and entropies on the output head for losses over sampled tokens: hidden [N,D]
+and weight [V,D] come in, two numbers per token go out; logits [N,V] never exist.
+
+With logits x_j, temperature T, y_j = x_j / T, p = softmax(y) and the target t:
+
+    log_prob = y_t - lse(y)                  the distribution that was sampled from, not softmax(x)
+    entropy  = lse(y) - sum_j p_j y_j
+
+    d log_prob / d x_j = ([j = t] - p_j) / T
+    d entropy  / d x_j = -p_j (log p_j + entropy) / T
+
+Both are differentiable in any way: the backward pass computes the logits again, chunk by chunk.
+With a `VocabShard`, weight holds this rank's rows of the head and targets count all of them.
+
+Shapes: N tokens, D width, V vocabulary (of this rank). Softmax arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.kernels.cross_entropy import accumulate_outer
+from headway.kernels.vocab_loss import VocabShard, add_at_target, cap_in_place, token_scores
+
+
+class PolicyScores(NamedTuple):
+    """What a head says of sampled tokens; both carry gradients."""
+
+    log_prob: Tensor
+    """Log-probability of the target."""
+    entropy: Tensor
+    """Entropy of the distribution that the target was drawn from."""
+
+
+class _PolicyScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        shard: VocabShard | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        size = hidden.shape[0]
+        log_prob = torch.empty(size, dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(log_prob)
+        lse = torch.empty_like(log_prob)
+        for start in range(0, size, chunk):
+            part = slice(start, min(start + chunk, size))
+            y = (hidden[part] @ weight.t()).float()
+            cap_in_place(y, softcap)
+            if temperature != 1.0:
+                y.div_(temperature)
+            if shard is None:
+                part_lse = torch.logsumexp(y, -1)
+                at_target = y.gather(1, targets[part, None]).squeeze(1)
+                mean = _expectation(y, part_lse)
+            else:
+                scores = token_scores(y, targets[part], shard)
+                part_lse = scores.lse
+                at_target = scores.at_target
+                # Every rank adds what its rows contribute to the expectation.
+                mean = shard.collect(_expectation(y, part_lse)).sum(0)
+            lse[part] = part_lse
+            log_prob[part] = at_target - part_lse
+            entropy[part] = part_lse - mean
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.temperature = temperature
+        ctx.chunk = chunk
+        ctx.softcap = softcap
+        ctx.first = None if shard is None else shard.first
+        # A loss that does not use the entropy gets None for its gradient, and no work is done.
+        ctx.set_materialize_grads(False)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        d_log_prob, d_entropy = grads
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        d_hidden = None
+        if needs_hidden:
+            d_hidden = torch.empty_like(hidden)
+        d_weight = None
+        if needs_weight:
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        if d_log_prob is None:
+            d_log_prob = torch.zeros_like(lse)
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, hidden.shape[0]))
+            y = (hidden[part] @ weight.t()).float()
+            slope = cap_in_place(y, ctx.softcap)
+            if ctx.temperature != 1.0:
+                y.div_(ctx.temperature)
+            log_p = y.sub_(lse[part, None])
+            gradient = log_p.exp()
+            if d_entropy is None:
+                gradient.mul_(-d_log_prob[part, None])
+            else:
+                log_p.add_(entropy[part, None]).mul_(d_entropy[part, None])
+                gradient.mul_(-(log_p + d_log_prob[part, None]))
+            if ctx.first is None:
+                gradient.scatter_add_(1, targets[part, None], d_log_prob[part, None])
+            else:
+                # On a shard of the vocabulary the target may be another rank's.
+                add_at_target(gradient, targets[part] - ctx.first, d_log_prob[part])
+            if ctx.temperature != 1.0:
+                gradient.div_(ctx.temperature)
+            if slope is not None:
+                gradient.mul_(slope)
+            gradient = gradient.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(gradient, weight, out=d_hidden[part])
+            if d_weight is not None:
+                accumulate_outer(d_weight, gradient, hidden[part])
+        return d_hidden, d_weight, *(None,) * 5
+
+
+def _expectation(y: Tensor, lse: Tensor) -> Tensor:
+    """sum_j p_j y_j of logits [n,V], p = exp(y - lse); padding of the vocabulary may be -inf."""
+    p = (y - lse[:, None]).exp_()
+    return p.mul_(y.clamp(min=torch.finfo(y.dtype).min)).sum(-1)
+
+
+def linear_policy_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = 2048,
+    shard: VocabShard | None = None,
+    softcap: float | None = None,
+) -> PolicyScores:
+    """Log-probabilities and entropies of targets [N] at a temperature."""
+    scores = _PolicyScores.apply(
+        hidden, weight, targets, temperature, chunk_tokens, shard, softcap
+    )
+    return PolicyScores(*scores)  # pyright: ignore[reportGeneralTypeIssues]

@@ -1,0 +1,189 @@
+"""A copy of the weights that train, in the inference engine: prompts come in, sampled answers with
+the log-probability of every token go out.
+
+    refresh(weights)    after an update: the copy is overwritten in place
+    sample(requests)    answers, in the order of the requests
+
+The copy lives as long as the run, in the compute dtype: the engine fuses projections and records
+decoding steps, which keep pointers to it. What a token becomes depends on the weights, the prompt
+and (seed, key, position) alone: neither on the batch nor on the order of completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headway.errors import TrainingError
+from headway.infer.engine.engine import InferenceEngine
+from headway.infer.engine.request import EngineOptions, EngineRequest
+from headway.infer.engine.text import RequestText
+from headway.infer.load import LoadedModel
+from headway.infer.sampling import Sampling
+from headway.model.base import build_frozen_model
+from headway.model.layout import GATES
+from headway.rollout.journal import Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headway.model.config import ModelConfig
+    from headway.tokenizer.load import Tokenizer
+
+Weights = Iterable[tuple[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """One answer that is wanted."""
+
+    prompt: tuple[int, ...]
+    key: str
+    """With the seed, it decides every draw."""
+
+
+@dataclass(frozen=True)
+class DrawnAnswer:
+    """One answer as it was drawn."""
+
+    ids: tuple[int, ...]
+    logprobs: Floats
+    finished: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """What a sampler needs to know of a run."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    end_ids: frozenset[int]
+    max_new_tokens: int
+    longest_prompt: int
+    at_once: int
+    cache_bytes: int | None
+    seed: int
+    folder: Path
+    """The run, for messages."""
+
+
+class PolicySampler:
+    """The inference engine over a copy of the weights."""
+
+    def __init__(self, settings: SamplerSettings, tokenizer: Tokenizer, weights: Weights) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.version = -1
+        """Updates of the weights in the copy."""
+        model = build_frozen_model(settings.model, weights, settings.device, settings.dtype)
+        # After the projections are fused, names still give the weights: they are views.
+        self._parameters = dict(model.named_parameters())
+        loaded = LoadedModel(
+            model,
+            settings.model.with_(head_gates=None),
+            tokenizer,
+            settings.folder,
+            settings.end_ids,
+        )
+        context = min(
+            settings.model.max_seq_len, settings.longest_prompt + settings.max_new_tokens
+        )
+        options = EngineOptions(
+            cache_bytes=settings.cache_bytes,
+            max_running=settings.at_once,
+            max_waiting=1 << 30,
+            max_context=context,
+            compile_blocks="auto",
+        )
+        self._engine = InferenceEngine(loaded, options)
+
+    @torch.no_grad()
+    def refresh(self, weights: Weights, version: int) -> None:
+        """Overwrite the copy. What was computed with the old weights is forgotten."""
+        for name, value in weights:
+            if name != GATES:
+                self._parameters[name].copy_(value)
+        self._engine.cache.forget_all()
+        self.version = version
+
+    def sample(
+        self,
+        requests: Sequence[AnswerRequest],
+        temperature: float,
+        on_round: Callable[[], object] = str,
+    ) -> list[DrawnAnswer]:
+        """The answers to some requests, in their order; `on_round` is called again and again."""
+        first, others = _in_order(requests)
+        running = {self._submit(requests[index], temperature): index for index in first}
+        ids: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        finished = [""] * len(requests)
+        unread = set(first)
+
+        while self._engine.busy or others:
+            on_round()
+            for event in self._engine.step():
+                index = running[event.request]
+                unread.discard(index)
+                if event.error is not None:
+                    raise TrainingError(f"rollout: an answer failed: {event.error}")
+                ids[index] += event.tokens
+                logprobs[index] += [entry.logprob for entry in event.logprobs or ()]
+                if event.finished is not None:
+                    finished[index] = event.finished
+            # Their prompts are in the cache now: the other answers to them begin there.
+            if not unread and others:
+                running |= {self._submit(requests[index], temperature): index for index in others}
+                others = []
+        return [
+            DrawnAnswer(
+                tuple(ids[index]),
+                np.array(logprobs[index], np.float32),
+                finished[index],
+                self._text(request.prompt, ids[index]),
+            )
+            for index, request in enumerate(requests)
+        ]
+
+    def _submit(self, request: AnswerRequest, temperature: float) -> int:
+        is_drawn = temperature > 0
+        sampling = Sampling(temperature=temperature, seed=self.settings.seed, by_id=is_drawn)
+        return self._engine.submit(
+            EngineRequest(
+                request.prompt,
+                self.settings.max_new_tokens,
+                sampling=sampling,
+                key=request.key,
+                logprobs=0,
+                drawn_logprobs=is_drawn,
+            )
+        )
+
+    def _text(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        decoder = RequestText(self.tokenizer, prompt)
+        return decoder.add(ids) + decoder.finish()
+
+
+def _in_order(requests: Sequence[AnswerRequest]) -> tuple[list[int], list[int]]:
+    """The order in which requests are submitted: the first answer to every prompt, then all others.
+
+    Long prompts come first. The rule depends on the data alone.
+    """
+    seen: set[tuple[int, ...]] = set()
+    first: list[int] = []
+    others: list[int] = []
+    for index in sorted(range(len(requests)), key=lambda index: -len(requests[index].prompt)):
+        prompt = requests[index].prompt
+        if prompt in seen:
+            others.append(index)
+        else:
+            seen.add(prompt)
+            first.append(index)
+    return first, others

@@ -1,0 +1,93 @@
+"""What of a recipe does not fit rollouts. A recipe comes in; a ConfigError names the setting and the
+remedy, before anything is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.errors import ConfigError
+from headway.tasks.grpo import Config as PolicyConfig
+
+if TYPE_CHECKING:
+    from headway.train.config import Recipe
+
+
+def check_rollouts(recipe: Recipe) -> None:
+    """Refuse settings of rollouts that cannot work together, before anything is read."""
+    objective = recipe.objective
+    if not objective.needs.rollouts:
+        for name, is_set in (("reward", bool(recipe.reward)), ("rollout", _states_rollout(recipe))):
+            if is_set:
+                raise ConfigError(
+                    f"{name} is set, but objective {objective.kind} samples no answers. "
+                    "Use objective.kind=grpo, or remove it."
+                )
+        return
+
+    assert isinstance(objective, PolicyConfig)
+    rollout = recipe.rollout
+    if not recipe.reward and objective.teacher is None:
+        raise ConfigError(
+            "reward is empty, so nothing says which answers are good. "
+            "Name at least one, e.g. reward=math (docs/rl.md)."
+        )
+    if rollout.samples == 1 and objective.teacher is None:
+        raise ConfigError(
+            "rollout.samples is 1; an answer is compared with others to the same prompt. "
+            "Use at least 2."
+        )
+    if recipe.data.train is None:
+        raise ConfigError("data.train is null; rollouts need prompts. Set data.train.")
+    if recipe.data.seq_len <= rollout.max_new_tokens:
+        raise ConfigError(
+            f"data.seq_len is {recipe.data.seq_len}; a row must hold a prompt and an answer of "
+            f"rollout.max_new_tokens={rollout.max_new_tokens}. Raise data.seq_len."
+        )
+    for key in ("tokens", "rows", "accumulate"):
+        if getattr(recipe.batch, key) is not None:
+            raise ConfigError(
+                f"batch.{key} is set; with rollouts the answers decide how many rows a step has. "
+                "Set rollout.prompts and rollout.samples, and batch.micro_rows for the rows of a "
+                "microbatch."
+            )
+    if recipe.batch.micro_rows == "auto" or recipe.batch.rampup is not None:
+        raise ConfigError(
+            "batch.micro_rows=auto and batch.rampup are not for rollouts. Give a number of rows."
+        )
+    if rollout.refill and recipe.steps is None:
+        raise ConfigError(
+            "rollout.refill is set and the run has no steps; how many prompts it reads depends on "
+            "rewards, so epochs cannot be counted. Set steps."
+        )
+    if recipe.heal.rolls_back and rollout.num_updates > 1:
+        raise ConfigError(
+            "heal rolls back, and a rollout has several updates (rollout.updates, passes): a bad "
+            "step cannot be skipped alone. Use skip or alert."
+        )
+    if recipe.optim.AVERAGES_WEIGHTS:
+        raise ConfigError(
+            f"optim.kind is {recipe.optim.kind}, which trains other weights than it gives out; "
+            "answers would be sampled from weights that are not trained. Use adamw."
+        )
+    keeps_base = recipe.adapter is not None and objective.reference is None
+    if objective.beta and keeps_base and (recipe.train or recipe.init.merge):
+        raise ConfigError(
+            "objective.beta compares with the base under the adapter, and `train` or init.merge "
+            "changes the base. Name objective.reference."
+        )
+
+
+def _states_rollout(recipe: Recipe) -> bool:
+    return "rollout" in recipe.model_fields_set
+
+
+def scores_rollouts(recipe: Recipe) -> bool:
+    """Whether a divergence from the reference is part of the reward: answers are then scored once,
+    when they were sampled."""
+    objective = recipe.objective
+    return (
+        isinstance(objective, PolicyConfig)
+        and objective.beta > 0
+        and objective.kl_in == "reward"
+    )

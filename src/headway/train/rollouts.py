@@ -1,0 +1,759 @@
+"""Rollouts as the source of a run's steps: prompts are answered by the weights that train, rewards
+judge the answers, and the answers become microbatches.
+
+    step   prompts by number -> journal, or sampler -> rewards -> advantages -> rows -> StepBatch
+
+`RolloutLoader` stands where `Loader` stands in other runs. Its cursor is that of the prompts: it
+moves on with the last update on their answers. What was sampled, and what it earned, is in the
+journal before any update uses it, so a run that was killed at any moment continues with the same
+answers.
+
+Invariants: all ranks draw the same prompts and see the same answers and rewards. Every rank samples
+the answers to its share of the prompts; which rank that is changes no token. Rewards and the
+journal belong to the first rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from headway.data.batch import Batch, StepBatch
+from headway.data.config import default_cache_dir
+from headway.data.loader import DataAmount, Loader, LoaderState, ReplayedBatches
+from headway.data.open import OpenData, sets_of, with_valid
+from headway.errors import ConfigError, GaveUpError, HeadwayError, TrainingError
+from headway.rewards.base import RewardAnswer
+from headway.rewards.panel import RewardPanel
+from headway.rollout.journal import (
+    Floats,
+    RewardedBatch,
+    RolloutJournal,
+    SampledAnswer,
+    SampledBatch,
+    ScoredBatch,
+)
+from headway.rollout.prompts import PROMPT, SEQ_LEN, PromptSource, RolloutPrompt, read_prompts
+from headway.rollout.rows import StepRows, TrainedAnswer, answer_step
+from headway.rollout.sampler import AnswerRequest, DrawnAnswer, PolicySampler, SamplerSettings
+from headway.runtime.progress import progress
+from headway.store.checksums import Checksums
+from headway.tasks.base import StepInfo
+from headway.tasks.grpo import SCORED
+from headway.tasks.grpo import Config as PolicyConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headway.data.config import DataConfig, ResolvedBatch, SourceConfig
+    from headway.parallel.collectives import RankGroups
+    from headway.runtime.device import Compute
+    from headway.tokenizer.load import Tokenizer
+    from headway.train.config import Recipe
+    from headway.train.resolve import Resolved
+    from headway.train.state import TrainState
+
+log = logging.getLogger("headway")
+
+REWARDS_FOLDER = "rewards"
+"""In the run folder: results of rewards, by their content."""
+Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
+
+
+def open_prompts(resolved: Resolved) -> OpenData:
+    """The prompts of a run, in memory: training sources, and validation sets by name."""
+    recipe = resolved.recipe
+    config = recipe.data
+    tokenizer = resolved.tokenizer
+    if tokenizer is None:
+        raise ConfigError("data.train has prompts, which need a tokenizer. Set `tokenizer`.")
+    room = min(config.seq_len, resolved.model.max_seq_len)
+    longest = room - recipe.rollout.max_new_tokens
+    if longest < 1:
+        raise ConfigError(
+            f"rollout.max_new_tokens is {recipe.rollout.max_new_tokens}; the model takes "
+            f"{resolved.model.max_seq_len} tokens, so no prompt has room. Lower it."
+        )
+    next_number = 0
+
+    def opened(sources: Sequence[SourceConfig]) -> list[tuple[SourceConfig, PromptSource]]:
+        nonlocal next_number
+        members: list[tuple[SourceConfig, PromptSource]] = []
+        for source in sources:
+            prompts = read_prompts(
+                source, config.cache_dir, tokenizer, longest=longest, first_number=next_number
+            )
+            next_number += prompts.num_documents
+            members.append((source, prompts))
+        return members
+
+    train = opened(config.train or ())
+    valid: dict[str, list[tuple[SourceConfig, PromptSource]]] = {}
+    if config.valid is not None and config.valid.sets:
+        valid = {name: opened(members) for name, members in sets_of(config.valid.sets).items()}
+    checksums = Checksums(config.cache_dir or default_cache_dir())
+    return with_valid(prompt_config(config), train, valid, checksums)
+
+
+def prompt_config(config: DataConfig) -> DataConfig:
+    """How prompts are read: a prompt is a row."""
+    return config.model_copy(
+        update={
+            "seq_len": SEQ_LEN,
+            "packing": "pad",
+            "max_documents": SEQ_LEN,
+            "max_tokens": None,
+            "balance": False,
+            "workers": 0,
+            "pin_memory": False,
+        }
+    )
+
+
+def prompt_loader(
+    recipe: Recipe, data: OpenData, cursor: LoaderState | None, epochs: int | None
+) -> Loader:
+    """The batches of prompts from a cursor on; every rank reads all of them."""
+    return Loader(
+        prompt_config(recipe.data),
+        sources=data.train,
+        rows_per_step=recipe.rollout.prompts,
+        micro_rows=recipe.rollout.prompts,
+        seed=recipe.seed,
+        state=cursor,
+        epochs=epochs,
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A prompt with its answers and what they earned."""
+
+    prompt: RolloutPrompt
+    answers: tuple[SampledAnswer, ...]
+    rewards: tuple[float, ...]
+    old: tuple[Floats, ...] = ()
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its answers differ in their rewards."""
+        return max(self.rewards) > min(self.rewards)
+
+
+@dataclass
+class _Collected:
+    """The groups that the updates of a rollout train on."""
+
+    groups: list[_Group]
+    version: int
+    facts: dict[str, float]
+    before: LoaderState
+    after: LoaderState
+    epoch: int
+
+
+@dataclass
+class Rollouts:
+    """What the rollouts of a run share: sampler, rewards, journal. Made once; loaders come and
+    go."""
+
+    recipe: Recipe
+    state: TrainState
+    data: OpenData
+    ranks: RankGroups
+    compute: Compute
+    batch: ResolvedBatch
+    tokenizer: Tokenizer
+    end_ids: frozenset[int]
+    folder: Path
+    weights: Weights
+    """The weights that train, without adapters; all ranks take all of them."""
+    score: Callable[[Batch], Batch] | None = None
+    """Adds the frozen model's log-probabilities, where the reward has a divergence."""
+    _sampler: PolicySampler | None = None
+    _journal: RolloutJournal | None = None
+    _panel: RewardPanel | None = None
+    _prompts: list[RolloutPrompt] = field(default_factory=list[RolloutPrompt])
+
+    def __post_init__(self) -> None:
+        # By number, over all sources in the order in which they were opened. Both sides of a split
+        # share their source.
+        sources: dict[int, PromptSource] = {}
+        for mixture in (self.data.train, *self.data.valid.values()):
+            for member in mixture:
+                source = member.selection.source
+                assert isinstance(source, PromptSource)
+                sources[source.first_number] = source
+        for number in sorted(sources):
+            self._prompts += sources[number].prompts
+        self.is_first = self.ranks.world.rank == 0
+
+    # ---- parts that are made when they are needed
+
+    @property
+    def journal(self) -> RolloutJournal:
+        """The first rank's journal."""
+        if self._journal is None:
+            self._journal = RolloutJournal.open(self.folder)
+        return self._journal
+
+    @property
+    def panel(self) -> RewardPanel:
+        """The first rank's rewards."""
+        if self._panel is None:
+            self._panel = RewardPanel(
+                self.recipe.reward, self.folder / REWARDS_FOLDER, self.recipe.rollout.workers
+            )
+            self._panel.check({name for prompt in self._prompts for name in prompt.record})
+        return self._panel
+
+    def sampler(self, version: int) -> PolicySampler:
+        """The sampler with the weights after `version` updates; all ranks together."""
+        if self._sampler is None:
+            rollout = self.recipe.rollout
+            cache_bytes = None
+            if rollout.cache_gib is not None:
+                cache_bytes = int(rollout.cache_gib * 2**30)
+            settings = SamplerSettings(
+                model=self.state.model,
+                device=self.compute.device,
+                dtype=self.compute.dtype,
+                end_ids=self.end_ids,
+                max_new_tokens=rollout.max_new_tokens,
+                longest_prompt=max(len(prompt.ids) for prompt in self._prompts),
+                at_once=rollout.at_once,
+                cache_bytes=cache_bytes,
+                seed=self.recipe.seed,
+                folder=self.folder,
+            )
+            self._sampler = PolicySampler(settings, self.tokenizer, self.weights())
+            self._sampler.version = version
+        elif self._sampler.version != version:
+            self._sampler.refresh(self.weights(), version)
+        return self._sampler
+
+    def close(self) -> None:
+        """End the processes of rewards."""
+        if self._panel is not None:
+            self._panel.close()
+
+    # ---- answers and rewards of a batch of prompts
+
+    def answers(self, batch: int, numbers: Sequence[int], version: int) -> SampledBatch:
+        """The answers to a batch of prompts, from the journal or sampled now; all ranks
+        together."""
+        digest = self._answers_digest(numbers)
+
+        def known() -> SampledBatch | None:
+            sampled = self.journal.answers(batch)
+            if sampled is None:
+                return None
+            if sampled.version == version and sampled.digest == digest:
+                return sampled
+            log.info(
+                "rollout %d was sampled by other weights or settings; it is sampled anew", batch
+            )
+            self.journal.forget_from(batch)
+            return None
+
+        sampled = self._on_first_rank(known)
+        if sampled is not None:
+            return sampled
+
+        began = time.perf_counter()
+        samples = self.recipe.rollout.samples
+        drawn = self._sample(
+            [
+                (number, sample, f"{batch}:{number}:{sample}")
+                for number in numbers
+                for sample in range(samples)
+            ],
+            version,
+            self.recipe.rollout.temperature,
+            f"rollout {batch}",
+        )
+        sampled = SampledBatch(
+            batch,
+            version,
+            digest,
+            tuple(self._prompts[number].digest for number in numbers),
+            tuple(drawn),
+            time.perf_counter() - began,
+        )
+        if self.is_first:
+            self.journal.add(sampled)
+        return sampled
+
+    def _sample(
+        self,
+        wanted: Sequence[tuple[int, int, str]],
+        version: int,
+        temperature: float,
+        title: str,
+    ) -> list[SampledAnswer]:
+        """An answer for each (prompt, sample, key), in order; every rank samples its share."""
+        sampler = self.sampler(version)
+        world = self.ranks.world
+        # All answers to a prompt on one rank: they share what the prompt has in the cache.
+        prompts = sorted({number for number, _, _ in wanted})
+        rank_of = {number: index % world.size for index, number in enumerate(prompts)}
+        mine = [index for index, entry in enumerate(wanted) if rank_of[entry[0]] == world.rank]
+        requests = [
+            AnswerRequest(self._prompts[wanted[index][0]].ids, wanted[index][2]) for index in mine
+        ]
+        with progress(title, unit="rounds") as advance:
+
+            def on_round() -> None:
+                world.heart.beat("rollout", self.state.step)
+                advance(1)
+
+            here = sampler.sample(requests, temperature, on_round)
+        drawn: dict[int, DrawnAnswer] = {}
+        for part in world.gather(dict(zip(mine, here, strict=True))):
+            drawn |= part
+        return [
+            SampledAnswer(
+                number,
+                sample,
+                drawn[index].ids,
+                drawn[index].logprobs,
+                drawn[index].finished,
+                drawn[index].text,
+            )
+            for index, (number, sample, _) in enumerate(wanted)
+        ]
+
+    def rewards(self, sampled: SampledBatch) -> RewardedBatch:
+        """What the answers of a batch earned; all ranks together."""
+
+        def earned() -> RewardedBatch:
+            digest = self.panel.digest()
+            known = self.journal.rewards(sampled.batch)
+            if known is not None and known.digest == digest:
+                return known
+            rewarded = self._score(sampled.batch, sampled.answers)
+            self.journal.add(rewarded)
+            return rewarded
+
+        return self._on_first_rank(earned)
+
+    def _score(self, batch: int, answers: Sequence[SampledAnswer]) -> RewardedBatch:
+        """On the first rank: ask the rewards."""
+        began = time.perf_counter()
+        self.ranks.world.heart.beat("rewards", self.state.step)
+        scores = self.panel.score(
+            [
+                RewardAnswer(
+                    number=index,
+                    prompt=self._prompts[answer.prompt].messages,
+                    text=answer.text,
+                    record=self._prompts[answer.prompt].record,
+                    tokens=len(answer.ids),
+                    finished=not answer.is_cut,
+                )
+                for index, answer in enumerate(answers)
+            ]
+        )
+        problems = [score.problems for score in scores]
+        num_failed = sum(1 for texts in problems if texts)
+        if num_failed:
+            first = next(texts[0] for texts in problems if texts)
+            log.warning(
+                "rewards failed on %d of %d answers, which get the default; the first: %s",
+                num_failed,
+                len(scores),
+                first,
+            )
+        return RewardedBatch(
+            batch,
+            self.panel.digest(),
+            tuple(score.total for score in scores),
+            tuple(score.parts for score in scores),
+            tuple(problems),
+            time.perf_counter() - began,
+        )
+
+    def without_rewards(self, sampled: SampledBatch) -> RewardedBatch:
+        """Answers that a teacher judges token by token."""
+        count = len(sampled.answers)
+        return RewardedBatch(sampled.batch, "", (0.0,) * count, ({},) * count)
+
+    def scores(self, sampled: SampledBatch) -> ScoredBatch:
+        """The trainer's log-probabilities of the answers, and their divergence from the
+        reference; all ranks together."""
+
+        def known() -> ScoredBatch | None:
+            scored = self.journal.scores(sampled.batch)
+            if scored is not None and scored.version == sampled.version:
+                return scored
+            return None
+
+        scored = self._on_first_rank(known)
+        if scored is not None:
+            return scored
+        if self.state.step != sampled.version:
+            raise TrainingError(
+                f"rollout {sampled.batch}: its first update was done, and the journal has no "
+                f"log-probabilities from before it. Remove the checkpoints after step "
+                f"{sampled.version} and resume."
+            )
+
+        answers = [
+            TrainedAnswer(self._prompts[answer.prompt].ids, answer.ids, answer.logprobs, 0.0)
+            for answer in sampled.answers
+        ]
+        step = answer_step(answers, self.step_rows(), self.state.epoch)
+        info = StepInfo(self.state.step, 1, training=False)
+        policy = self.recipe.objective
+        assert isinstance(policy, PolicyConfig)
+        old: dict[int, Floats] = {}
+        divergence: dict[int, float] = {}
+        log_probs = self.state.engine.token_log_probs(
+            step.batch.microbatches, info, self.recipe.rollout.temperature
+        )
+        for micro, values, places in zip(
+            step.batch.microbatches, log_probs, step.places, strict=True
+        ):
+            reference = None
+            if self.score is not None:
+                scored_micro = self.score(micro.to(self.compute.device))
+                reference = scored_micro.extra[SCORED].float().cpu().numpy()
+            here = values.float().cpu().numpy()
+            for answer, row, first in places:
+                part = slice(first, first + len(answers[answer].ids))
+                old[answer] = here[row, part].astype(np.float32)
+                if reference is not None:
+                    difference = here[row, part].astype(np.float64) - reference[row, part]
+                    divergence[answer] = float(difference.sum())
+        for others_old, others_divergence in self.ranks.world.gather((old, divergence)):
+            old |= others_old
+            divergence |= others_divergence
+        indices = range(len(answers))
+        scored = ScoredBatch(
+            sampled.batch,
+            sampled.version,
+            tuple(old[index] for index in indices),
+            tuple(divergence[index] for index in indices) if divergence else (),
+        )
+        if self.is_first:
+            self.journal.add(scored)
+        return scored
+
+    def step_rows(self) -> StepRows:
+        """How the rows of an update are made on this rank."""
+        data = self.recipe.data
+        return StepRows(
+            data.seq_len,
+            data.documents_per_row,
+            self.batch.micro_rows,
+            self.ranks.data.rank,
+            self.ranks.data.size,
+        )
+
+    # ---- validation
+
+    def evaluate(self, name: str) -> dict[str, float]:
+        """The rewards of the held-out prompts of a set; all ranks together."""
+        rollout = self.recipe.rollout
+        with Loader(
+            prompt_config(self.recipe.data).model_copy(update={"skip_batches": ""}),
+            sources=self.data.valid[name],
+            rows_per_step=rollout.prompts,
+            micro_rows=rollout.prompts,
+            seed=self.recipe.seed,
+            epochs=1,
+            shuffle=False,
+            max_rows=self.recipe.eval.rows,
+        ) as loader:
+            numbers = [number for step, _ in loader for number in prompt_numbers(step)]
+        samples = rollout.valid_samples
+        answers = self._sample(
+            [
+                (number, sample, f"valid:{number}:{sample}")
+                for number in numbers
+                for sample in range(samples)
+            ],
+            self.state.step,
+            rollout.valid_temperature,
+            f"validation {name}",
+        )
+        # The journal is of training; results of rewards are kept by their content.
+        rewarded = self._on_first_rank(lambda: self._score(-1, answers))
+        metrics = _reward_facts(rewarded, answers)
+        is_right = [total >= rollout.pass_at for total in rewarded.totals]
+        metrics["pass@1"] = sum(is_right) / len(is_right)
+        if samples > 1:
+            groups = [
+                any(is_right[first : first + samples]) for first in range(0, len(answers), samples)
+            ]
+            metrics[f"pass@{samples}"] = sum(groups) / len(groups)
+        return metrics
+
+    # ---- agreement of ranks
+
+    def _on_first_rank(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on the first rank; its result, or its error, on every rank."""
+        outcome: Any = None
+        error: HeadwayError | None = None
+        if self.is_first:
+            try:
+                outcome = work()
+            except HeadwayError as problem:
+                error = problem
+        outcome, text = self.ranks.world.gather((outcome, None if error is None else str(error)))[0]
+        if error is not None:
+            raise error
+        if text is not None:
+            raise GaveUpError(text)
+        return outcome
+
+    def _answers_digest(self, numbers: Sequence[int]) -> str:
+        """All that decides answers beside the weights."""
+        rollout = self.recipe.rollout
+        content = [
+            [self._prompts[number].digest for number in numbers],
+            rollout.samples,
+            rollout.max_new_tokens,
+            rollout.temperature,
+            self.recipe.seed,
+            self.tokenizer.fingerprint,
+            sorted(self.end_ids),
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the trainer scores the answers before the first update on them."""
+        return self.recipe.rollout.num_updates > 1 or self.score is not None
+
+    def prompt(self, number: int) -> RolloutPrompt:
+        """A prompt by its number."""
+        return self._prompts[number]
+
+
+def prompt_numbers(step: StepBatch) -> list[int]:
+    """The numbers of the prompts in a batch, in order."""
+    numbers: list[int] = []
+    for micro in step.microbatches:
+        numbers += [number for number in micro.extra[PROMPT].tolist() if number >= 0]
+    return numbers
+
+
+class RolloutLoader:
+    """Yields the updates of a run with the cursor after each, as `Loader` does for stored data."""
+
+    def __init__(self, rollouts: Rollouts, prompts: Loader) -> None:
+        self._rollouts = rollouts
+        self._prompts = prompts
+        self._collected: _Collected | None = None
+        self.read_seconds = 0.0
+        """How long this rank waited for the answers of the last step."""
+        self._state = prompts.state
+
+    @property
+    def state(self) -> LoaderState:
+        """The cursor after the last update that was returned."""
+        return self._state
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[StepBatch, LoaderState]:
+        rollouts = self._rollouts
+        rollout = rollouts.recipe.rollout
+        began = time.perf_counter()
+        update = rollouts.state.step % rollout.num_updates
+        if update == 0 or self._collected is None:
+            self._collected = self._collect(rollouts.state.step - update)
+        collected = self._collected
+
+        # Each pass goes over all groups, each update of a pass over its part of them.
+        part = update % rollout.updates
+        groups = collected.groups[part :: rollout.updates]
+        batch = self._step(groups, collected, update)
+        if update == rollout.num_updates - 1:
+            self._state = collected.after
+            self._collected = None
+        else:
+            self._state = collected.before
+        self.read_seconds = time.perf_counter() - began
+        return batch, self._state
+
+    def _step(self, groups: Sequence[_Group], collected: _Collected, update: int) -> StepBatch:
+        rollouts = self._rollouts
+        rollout = rollouts.recipe.rollout
+        policy = rollouts.recipe.objective
+        assert isinstance(policy, PolicyConfig)
+        answers: list[TrainedAnswer] = []
+        for group in groups:
+            advantages = policy.advantages(group.rewards)
+            for index, (answer, advantage) in enumerate(
+                zip(group.answers, advantages, strict=True)
+            ):
+                old = None
+                if rollout.num_updates > 1:
+                    old = group.old[index]
+                answers.append(
+                    TrainedAnswer(
+                        group.prompt.ids,
+                        answer.ids,
+                        answer.logprobs,
+                        advantage,
+                        old,
+                        has_loss=not (rollout.mask_cut and answer.is_cut),
+                    )
+                )
+        facts = {**collected.facts, "rollout/staleness": float(update)}
+        return answer_step(answers, rollouts.step_rows(), collected.epoch, facts).batch
+
+    def _collect(self, version: int) -> _Collected:
+        """Read batches of prompts until there are enough groups, and sample or read their
+        answers."""
+        rollouts = self._rollouts
+        rollout = rollouts.recipe.rollout
+        before = self._state
+        groups: list[_Group] = []
+        without_signal: list[_Group] = []
+        sampled_batches: list[tuple[SampledBatch, RewardedBatch]] = []
+        after = before
+        epoch = 0
+        for _ in range(1 + rollout.refill):
+            step, after = next(self._prompts)
+            epoch = step.stats.epoch
+            sampled = rollouts.answers(after.batch - 1, prompt_numbers(step), version)
+            if rollouts.recipe.reward:
+                rewarded = rollouts.rewards(sampled)
+            else:
+                rewarded = rollouts.without_rewards(sampled)
+            sampled_batches.append((sampled, rewarded))
+            for group in self._groups(sampled, rewarded):
+                if rollout.refill and not group.has_signal:
+                    without_signal.append(group)
+                else:
+                    groups.append(group)
+            if len(groups) >= rollout.prompts:
+                break
+        groups = groups[: rollout.prompts]
+        # Every update needs a group; one without signal changes nothing.
+        missing = rollout.updates - len(groups)
+        if missing > 0:
+            groups += without_signal[:missing]
+        return _Collected(
+            groups, version, self._facts(sampled_batches), before, after, epoch
+        )
+
+    def _groups(self, sampled: SampledBatch, rewarded: RewardedBatch) -> Iterator[_Group]:
+        """The answers of a batch by their prompts, with the rewards that count."""
+        rollouts = self._rollouts
+        policy = rollouts.recipe.objective
+        assert isinstance(policy, PolicyConfig)
+        totals = list(rewarded.totals)
+        old: tuple[Floats, ...] = ()
+        if rollouts.needs_scores:
+            scored = rollouts.scores(sampled)
+            old = scored.old
+            if scored.divergence:
+                totals = [
+                    total - policy.beta * divergence
+                    for total, divergence in zip(totals, scored.divergence, strict=True)
+                ]
+        samples = rollouts.recipe.rollout.samples
+        for first in range(0, len(sampled.answers), samples):
+            part = slice(first, first + samples)
+            answers = sampled.answers[part]
+            yield _Group(
+                rollouts.prompt(answers[0].prompt), answers, tuple(totals[part]), old[part]
+            )
+
+    def _facts(
+        self, batches: Sequence[tuple[SampledBatch, RewardedBatch]]
+    ) -> dict[str, float]:
+        """Numbers about the rollout, for the record of its updates."""
+        samples = self._rollouts.recipe.rollout.samples
+        answers = [answer for sampled, _ in batches for answer in sampled.answers]
+        joined = RewardedBatch(
+            0,
+            "",
+            tuple(total for _, rewarded in batches for total in rewarded.totals),
+            tuple(parts for _, rewarded in batches for parts in rewarded.parts),
+            tuple(texts for _, rewarded in batches for texts in rewarded.problems),
+        )
+        facts = _reward_facts(joined, answers)
+        groups = [
+            joined.totals[first : first + samples]
+            for first in range(0, len(joined.totals), samples)
+        ]
+        without_signal = sum(1 for totals in groups if max(totals) == min(totals))
+        facts["rollout/no_signal"] = without_signal / len(groups)
+        facts["rollout/prompts"] = float(len(groups))
+        seconds = sum(sampled.seconds for sampled, _ in batches)
+        facts["rollout/seconds"] = seconds
+        facts["rollout/reward_seconds"] = sum(rewarded.seconds for _, rewarded in batches)
+        if seconds:
+            num_tokens = sum(len(answer.ids) for answer in answers)
+            facts["rollout/tokens_per_second"] = num_tokens / seconds
+        return facts
+
+    # ---- what a run asks any loader
+
+    def close(self) -> None:
+        """Stop reading, and end the processes of rewards."""
+        self._prompts.close()
+        self._rollouts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def batches_in(self, epochs: int) -> int:
+        """Batches of prompts in whole passes over them."""
+        return self._prompts.batches_in(epochs)
+
+    def rows_per_epoch(self) -> int:
+        """Prompts of one pass."""
+        return self._prompts.rows_per_epoch()
+
+    def amount(self, batches: int, epochs: float | None = None) -> DataAmount:
+        """How many prompts there are, and how much of them some updates read."""
+        rollout = self._rollouts.recipe.rollout
+        return self._prompts.amount(-(-batches // rollout.num_updates), epochs)
+
+    def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
+        """The prompts of some batches, by source."""
+        return self._prompts.documents_of(state, first, last)
+
+    def batches_reading(
+        self, wanted: Mapping[int, range], stops: Callable[[], bool]
+    ) -> ReplayedBatches:
+        """Which batches read some prompts."""
+        return self._prompts.batches_reading(wanted, stops)
+
+    def steps_after(self, batch: int) -> int:
+        """Updates after those on a batch of prompts."""
+        return self._prompts.steps_after(batch) * self._rollouts.recipe.rollout.num_updates
+
+
+def _reward_facts(rewarded: RewardedBatch, answers: Sequence[SampledAnswer]) -> dict[str, float]:
+    """Means over answers: reward and its parts, their lengths, how many were cut or failed."""
+    count = len(answers)
+    totals = np.array(rewarded.totals, np.float64)
+    facts = {"reward": float(totals.mean()), "reward/std": float(totals.std())}
+    names = sorted({name for parts in rewarded.parts for name in parts})
+    if len(names) > 1:
+        for name in names:
+            facts[f"reward/{name}"] = sum(parts.get(name, 0.0) for parts in rewarded.parts) / count
+    facts["answer/tokens"] = sum(len(answer.ids) for answer in answers) / count
+    facts["answer/cut"] = sum(answer.is_cut for answer in answers) / count
+    if any(rewarded.problems):
+        facts["reward/failed"] = sum(1 for texts in rewarded.problems if texts) / count
+    return facts
+
