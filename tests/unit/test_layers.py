@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "headway"
 ORDER = [
     "errors", "config", "runtime", "text", "media", "tokenizer", "store", "records", "rewards", "data", "prepare", "kernels", "model", "tasks",
-    "objective", "optim", "parallel", "checkpoint", "infer", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve", "board",
-    "workflows", "api", "plugin", "cli",
+    "objective", "optim", "parallel", "checkpoint", "infer", "rollout", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve",
+    "board", "workflows", "api", "plugin", "cli",
 ]  # fmt: skip
 
 

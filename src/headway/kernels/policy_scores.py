@@ -10,7 +10,8 @@ With logits x_j, temperature T, y_j = x_j / T, p = softmax(y) and the target t:
     d entropy  / d x_j = -p_j (log p_j + entropy) / T
 
 Both are differentiable in any way: the backward pass computes the logits again, chunk by chunk.
-With a `VocabShard`, weight holds this rank's rows of the head and targets count all of them.
+Models pad their vocabulary, and samplers never draw an id that the tokenizer lacks: ids from `vocab`
+on have no probability here either. With a `VocabShard`, weight holds this rank's rows of the head and targets count all of them.
 
 Shapes: N tokens, D width, V vocabulary (of this rank). Softmax arithmetic is fp32.
 """
@@ -24,6 +25,17 @@ from torch import Tensor
 
 from headway.kernels.cross_entropy import accumulate_outer
 from headway.kernels.vocab_loss import VocabShard, add_at_target, cap_in_place, token_scores
+
+NEVER = -1e30
+"""The logit of padding. Not -inf: a rank may have nothing but padding, and inf - inf is NaN."""
+
+
+class DrawnFrom(NamedTuple):
+    """The distribution that tokens were drawn from."""
+
+    temperature: float = 1.0
+    vocab: int | None = None
+    """Ids from here on are padding of the head, and never drawn; None: there is no padding."""
 
 
 class PolicyScores(NamedTuple):
@@ -42,12 +54,15 @@ class _PolicyScores(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        drawn: DrawnFrom,
         chunk: int,
         shard: VocabShard | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
+        first = 0 if shard is None else shard.first
+        padding = _padding(drawn.vocab, first, weight.shape[0])
+        temperature = drawn.temperature
         log_prob = torch.empty(size, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(log_prob)
         lse = torch.empty_like(log_prob)
@@ -57,6 +72,7 @@ class _PolicyScores(torch.autograd.Function):
             cap_in_place(y, softcap)
             if temperature != 1.0:
                 y.div_(temperature)
+            y[:, padding] = NEVER
             if shard is None:
                 part_lse = torch.logsumexp(y, -1)
                 at_target = y.gather(1, targets[part, None]).squeeze(1)
@@ -75,6 +91,7 @@ class _PolicyScores(torch.autograd.Function):
         ctx.chunk = chunk
         ctx.softcap = softcap
         ctx.first = None if shard is None else shard.first
+        ctx.padding = padding
         # A loss that does not use the entropy gets None for its gradient, and no work is done.
         ctx.set_materialize_grads(False)
         return log_prob, entropy
@@ -98,6 +115,7 @@ class _PolicyScores(torch.autograd.Function):
             slope = cap_in_place(y, ctx.softcap)
             if ctx.temperature != 1.0:
                 y.div_(ctx.temperature)
+            y[:, ctx.padding] = NEVER
             log_p = y.sub_(lse[part, None])
             gradient = log_p.exp()
             if d_entropy is None:
@@ -123,22 +141,26 @@ class _PolicyScores(torch.autograd.Function):
 
 
 def _expectation(y: Tensor, lse: Tensor) -> Tensor:
-    """sum_j p_j y_j of logits [n,V], p = exp(y - lse); padding of the vocabulary may be -inf."""
-    p = (y - lse[:, None]).exp_()
-    return p.mul_(y.clamp(min=torch.finfo(y.dtype).min)).sum(-1)
+    """sum_j p_j y_j of logits [n,V], p = exp(y - lse)."""
+    return (y - lse[:, None]).exp_().mul_(y).sum(-1)
+
+
+def _padding(vocab: int | None, first: int, rows: int) -> slice:
+    """The rows of the head at hand, the first of which is id `first`, that are no ids."""
+    if vocab is None:
+        return slice(rows, rows)
+    return slice(min(max(vocab - first, 0), rows), rows)
 
 
 def linear_policy_scores(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
+    drawn: DrawnFrom = DrawnFrom(),
     chunk_tokens: int = 2048,
     shard: VocabShard | None = None,
     softcap: float | None = None,
 ) -> PolicyScores:
-    """Log-probabilities and entropies of targets [N] at a temperature."""
-    scores = _PolicyScores.apply(
-        hidden, weight, targets, temperature, chunk_tokens, shard, softcap
-    )
+    """Log-probabilities and entropies of targets [N] in the distribution they were drawn from."""
+    scores = _PolicyScores.apply(hidden, weight, targets, drawn, chunk_tokens, shard, softcap)
     return PolicyScores(*scores)  # pyright: ignore[reportGeneralTypeIssues]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headway.errors import ConfigError
 from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
 from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead, linear_distill
-from headway.kernels.policy_scores import PolicyScores, linear_policy_scores
+from headway.kernels.policy_scores import DrawnFrom, PolicyScores, linear_policy_scores
 from headway.kernels.topk_distill_loss import TopLogProbs, linear_top_k, linear_topk_distill
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.adapter.config import adapted_spec
@@ -174,14 +174,14 @@ class LMHead:
         )
         return log_prob.view(targets.shape), lse.view(targets.shape)
 
-    def policy(self, targets: Tensor, temperature: float = 1.0) -> PolicyScores:
-        """Log-probability and entropy of sampled targets, [B, T] each, in the distribution at a
-        temperature; differentiable in any way."""
+    def policy(self, targets: Tensor, drawn: DrawnFrom = DrawnFrom()) -> PolicyScores:
+        """Log-probability and entropy of sampled targets, [B, T] each, in the distribution that
+        they were drawn from; differentiable in any way."""
         scores = linear_policy_scores(
             self._tokens(),
             self.weight,
             targets.flatten(),
-            temperature,
+            drawn,
             self.chunk_tokens,
             self.shard,
             self.softcap,

@@ -41,6 +41,7 @@ from headway.runtime.device import to_float64
 from headway.tasks.base import MetricSums, StepInfo, Task
 
 if TYPE_CHECKING:
+    from headway.kernels.policy_scores import DrawnFrom
     from headway.parallel.offload_optimizer import HostStateOptimizer
     from headway.parallel.pipeline.stages import PipelinePart
 
@@ -214,12 +215,12 @@ class BaseEngine(ABC):
             return self.runner.evaluate(batches, step_info)
 
     def token_log_probs(
-        self, batches: Iterable[Batch], step_info: StepInfo, temperature: float
+        self, batches: Iterable[Batch], step_info: StepInfo, drawn: DrawnFrom
     ) -> list[Tensor]:
         """The log-probability of every target of this rank's microbatches, [B,T] each, with the
         weights that train."""
         self.flush()
-        return self.runner.token_log_probs(batches, step_info, temperature)
+        return self.runner.token_log_probs(batches, step_info, drawn)
 
     def objective_values(self) -> dict[str, Tensor]:
         """The objective's own parameters, which are whole on every rank."""

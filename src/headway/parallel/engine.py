@@ -34,6 +34,7 @@ from headway.tasks.base import MetricSums, StepInfo, TaskConfig
 
 if TYPE_CHECKING:
     from headway.kernels.fp8 import Scaling
+    from headway.kernels.policy_scores import DrawnFrom
     from headway.model.base import Model
 
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
@@ -166,7 +167,7 @@ class Engine(Protocol):
         ...
 
     def token_log_probs(
-        self, batches: Iterable[Batch], step_info: StepInfo, temperature: float
+        self, batches: Iterable[Batch], step_info: StepInfo, drawn: DrawnFrom
     ) -> list[Tensor]:
         """The log-probability of every target of this rank's microbatches, [rows, seq_len] each,
         without gradients."""

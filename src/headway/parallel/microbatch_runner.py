@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
+from headway.kernels.policy_scores import DrawnFrom
 from headway.model.base import Model, ModelOut
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
@@ -160,7 +161,7 @@ class MicrobatchRunner:
 
     @torch.no_grad()
     def token_log_probs(
-        self, batches: Iterable[Batch], step_info: StepInfo, temperature: float
+        self, batches: Iterable[Batch], step_info: StepInfo, drawn: DrawnFrom
     ) -> list[Tensor]:
         """The log-probability of every target of this rank's microbatches, [B,T] each."""
         self.model.eval()
@@ -169,7 +170,7 @@ class MicrobatchRunner:
         log_probs: list[Tensor] = []
 
         def read(index: int, micro: Batch, out: ModelOut) -> None:
-            log_probs.append(out.head.policy(micro.targets, temperature).log_prob)
+            log_probs.append(out.head.policy(micro.targets, drawn).log_prob)
 
         self._forward_each(microbatches, step_info, read)
         return self._on_all_stages(log_probs, microbatches)

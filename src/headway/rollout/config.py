@@ -57,9 +57,7 @@ class RolloutConfig(Section):
         gt=0,
         on_resume="free",
     )
-    workers: int = setting(
-        1, "Processes of each reward that needs some.", gt=0, on_resume="free"
-    )
+    workers: int = setting(1, "Processes of each reward that needs some.", gt=0, on_resume="free")
     difference_limit: float | None = setting(
         0.5,
         "Stop where the trainer's log-probabilities of sampled tokens differ from the sampler's "

@@ -92,9 +92,7 @@ class PolicySampler:
             settings.folder,
             settings.end_ids,
         )
-        context = min(
-            settings.model.max_seq_len, settings.longest_prompt + settings.max_new_tokens
-        )
+        context = min(settings.model.max_seq_len, settings.longest_prompt + settings.max_new_tokens)
         options = EngineOptions(
             cache_bytes=settings.cache_bytes,
             max_running=settings.at_once,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headway.data.groups import SourceReader
     from headway.data.samples import SampleSource
     from headway.kernels.distill_loss import TeacherHead
+    from headway.kernels.policy_scores import DrawnFrom
     from headway.model.base import ModelOut
     from headway.model.config import Head
 
@@ -304,8 +305,8 @@ class TaskConfig(KindConfig):
         """These settings once the teacher is loaded."""
         return self
 
-    def with_sampling(self, temperature: float, longest: int) -> Self:
-        """These settings once it is known how answers are sampled: the temperature, and the tokens of the longest one there may be."""
+    def with_sampling(self, drawn: DrawnFrom, longest: int) -> Self:
+        """These settings once it is known how answers are sampled, and how many tokens the longest one may have."""
         return self
 
     # What follows is asked of a task whose model puts out vectors of modalities.

@@ -39,7 +39,7 @@ from headway.runtime.process import Process
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck
-from headway.train.frozen_model import Reference, make_reference
+from headway.train.frozen_model import Reference, drawn_from, make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
@@ -115,8 +115,9 @@ def build(
         spec = replace(spec, prepare=reference.prepare, objective=reference.objective)
     samples_answers = recipe.objective.needs.rollouts
     if samples_answers:
-        rollout = recipe.rollout
-        objective = spec.objective.with_sampling(rollout.temperature, rollout.max_new_tokens)
+        objective = spec.objective.with_sampling(
+            drawn_from(resolved), recipe.rollout.max_new_tokens
+        )
         spec = replace(spec, objective=objective)
         if scores_rollouts(recipe):
             # Scored once, before the reward is known; not again with every microbatch.
@@ -220,6 +221,7 @@ def make_rollouts(
         end_ids=frozenset(end_ids),
         folder=start.folder,
         weights=weights,
+        drawn=drawn_from(resolved),
         score=score,
     )
 

@@ -183,7 +183,7 @@ def write_final_model(run: Run, target: Path) -> str | None:
     trained = dict[str, Tensor]()
     if adapter is not None:
         # Weights are gathered once: what trained is copied on its way into the merged model.
-        weights = plain_weights(run, _copy_trained(weights, run, trained))
+        weights = plain_weights(run.recipe, run.model, _copy_trained(weights, run, trained))
     try:
         export_huggingface(
             run.model,

@@ -39,6 +39,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
+from headway.kernels.policy_scores import DrawnFrom
 from headway.model.adapter.config import AdapterConfig
 from headway.model.base import Model, build_frozen_model, build_model
 from headway.model.config import ModelConfig
@@ -203,9 +204,8 @@ def make_reference(
         if columns is not None:
             prepare = score_with(frozen, spec.chunk_tokens, columns)
         elif wanted.token_column is not None:
-            temperature = resolved.recipe.rollout.temperature
             prepare = score_tokens_with(
-                frozen, spec.chunk_tokens, wanted.token_column, temperature
+                frozen, spec.chunk_tokens, wanted.token_column, drawn_from(resolved)
             )
         else:
             from headway.kernels.distill_loss import TeacherHead
@@ -223,7 +223,7 @@ def _base_of_adapter(resolved: Resolved, column: str) -> Reference:
     """The frozen base under the adapter that trains: no second copy of the weights."""
     from headway.model.adapter.lora import without_updates
 
-    temperature = resolved.recipe.rollout.temperature
+    drawn = drawn_from(resolved)
     models: list[Model] = []
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ def _base_of_adapter(resolved: Resolved, column: str) -> Reference:
         model.eval()
         try:
             with without_updates(model):
-                return with_token_scores(model, batch, column, temperature)
+                return with_token_scores(model, batch, column, drawn)
         finally:
             model.train(is_training)
 
@@ -241,9 +241,7 @@ def _base_of_adapter(resolved: Resolved, column: str) -> Reference:
     name = "the frozen base under the adapter"
     digest = hashlib.sha256(name.encode()).hexdigest()
     description = f"reference {name}, without a second copy"
-    return Reference(
-        prepare, digest, description, resolved.recipe.objective, bind=models.append
-    )
+    return Reference(prepare, digest, description, resolved.recipe.objective, bind=models.append)
 
 
 def check_reference(resolved: Resolved) -> None:
@@ -432,22 +430,28 @@ def score_with(model: Model, chunk_tokens: int, columns: ScoreColumns) -> Callab
 
 
 def score_tokens_with(
-    model: Model, chunk_tokens: int, column: str, temperature: float
+    model: Model, chunk_tokens: int, column: str, drawn: DrawnFrom
 ) -> Callable[[Batch], Batch]:
-    """A function that adds the model's log-probability of every target to a microbatch, at the
-    temperature of rollouts."""
+    """A function that adds the model's log-probability of every target to a microbatch, in the
+    distribution of rollouts."""
     model.chunk_tokens = chunk_tokens
 
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
-        return with_token_scores(model, batch, column, temperature)
+        return with_token_scores(model, batch, column, drawn)
 
     return prepare
 
 
-def with_token_scores(model: Model, batch: Batch, column: str, temperature: float) -> Batch:
+def drawn_from(resolved: Resolved) -> DrawnFrom:
+    """The distribution that the answers of a run are drawn from."""
+    assert resolved.tokenizer is not None, "prompts need one"
+    return DrawnFrom(resolved.recipe.rollout.temperature, resolved.tokenizer.vocab_size)
+
+
+def with_token_scores(model: Model, batch: Batch, column: str, drawn: DrawnFrom) -> Batch:
     """The microbatch with a model's log-probability of every target."""
-    scores = model.forward_batch(batch).head.policy(batch.targets, temperature)
+    scores = model.forward_batch(batch).head.policy(batch.targets, drawn)
     return replace(batch, extra={**batch.extra, column: scores.log_prob})
 
 

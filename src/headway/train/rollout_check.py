@@ -87,7 +87,5 @@ def scores_rollouts(recipe: Recipe) -> bool:
     when they were sampled."""
     objective = recipe.objective
     return (
-        isinstance(objective, PolicyConfig)
-        and objective.beta > 0
-        and objective.kl_in == "reward"
+        isinstance(objective, PolicyConfig) and objective.beta > 0 and objective.kl_in == "reward"
     )

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import default_cache_dir
 from headway.data.loader import DataAmount, Loader, LoaderState, ReplayedBatches
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headway.data.config import DataConfig, ResolvedBatch, SourceConfig
+    from headway.kernels.policy_scores import DrawnFrom
     from headway.parallel.collectives import RankGroups
     from headway.runtime.device import Compute
     from headway.tokenizer.load import Tokenizer
@@ -175,6 +177,8 @@ class Rollouts:
     folder: Path
     weights: Weights
     """The weights that train, without adapters; all ranks take all of them."""
+    drawn: DrawnFrom
+    """The distribution that answers are drawn from."""
     score: Callable[[Batch], Batch] | None = None
     """Adds the frozen model's log-probabilities, where the reward has a divergence."""
     _sampler: PolicySampler | None = None
@@ -415,9 +419,7 @@ class Rollouts:
         assert isinstance(policy, PolicyConfig)
         old: dict[int, Floats] = {}
         divergence: dict[int, float] = {}
-        log_probs = self.state.engine.token_log_probs(
-            step.batch.microbatches, info, self.recipe.rollout.temperature
-        )
+        log_probs = self.state.engine.token_log_probs(step.batch.microbatches, info, self.drawn)
         for micro, values, places in zip(
             step.batch.microbatches, log_probs, step.places, strict=True
         ):
@@ -645,9 +647,7 @@ class RolloutLoader:
         missing = rollout.updates - len(groups)
         if missing > 0:
             groups += without_signal[:missing]
-        return _Collected(
-            groups, version, self._facts(sampled_batches), before, after, epoch
-        )
+        return _Collected(groups, version, self._facts(sampled_batches), before, after, epoch)
 
     def _groups(self, sampled: SampledBatch, rewarded: RewardedBatch) -> Iterator[_Group]:
         """The answers of a batch by their prompts, with the rewards that count."""
@@ -672,9 +672,7 @@ class RolloutLoader:
                 rollouts.prompt(answers[0].prompt), answers, tuple(totals[part]), old[part]
             )
 
-    def _facts(
-        self, batches: Sequence[tuple[SampledBatch, RewardedBatch]]
-    ) -> dict[str, float]:
+    def _facts(self, batches: Sequence[tuple[SampledBatch, RewardedBatch]]) -> dict[str, float]:
         """Numbers about the rollout, for the record of its updates."""
         samples = self._rollouts.recipe.rollout.samples
         answers = [answer for sampled, _ in batches for answer in sampled.answers]
@@ -756,4 +754,3 @@ def _reward_facts(rewarded: RewardedBatch, answers: Sequence[SampledAnswer]) -> 
     if any(rewarded.problems):
         facts["reward/failed"] = sum(1 for texts in rewarded.problems if texts) / count
     return facts
-

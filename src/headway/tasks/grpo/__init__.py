@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import PrivateAttr, model_validator
 
@@ -31,6 +31,7 @@ from headway.config.section import setting
 from headway.tasks.base import ReferenceSpec, TaskConfig, TaskNeeds, UsualRates
 
 if TYPE_CHECKING:
+    from headway.kernels.policy_scores import DrawnFrom
     from headway.tasks.grpo.loss import PolicyTask
 
 ADVANTAGE = "policy.advantage"
@@ -156,7 +157,7 @@ class Config(TaskConfig):
     )
     importance_cap: float = setting(2.0, "Upper bound of that weight.", gt=0)
 
-    _temperature: float = PrivateAttr(1.0)
+    _drawn: Any = PrivateAttr(None)
     _longest: int = PrivateAttr(1)
 
     @model_validator(mode="after")
@@ -216,10 +217,10 @@ class Config(TaskConfig):
         variance = math.fsum(deviation**2 for deviation in deviations) / (count - 1)
         return [deviation / (math.sqrt(variance) + SMALLEST_STD) for deviation in deviations]
 
-    def with_sampling(self, temperature: float, longest: int) -> Config:
+    def with_sampling(self, drawn: DrawnFrom, longest: int) -> Config:
         """These settings with those of the sampling, which the loss needs."""
         config = self.model_copy()
-        config._temperature = temperature
+        config._drawn = drawn
         config._longest = longest
         return config
 
@@ -227,4 +228,4 @@ class Config(TaskConfig):
         """Make the objective."""
         from headway.tasks.grpo.loss import PolicyTask
 
-        return PolicyTask(self, self._temperature, self._longest)
+        return PolicyTask(self, self._drawn, self._longest)

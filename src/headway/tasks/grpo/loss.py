@@ -1,7 +1,7 @@
 """The loss of sampled answers: a model's output and the columns of rollouts come in, additive terms
 go out.
 
-With lp the model's log-probability of a sampled token at the sampling temperature, old the
+With lp the model's log-probability of a sampled token in the distribution it was drawn from, old the
 trainer's before the first update on these answers (lp itself in that update), mu the sampler's, A
 the advantage and w the weight of a token:
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
+    from headway.kernels.policy_scores import DrawnFrom
     from headway.model.base import ModelOut
 
 MOST_LOG_RATIO = 30.0
@@ -44,11 +45,14 @@ class PolicyTask:
     scope: Literal["row", "step"] = "row"
     module: nn.Module | None = None
 
-    def __init__(self, config: Config, temperature: float = 1.0, longest: int = 1) -> None:
-        """`longest`: tokens of the longest answer there may be."""
+    def __init__(self, config: Config, drawn: DrawnFrom | None = None, longest: int = 1) -> None:
+        """`drawn`: the distribution of the answers' tokens; None: the model's own. `longest`:
+        tokens of the longest answer there may be."""
+        from headway.kernels.policy_scores import DrawnFrom
+
         self.config = config
         self.parts = config.parts
-        self.temperature = temperature
+        self.drawn = drawn or DrawnFrom()
         self.longest = longest
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
@@ -56,7 +60,7 @@ class PolicyTask:
         import torch
 
         mask = batch.loss_weight
-        scores = out.head.policy(batch.targets, self.temperature)
+        scores = out.head.policy(batch.targets, self.drawn)
         # Beside answers there is nothing to learn, and no number that may be used.
         log_prob = torch.where(mask > 0, scores.log_prob, 0.0)
         old = batch.extra.get(OLD)
@@ -107,9 +111,7 @@ class PolicyTask:
             )
         return Loss(terms, metrics)
 
-    def _log_ratio(
-        self, difference: Tensor, mask: Tensor, lengths: Tensor, batch: Batch
-    ) -> Tensor:
+    def _log_ratio(self, difference: Tensor, mask: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
         """log r of every token [B,T]; of all tokens of an answer the same unless `ratio` is
         token."""
         if self.parts.ratio == "token":
