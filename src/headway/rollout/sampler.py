@@ -83,8 +83,6 @@ class PolicySampler:
         self.version = -1
         """Updates of the weights in the copy."""
         model = build_frozen_model(settings.model, weights, settings.device, settings.dtype)
-        # After the projections are fused, names still give the weights: they are views.
-        self._parameters = dict(model.named_parameters())
         loaded = LoadedModel(
             model,
             settings.model.with_(head_gates=None),
@@ -101,6 +99,8 @@ class PolicySampler:
             compile_blocks="auto",
         )
         self._engine = InferenceEngine(loaded, options)
+        # Only now: the engine may have joined projections, whose parameters are views since then.
+        self._parameters = dict(model.named_parameters())
 
     @torch.no_grad()
     def refresh(self, weights: Weights, version: int) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import torch
 
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import default_cache_dir
@@ -181,6 +182,8 @@ class Rollouts:
     """The distribution that answers are drawn from."""
     score: Callable[[Batch], Batch] | None = None
     """Adds the frozen model's log-probabilities, where the reward has a divergence."""
+    refresh_seconds: float = 0.0
+    """How long the sampler took over the weights of the last update."""
     _sampler: PolicySampler | None = None
     _journal: RolloutJournal | None = None
     _panel: RewardPanel | None = None
@@ -240,8 +243,17 @@ class Rollouts:
             self._sampler = PolicySampler(settings, self.tokenizer, self.weights())
             self._sampler.version = version
         elif self._sampler.version != version:
+            # The update may still be on its way: its time is not that of the copy.
+            self._wait_for_device()
+            began = time.perf_counter()
             self._sampler.refresh(self.weights(), version)
+            self._wait_for_device()
+            self.refresh_seconds = time.perf_counter() - began
         return self._sampler
+
+    def _wait_for_device(self) -> None:
+        if self.compute.device.type == "cuda":
+            torch.cuda.synchronize(self.compute.device)
 
     def close(self) -> None:
         """End the processes of rewards."""
@@ -693,6 +705,7 @@ class RolloutLoader:
         facts["rollout/prompts"] = float(len(groups))
         seconds = sum(sampled.seconds for sampled, _ in batches)
         facts["rollout/seconds"] = seconds
+        facts["rollout/refresh_seconds"] = self._rollouts.refresh_seconds
         facts["rollout/reward_seconds"] = sum(rewarded.seconds for _, rewarded in batches)
         if seconds:
             num_tokens = sum(len(answer.ids) for answer in answers)
