@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
-    from headway.model.score import ScoreHead
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """torch's norms, in models of users and of transformers; headway's own say what they are in
@@ -247,6 +246,41 @@ class Embeddings:
     """fp32 [B, modalities, D]: vectors of length 1, or 0 where a sample lacks the modality"""
     present: Tensor
     """bool [B, modalities]: whether a sample has the modality"""
+
+
+@dataclass(frozen=True)
+class ScoreHead:
+    """The head of a reward model, applied to given hidden states: one fp32 score per document.
+
+    The score of a document is that of its last token, which has seen all the others;
+    transformers' ...ForSequenceClassification with one label computes the same.
+    """
+
+    hidden: Tensor
+    """[B,T,D]; of this rank's tokens, where ranks share the layers"""
+    weight: Tensor
+    """[1,D]"""
+    shard: VocabShard | None = None
+    """How ranks that share the layers bring their tokens together."""
+    counts: bool = True
+    """Whether gradients count on this rank; ranks that share the layers compute the same scores."""
+
+    def of_documents(self, bounds: Tensor) -> Tensor:
+        """fp32 [B,n], n documents of a row that start at bounds [B,n + 1]. Empty documents have a
+        score too, which means nothing."""
+        hidden = self.hidden
+        if self.shard is not None:
+            hidden = self.shard.gather_input(hidden)
+
+        # An empty document at the beginning of a row would end at -1.
+        last = (bounds[:, 1:].long() - 1).clamp(min=0)
+        last_hidden = hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[-1]))
+        scores = F.linear(last_hidden.float(), self.weight.float()).squeeze(-1)
+        if self.counts:
+            return scores
+        # The backward of `gather_input` is an exchange, so every rank must run it: here with a
+        # gradient of zero.
+        return scores.detach() + 0.0 * (scores - scores.detach())
 
 
 @dataclass(frozen=True)

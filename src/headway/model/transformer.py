@@ -39,13 +39,13 @@ from headway.model.base import (
     LMHead,
     Model,
     ModelOut,
+    ScoreHead,
 )
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 from headway.model.router import Routing, counted_tokens, stack_routings
-from headway.model.score import ScoreHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
