@@ -62,8 +62,8 @@ def load(
 ) -> S:
     """Read a recipe file (or none), apply overrides and validate.
 
-    `say` receives a line for each key of the file that an override removes; by default (`str`, whose
-    result nobody uses) nothing is said. `translate` knows names of other systems.
+    `say` receives a line for each key of the file that an override removes; by default (`str`,
+    whose result nobody uses) nothing is said. `translate` knows names of other systems.
     """
     where: Where = {}
     data: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""How ranks are started and what they get: what `launch/launcher.py` and `launch/train.py` take, and options of verbs that start ranks.
+"""How ranks are started and what they get: what `launch/launcher.py` and `launch/train.py` take,
+and options of verbs that start ranks.
 
 A module of its own, because the command line imports it for every help, without pydantic.
 """

@@ -1,4 +1,5 @@
-"""What the generated multimodal set holds: what `media/synthetic.py` takes, and the options of `headway data synthetic-media`.
+"""What the generated multimodal set holds: what `media/synthetic.py` takes, and the options of
+`headway data synthetic-media`.
 
 A module of its own, because the command line imports it for every help, without numpy.
 """
@@ -13,7 +14,8 @@ from headway.errors import ConfigError
 
 @dataclass(frozen=True)
 class SyntheticMedia:
-    """What is generated. A share `missing` of the samples has only a picture, an equal share only a sound."""
+    """What is generated. A share `missing` of the samples has only a picture, an equal share only a
+    sound."""
 
     samples: int = option(600, "Scenes for training; every question about one is a conversation.")
     heldout: int = option(120, "Scenes with combinations that training never shows.")

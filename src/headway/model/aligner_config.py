@@ -40,7 +40,8 @@ class AlignerConfig(Section):
         if unknown:
             raise ValueError(f"has {unknown[0]!r}; modalities are {', '.join(MODALITIES)}")
         # null leaves a modality of the recipe out: model.aligner.encoders.audio=null.
-        # The order of modalities is that of vectors and columns, so it must not depend on the recipe.
+        # The order of modalities is that of vectors and columns, so it must not depend on the
+        # recipe.
         return {name: value[name] for name in MODALITIES if value.get(name) is not None}
 
     @model_validator(mode="after")

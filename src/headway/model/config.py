@@ -100,7 +100,8 @@ def with_form(data: dict[str, Any]) -> dict[str, Any]:
     width = data.get("hidden_size", DEFAULT_HIDDEN_SIZE)
     if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0:
         form["embed_scale"] = width**0.5
-    # Keys of experts are merged one by one: a recipe that sets their number keeps the family's router.
+    # Keys of experts are merged one by one: a recipe that sets their number keeps the family's
+    # router.
     if isinstance(form.get("experts"), dict) and isinstance(data.get("experts"), dict):
         data = {**data, "experts": {**form["experts"], **data["experts"]}}
     return {**form, **data}
@@ -344,8 +345,8 @@ class ModelConfig(Section):
                 f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}"
             )
 
-        # Without num_layers in the recipe, the layers may come from pretrained weights. Then this is
-        # checked again with them.
+        # Without num_layers in the recipe, the layers may come from pretrained weights. Then this
+        # is checked again with them.
         knows_layers = "num_layers" in self.model_fields_set
         for key in ("no_rope_layers", "window_layers"):
             too_high = [layer for layer in getattr(self, key) or () if layer >= self.num_layers]

@@ -170,8 +170,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
         X = u / |u|      A = X X^T      X = a X + (b A + c A A) X,  `steps` times
 
     Singular values end between about 0.7 and 1.2. The shorter side is multiplied with itself, so a
-    tall matrix is computed transposed. On CUDA a batch is one call of each product. On the CPU every
-    matrix is computed alone, so that its result does not depend on the others in the batch.
+    tall matrix is computed transposed. On CUDA a batch is one call of each product. On the CPU
+    every matrix is computed alone, so that its result does not depend on the others in the batch.
     """
     if not matrices.is_cuda and matrices.dim() > 2:
         return torch.stack([orthogonalize(matrix, steps) for matrix in matrices.unbind()])

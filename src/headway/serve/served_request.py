@@ -213,8 +213,8 @@ class ServedRequest:
             await self.mailbox.wait()
             self._check()
         self._check()
-        # Events may have come with the acceptance, and waiting for it has used up their wake-up: the
-        # next `wait` must return at once.
+        # Events may have come with the acceptance, and waiting for it has used up their wake-up:
+        # the next `wait` must return at once.
         self.mailbox.is_set = True
 
     def _check(self) -> None:

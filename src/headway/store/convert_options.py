@@ -1,4 +1,5 @@
-"""How a token store is converted: what `store/convert.py` takes, and the options of `headway data convert`.
+"""How a token store is converted: what `store/convert.py` takes, and the options of `headway data
+convert`.
 
 A module of its own, because the command line imports it for every help, without numpy.
 """

@@ -94,8 +94,9 @@ def _in_order(stores: Sequence[Store]) -> Iterator[tuple[Store, int, int]]:
     """The parts of all shards in the order of (unit, chunk); each is a range of documents of one
     store.
 
-    A tokenization reads units of whole files in chunks (prepare/workers.py); shards divide them, and
-    this is the order in which one process would have written them."""
+    A tokenization reads units of whole files in chunks (prepare/workers.py); shards divide them,
+    and this is the order in which one process would have written them.
+    """
     parts: dict[tuple[int, int], tuple[Store, int, int]] = {}
     for store in stores:
         division = store.manifest.division

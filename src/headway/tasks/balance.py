@@ -52,8 +52,8 @@ def with_balance(objective: Task, model: ModelConfig) -> Task:
     experts = model.experts
     if experts is None:
         return objective
-    # A first pass over other rows (KTO's) goes together with experts: its routing counts nowhere. One over
-    # the trained rows would have to be the pass that counts them.
+    # A first pass over other rows (KTO's) goes together with experts: its routing counts nowhere.
+    # One over the trained rows would have to be the pass that counts them.
     if any(first_pass.rows is None for first_pass in first_passes_of(objective)):
         raise ConfigError(
             f"model.experts is given with an objective that couples all rows of a step ({type(objective).__name__})."
@@ -97,7 +97,8 @@ class Balanced:
             )
         metrics["router_z"] = (routing.z.detach().sum(), num_decisions)
         metrics["router_entropy"] = (routing.entropy.sum(), num_decisions)
-        # Read as a sum (`load_metrics`), never divided: the weight is there because metrics are pairs.
+        # Read as a sum (`load_metrics`), never divided: the weight is there because metrics are
+        # pairs.
         metrics[LOAD] = (routing.load.sum(1), routing.load.new_full((mixtures, experts), 1.0))
         return Loss(terms, metrics)
 

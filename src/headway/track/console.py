@@ -56,8 +56,8 @@ INTERNLM_FIELDS = {
     "adam_beta2": "adam_beta2",
     "fwd_bwd_time": "fwd_bwd_time",
 }
-"""InternLM's name -> the name in metrics.jsonl. Names and order are InternLM's, so that scripts that
-read its logs keep working."""
+"""InternLM's name -> the name in metrics.jsonl. Names and order are InternLM's, so that scripts
+that read its logs keep working."""
 INTERNLM_TWO_DIGITS = ("tgs (tokens/gpu/second)", "fwd_bwd_time")
 """Fields that InternLM rounds."""
 

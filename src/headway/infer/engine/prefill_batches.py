@@ -72,7 +72,8 @@ def packed_media(loaded: LoadedModel, work: Sequence[PieceOf]) -> MediaTensors |
     shape = loaded.config.media
     if shape is None or all(sequence.request.media is None for sequence, _ in work):
         return None
-    # [1, tokens of the row]: which soft token is at a position, -1 for text. Not a slot of the engine.
+    # [1, tokens of the row]: which soft token is at a position, -1 for text. Not a slot of the
+    # engine.
     soft_token_slot = torch.full((1, sum(piece.count for _, piece in work)), -1, dtype=torch.int32)
     features: dict[str, torch.Tensor] = {}
     present: dict[str, torch.Tensor] = {}

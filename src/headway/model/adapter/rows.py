@@ -61,8 +61,8 @@ class RowAdaptedLinear(nn.Linear):
         """[B,T,O] of [B,T,I]."""
         y = F.linear(input, self.weight, self.bias)
         index = self.rows.index
-        # Decoding: each row has its adapter. Gathering A and B by row keeps one shape for any mix of
-        # adapters, so that a recorded step serves all of them.
+        # Decoding: each row has its adapter. Gathering A and B by row keeps one shape for any mix
+        # of adapters, so that a recorded step serves all of them.
         if index is not None:
             return y + (input @ self.down[index].mT) @ self.up[index].mT
         for span, number in self.rows.spans:

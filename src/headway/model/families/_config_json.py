@@ -244,7 +244,8 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"rope_type is 'yarn' with factor {settings['factor']!r}; it must be a number above 0."
         )
-    # Latent attention takes its growths out before this (`_latent.py`): there they also scale scores.
+    # Latent attention takes its growths out before this (`_latent.py`): there they also scale
+    # scores.
     mscale = settings.pop("mscale", 0)
     mscale_all_dim = settings.pop("mscale_all_dim", 0)
     is_derived = "attention_factor" not in settings and "factor" in settings

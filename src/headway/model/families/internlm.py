@@ -23,7 +23,8 @@ DEFAULTS = {
     "rotary": None,
     "auto_map": None,
 }
-# Dynamic frequencies differ beyond max_position_embeddings alone; there headway keeps the plain ones.
+# Dynamic frequencies differ beyond max_position_embeddings alone; there headway keeps the plain
+# ones.
 ROTARY_TYPES = ("origin", "dynamic")
 
 to_hf_name = same_name

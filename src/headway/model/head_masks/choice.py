@@ -5,8 +5,8 @@ own     the masks its trained gates give, or without gates, masks.tsv in its Hug
 none    every head keeps the whole past
 FILE    masks.tsv of `headway masks export`, or DuoAttention's file or folder
 
-Every result is checked against the model's shape and has a window and sinks. The command line imports this module for every help, so it
-imports nothing large.
+Every result is checked against the model's shape and has a window and sinks. The command line
+imports this module for every help, so it imports nothing large.
 """
 
 from __future__ import annotations

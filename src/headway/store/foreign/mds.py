@@ -354,7 +354,8 @@ def array_lengths(
     if parameters:
         item_sizes = np.full(len(starts), itemsize, np.int64)
     else:
-        # The code of a dtype is its bits plus 0 to 2 (DTYPE_CODES), so an eighth of it is its bytes.
+        # The code of a dtype is its bits plus 0 to 2 (DTYPE_CODES), so an eighth of it is its
+        # bytes.
         item_sizes = np.maximum(1, data[starts].astype(np.int64) >> 3)
     if (
         bool((shape >> 2 != 1).any())

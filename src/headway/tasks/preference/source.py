@@ -7,7 +7,8 @@ conversations only when a row is laid out.
 
 Invariant: no row holds half a pair. A pair that does not fit a row is left out
 (`Selection.max_length`), never cut. In the methods of a source `document` is the number of a pair;
-documents of the store are its conversations."""
+documents of the store are its conversations.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class PairSource(StoreGroups):
             [int(self.store.lengths(2 * pair, 2 * pair + 1)[0]) for pair in documents.tolist()],
             np.int64,
         )
-        # A span lies in one of the two conversations: what starts behind the chosen one is of the rejected one.
+        # A span lies in one of the two conversations: what starts behind the chosen one is of the
+        # rejected one.
         is_rejected = starts >= chosen_lengths
         conversations = 2 * documents + is_rejected
         starts_inside = starts - chosen_lengths * is_rejected

@@ -1,6 +1,8 @@
-"""What self-instruct takes, and the options of `headway data self-instruct`: the endpoint, and the tasks to generate.
+"""What self-instruct takes, and the options of `headway data self-instruct`: the endpoint, and the
+tasks to generate.
 
-A module of its own, because the command line imports it for every help, without the client and the filters.
+A module of its own, because the command line imports it for every help, without the client and the
+filters.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class SelfInstruct:
-    """How many tasks to generate, in which language, from which seed tasks, and in requests of which size."""
+    """How many tasks to generate, in which language, from which seed tasks, and in requests of
+    which size."""
 
     num: int = option(..., "Total number of tasks to keep.")
     out: Path = option(
