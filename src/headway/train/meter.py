@@ -82,11 +82,11 @@ class MeterSetup:
 
 @dataclass(frozen=True)
 class MetricLayout:
-    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source."""
+    """A metric in the flat tensor of a step: a sum and a weight, or several of each."""
 
     name: str
-    num_sources: int | None = None
-    """How many sums there are, of sources or of experts; None = one number."""
+    num_sums: int | None = None
+    """How many sums there are, one per source or per expert; None = a single number."""
     shape: tuple[int, ...] = ()
 
 
@@ -364,10 +364,10 @@ def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], li
 
     metrics: list[MetricLayout] = []
     for name, (total, weight) in result.metrics.items():
-        num_sources = None
+        num_sums = None
         if total.dim():
-            num_sources = total.numel()
-        metrics.append(MetricLayout(name, num_sources, tuple(total.shape)))
+            num_sums = total.numel()
+        metrics.append(MetricLayout(name, num_sums, tuple(total.shape)))
         tensors += [total, weight]
     return metrics, tensors
 
@@ -383,12 +383,12 @@ def _unflatten(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any
 
     for metric in pending.metrics:
         size = 1
-        if metric.num_sources is not None:
-            size = metric.num_sources
+        if metric.num_sums is not None:
+            size = metric.num_sums
         sums = list(islice(values, size))
         weights = list(islice(values, size))
 
-        if metric.num_sources is None:
+        if metric.num_sums is None:
             record[metric.name] = _mean(sums[0], weights[0])
         elif metric.name == LOAD:
             # [mixtures, experts]: how many tokens each expert got.

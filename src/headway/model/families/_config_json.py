@@ -42,7 +42,7 @@ ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-"""Kind of scaling -> the keys that it needs."""
+"""Kind of rotary scaling -> the keys that it needs."""
 OPTIONAL_ROPE_KEYS = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
     "longrope": ("factor", "attention_factor"),
@@ -314,7 +314,8 @@ def settings_of(
 def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: Any) -> None:
     """Refuse to write a config that a family's config.json cannot express.
 
-    What its table has may be anything.
+    A setting of the family's table `keys` may have any value, one in `needed` that value alone,
+    and all others must be as NEUTRAL says.
     """
     expressed = {name for ours in keys.values() for name in _names(ours)}
     fixed = {key: value for key, value in NEUTRAL.items() if key not in expressed}
@@ -325,14 +326,16 @@ def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: An
                 f"model.{key} is {_as_json(value)!r}, which the config.json of a Hugging Face {family} model cannot express; "
                 f"it is always {_as_json(expected)!r} there."
             )
+    # One key of config.json that stands for two settings cannot say two different values.
     for ours in keys.values():
         if isinstance(ours, str):
             continue
-        first = getattr(config, ours[0])
-        second = getattr(config, ours[1])
+        first_name, second_name = ours
+        first = getattr(config, first_name)
+        second = getattr(config, second_name)
         if first != second:
             raise ConfigError(
-                f"model.{ours[0]} is {first} and model.{ours[1]} is {second}; a Hugging Face "
+                f"model.{first_name} is {first} and model.{second_name} is {second}; a Hugging Face "
                 f"{family} model has one switch for both."
             )
 
@@ -393,18 +396,20 @@ def written_windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def as_it_is(config: ModelConfig) -> ModelConfig:
-    """For families that transformers has."""
+    """The config that is exported, for families that transformers has: the model's own."""
     return config
 
 
 def same_name(name: str) -> str:
-    """For families with Hugging Face's names, which are ours."""
+    """A tensor's name in an export, for families whose names in Hugging Face's files are ours."""
     return name
 
 
 def own_name_or_none(name: str) -> str | None:
-    """Our name of a tensor; old checkpoints carry rotary frequencies, which follow from the
-    config."""
+    """Our name of a tensor of such a family; None for one that is not read.
+
+    Old checkpoints carry rotary frequencies, which follow from the config.
+    """
     if name.endswith("rotary_emb.inv_freq"):
         return None
     return name

@@ -139,14 +139,6 @@ def select_heads(scores: Table, num_full: int, *, equal_per_layer: bool = False)
     return HeadMasks(_highest(scores, num_full))
 
 
-def select_at_sparsity(
-    scores: Table, sparsity: float, *, equal_per_layer: bool = False
-) -> HeadMasks:
-    """`select_heads` with as many full heads as a sparsity leaves in the whole model."""
-    num_full = num_full_heads(len(scores) * len(scores[0]), sparsity)
-    return select_heads(scores, num_full, equal_per_layer=equal_per_layer)
-
-
 def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -> None:
     """Say which sparsity equal layers cannot have: each keeps a whole number of its heads.
 

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.base import FilePart, ForeignStore, as_ids, map_file
+from headway.store.foreign.base import FilePart, ForeignStore, as_ids
+from headway.store.memory_map import map_file
 from headway.store.source import Flags, Ids, Longs
 from headway.text.formats.mds import Column, MdsShardEntry, check_shard, decode_value, mds_shards
 from headway.text.raw import RawFile
