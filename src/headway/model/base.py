@@ -379,14 +379,16 @@ class Model(nn.Module, ABC):
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in every case."""
         raise ConfigError(
-            f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention backends. Use auto."
+            f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention "
+            "backends. Use auto."
         )
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Put `wrap(core)` in the place of every attention core, which then computes only these
         KV heads."""
         raise ConfigError(
-            f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1."
+            f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. "
+            "Use context 1."
         )
 
     def split_layers(self, split: LayerSplit) -> None:
@@ -405,7 +407,8 @@ class Model(nn.Module, ABC):
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
         if not mixtures:
             raise ConfigError(
-                f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1."
+                f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use "
+                "expert 1."
             )
         for mixture in mixtures:
             mixture.exchange = wrap(mixture.experts)
@@ -418,7 +421,8 @@ class Model(nn.Module, ABC):
         is.
         """
         raise ConfigError(
-            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
+            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. "
+            "Use pipeline 1."
         )
 
     def forward_stage(
@@ -430,7 +434,8 @@ class Model(nn.Module, ABC):
         the last of them comes out, or the model's output if that is the last layer of all.
         """
         raise ConfigError(
-            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
+            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. "
+            "Use pipeline 1."
         )
 
     def hidden_states(

@@ -1,14 +1,16 @@
 """How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in,
 numbers go out; nothing imports torch.
 
-    all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state,
-                      a reference model or teacher in memory
-    during a step     gradients, activations (what autograd saves between forward and backward), logits (one chunk, the head's gradients)
+    all the time      weights (what the model computes with), masters (fp32, where they are not the
+                      weights themselves), optimizer state, a reference model or teacher in memory
+    during a step     gradients, activations (what autograd saves between forward and backward),
+                      logits (one chunk, the head's gradients)
 
 The peak is the largest of three moments. Kinds are those of that moment:
 
     head     all activations, one chunk of logits, the head's gradient
-    block    backward of the last block: all activations, what this block computes again, its working memory
+    block    backward of the last block: all activations, what this block computes again, its
+             working memory
     end      backward of the first block: all gradients, one block's activations and working memory
 
 Gradients kept across microbatches count at every moment; on CUDA a step of one microbatch allocates
@@ -16,12 +18,14 @@ them during backward. Widths: D stream, A query heads, K key heads, F feed-forwa
 stores per token, in elements of the compute dtype (seen in what torch saves; tests hold these to
 it):
 
-    compiled             x, norm, q, k, v, o, stream, norm, gate, up, product     4 D + 2 A + 2 K + 3 F
-    compiled, selective  x, q, k, v, o, projection, gate, up                      2 D + 2 A + 2 K + 2 F
-    compiled, fp8        norms in 8 bits, product computed again                  3 D + 1.5 A + 2 K + 2 F
-    eager                x and norms three times (five in 16 bits), silu          6 D (10 D) + 2 A + 2 K + 4 F
-    eager, selective     matrix products kept apart                               3 D + 3 A + 3 K + 2 F
-    recomputed           x                                                        D
+    compiled             4 D + 2 A + 2 K + 3 F           x, norm, q, k, v, o, stream, norm, gate,
+                                                         up, product
+    compiled, selective  2 D + 2 A + 2 K + 2 F           x, q, k, v, o, projection, gate, up
+    compiled, fp8        3 D + 1.5 A + 2 K + 2 F         norms in 8 bits, product computed again
+    eager                6 D (10 D) + 2 A + 2 K + 4 F    x and norms three times (five in 16 bits),
+                                                         silu
+    eager, selective     3 D + 3 A + 3 K + 2 F           matrix products kept apart
+    recomputed           D                               x
 
 Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
 product reads whole tokens, so the norm's result is whole on every rank.

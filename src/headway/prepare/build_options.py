@@ -128,7 +128,8 @@ class BuildOptions:
 
         if self.placement is not None and self.shard is not None:
             raise ConfigError(
-                f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself."
+                f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on "
+                "divides the work itself."
             )
         if self.positions is not None:
             kind = record_kind(self.kind)
@@ -141,7 +142,8 @@ class BuildOptions:
             raise ConfigError(f"--to is {self.to!r}; {self.kind} data is written as {formats}.")
         if self.too_long not in get_args(TooLong):
             raise ConfigError(
-                f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop."
+                f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or "
+                "drop."
             )
         if self.max_length is not None and self.max_length < kind.least_length:
             raise ConfigError(
@@ -151,7 +153,8 @@ class BuildOptions:
             self.max_length or 1 << 62
         ):
             raise ConfigError(
-                f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less than --max-length."
+                f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less "
+                "than --max-length."
             )
         if not 0 <= self.valid_fraction < 1:
             raise ConfigError(

@@ -29,7 +29,8 @@ class ConvertOptions:
 
     kind: StoreKind | None = option(
         None,
-        "Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron.",
+        "Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, "
+        "megatron.",
         "--from",
         read=_kind,
     )

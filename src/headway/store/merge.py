@@ -15,8 +15,9 @@ from headway.errors import DataError
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
 from headway.store.media_items import refuse_media
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
 from headway.store.source import Longs
+from headway.store.writer import StoreWriter
 
 COPY_DOCUMENTS = 4096
 """Documents that are copied together."""

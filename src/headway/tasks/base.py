@@ -1,4 +1,4 @@
-"""The contract of an objective: a model's output and a batch come in, additive terms go out, never
+"""The contract of a task: a model's output and a batch come in, additive terms go out, never
 a mean.
 
 Each rank and microbatch back-propagates its share of one global loss: the sum over terms of
@@ -139,7 +139,7 @@ class Task(Protocol):
     """`row`: rows are independent. `step`: a term couples all rows of a step. For readers; engines
     go by `first_passes_of`."""
     module: nn.Module | None
-    """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
+    """Parameters of the task itself (a Lagrange multiplier, a temperature), or None."""
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The additive terms of one microbatch."""
@@ -167,7 +167,7 @@ class StepTask(Task, Protocol):
 
 
 def first_passes_of(objective: Task) -> tuple[FirstPass, ...]:
-    """The passes that come before the first loss of a step; most objectives have none."""
+    """The passes that come before the first loss of a step; most tasks have none."""
     if isinstance(objective, CoupledTask):
         return objective.first_passes()
     if isinstance(objective, StepTask):
@@ -202,7 +202,7 @@ class ScoreColumns(Protocol):
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """The reference model whose log-probabilities an objective compares with."""
+    """The reference model whose log-probabilities a task compares with."""
 
     path: str | None
     """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
@@ -227,7 +227,7 @@ class ReferenceSpec:
 
 @dataclass(frozen=True)
 class TeacherCacheSpec:
-    """Stored logits of a teacher that an objective reads."""
+    """Stored logits of a teacher that a task reads."""
 
     paths: tuple[str, ...]
     temperature: float | None
@@ -236,7 +236,7 @@ class TeacherCacheSpec:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """Optimizer settings an objective needs for some parameters; optim.groups of the recipe take
+    """Optimizer settings a task needs for some parameters; optim.groups of the recipe take
     precedence."""
 
     match: tuple[str, ...]
@@ -249,7 +249,7 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class GateSpec:
-    """Window and sinks of streaming heads, for an objective that trains head gates; None = as in
+    """Window and sinks of streaming heads, for a task that trains head gates; None = as in
     the model's config."""
 
     window: int | None = None
@@ -348,5 +348,5 @@ class TaskConfig(KindConfig):
         return dict.fromkeys(modalities, 0.0)
 
     def build(self) -> Task:
-        """Make the objective."""
+        """Make the task."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build; every kind needs one.")

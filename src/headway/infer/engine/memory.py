@@ -107,7 +107,8 @@ def build_cache(
         pages = min((budget - (slots + snapshots) * ring_bytes) // page_bytes, pages)
     if slots < 1 or pages < 1:
         raise ConfigError(
-            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page_bytes} bytes and one request's rings "
+            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page_bytes} "
+            "bytes and one request's rings "
             f"{ring_bytes}. Give at least {ring_bytes + slot_page_bytes}."
         )
     return PagedCache(

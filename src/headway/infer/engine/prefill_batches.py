@@ -45,12 +45,14 @@ def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
     for item in media.items:
         if item.modality not in shape.modalities:
             raise ConfigError(
-                f"the request has an item of {item.modality!r}; the model takes {', '.join(shape.modalities)}."
+                f"the request has an item of {item.modality!r}; the model takes "
+                f"{', '.join(shape.modalities)}."
             )
         kind = shape.of(item.modality)
         if not 0 <= item.offset <= len(request.prompt) - kind.tokens:
             raise ConfigError(
-                f"an item of {item.modality!r} stands at token {item.offset} and takes {kind.tokens}; the prompt has {len(request.prompt)}."
+                f"an item of {item.modality!r} stands at token {item.offset} and takes "
+                f"{kind.tokens}; the prompt has {len(request.prompt)}."
             )
         features = None
         if item.content_hash is not None:
@@ -60,7 +62,8 @@ def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
         expected = (kind.vectors, kind.width)
         if tuple(features.shape) != expected or features.dtype.kind not in "fiu":
             raise ConfigError(
-                f"features of {item.modality!r} are {features.dtype} of shape {tuple(features.shape)}; "
+                f"features of {item.modality!r} are {features.dtype} of shape "
+                f"{tuple(features.shape)}; "
                 f"the model takes numbers of shape {expected}."
             )
         if not np.isfinite(features).all():

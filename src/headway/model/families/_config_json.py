@@ -188,7 +188,8 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             name = "rope_type" if key == "type" else key
             if rope.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling."
+                    f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of "
+                    "rope_parameters and rope_scaling."
                 )
 
     theta = rope.pop("rope_theta", 10000.0)
@@ -323,7 +324,8 @@ def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: An
         value = getattr(config, key)
         if value != expected:
             raise ConfigError(
-                f"model.{key} is {_as_json(value)!r}, which the config.json of a Hugging Face {family} model cannot express; "
+                f"model.{key} is {_as_json(value)!r}, which the config.json of a Hugging Face "
+                f"{family} model cannot express; "
                 f"it is always {_as_json(expected)!r} there."
             )
     # One key of config.json that stands for two settings cannot say two different values.
@@ -335,7 +337,8 @@ def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: An
         second = getattr(config, second_name)
         if first != second:
             raise ConfigError(
-                f"model.{first_name} is {first} and model.{second_name} is {second}; a Hugging Face "
+                f"model.{first_name} is {first} and model.{second_name} is {second}; a Hugging "
+                "Face "
                 f"{family} model has one switch for both."
             )
 
@@ -367,12 +370,14 @@ def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     for kind in types:
         if kind not in ("sliding_attention", "full_attention"):
             raise ConfigError(
-                f"layer_types holds {kind!r}; headway computes sliding_attention and full_attention."
+                f"layer_types holds {kind!r}; headway computes sliding_attention and "
+                "full_attention."
             )
     sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if sliding and window is None:
         raise ConfigError(
-            "layer_types holds 'sliding_attention', but use_sliding_window is false or sliding_window is not given."
+            "layer_types holds 'sliding_attention', but use_sliding_window is false or "
+            "sliding_window is not given."
         )
     if not sliding:
         return {"sliding_window": None, "window_layers": None}

@@ -82,15 +82,18 @@ class HeadMasks:
         """Refuse masks of another model, and any for a model without KV heads."""
         if config.hf_config is not None:
             raise ConfigError(
-                f"{what} is given for a model of family transformers, which has no head masks. Leave it out."
+                f"{what} is given for a model of family transformers, which has no head masks. "
+                "Leave it out."
             )
         if config.latent_attention is not None:
             raise ConfigError(
-                f"{what} is given for a model with latent attention, which has no KV heads to mask. Leave it out."
+                f"{what} is given for a model with latent attention, which has no KV heads to "
+                "mask. Leave it out."
             )
         if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):
             raise ConfigError(
-                f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model has {config.num_layers} layers of "
+                f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model "
+                f"has {config.num_layers} layers of "
                 f"{config.kv_heads}. Use masks made for this model."
             )
 
@@ -151,7 +154,8 @@ def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -
         return
     per_layer = sum(masks.full[0])
     log.warning(
-        "--equal-per-layer: sparsity %.4g cannot be reached with %d KV heads in every layer, which go in steps of %.4g. "
+        "--equal-per-layer: sparsity %.4g cannot be reached with %d KV heads in every layer, which "
+        "go in steps of %.4g. "
         "%d of %d heads stay full in each: sparsity %.4g.",
         sparsity,
         heads,

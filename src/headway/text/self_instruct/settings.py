@@ -25,7 +25,8 @@ class Endpoint:
 
     url: str = option(
         ...,
-        "An OpenAI-compatible server, e.g. http://localhost:8000/v1. The API key is read from OPENAI_API_KEY only.",
+        "An OpenAI-compatible server, e.g. http://localhost:8000/v1. The API key is read from "
+        "OPENAI_API_KEY only.",
         "--endpoint",
     )
     model: str = option(..., "The model's name on that server.")
@@ -52,7 +53,8 @@ class Endpoint:
             port_is_valid = False
         if parts.username is not None or parts.password is not None:
             raise ConfigError(
-                f"--endpoint holds a user name or password; put the key into the environment variable {KEY_VARIABLE} instead."
+                "--endpoint holds a user name or password; put the key into the environment "
+                f"variable {KEY_VARIABLE} instead."
             )
         if (
             parts.scheme not in ("http", "https")
@@ -62,13 +64,15 @@ class Endpoint:
             or " " in self.url
         ):
             raise ConfigError(
-                f"--endpoint is {self.url!r}; it must be an address such as http://localhost:8000/v1."
+                f"--endpoint is {self.url!r}; it must be an address such as "
+                "http://localhost:8000/v1."
             )
         if self.key is not None and not (
             self.key.isascii() and self.key.isprintable() and " " not in self.key
         ):
             raise ConfigError(
-                f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). Set it again."
+                f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). "
+                "Set it again."
             )
 
     @property
