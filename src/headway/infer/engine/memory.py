@@ -195,7 +195,7 @@ class EngineMemory:
 
     def may_grow(self, sequence: EngineSequence) -> bool:
         """It will need another page if it runs to its end."""
-        longest = len(sequence.request.prompt) + sequence.most
+        longest = len(sequence.request.prompt) + sequence.max_generated
         return self.table.num_pages(longest) > len(self.table.pages(sequence.slot))
 
     def holds(self, sequence: EngineSequence, tokens: int) -> bool:
