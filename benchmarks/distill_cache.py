@@ -20,7 +20,8 @@ from headway.config.load import load
 from headway.infer.load import load_model
 from headway.infer.teacher_logits import LogitsOptions, write_logits
 from headway.runtime.device import choose_compute
-from headway.store.reader import StoreWriter, dtype_for, open_store
+from headway.store.reader import dtype_for, open_store
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 
 LLAMA_1B: dict[str, Any] = {"model": ["model.preset=llama-1b"], "shape": "1b"}
 LLAMA_3B: dict[str, Any] = {"model": ["model.preset=llama-3b"]}

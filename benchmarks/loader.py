@@ -20,7 +20,8 @@ from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.selection import Selection
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 
 TARGET = 20e6
 CASES = [("best_fit", 4096), ("best_fit", 8192), ("concat", 4096), ("concat", 8192), ("pad", 1024)]

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 
 RUNGS: dict[str, list[str]] = {
     "none": [],

@@ -150,12 +150,15 @@ def torch_step(group: Any, hook: dict[str, Any] | None, total_steps: int) -> Cal
 
     from headway.kernels.attention import mask_of
     from headway.model.config import ModelConfig
-    from headway.model.init import initialize
+    from headway.model.init import initial_value
     from headway.model.transformer import Transformer
 
     config, optim = ModelConfig(**SHAPE), make_optim()
     model = Transformer(config)
-    initialize(model, 0)
+    specs = {spec.name: spec for spec in model.param_specs()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(specs[name], config, 0))
     # Over gloo torch's PowerSGD hook works with one bucket alone: with more, ranks run its callbacks in different orders and abort.
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=1000 if hook else BUCKET_BYTES / 2**20, gradient_as_bucket_view=True

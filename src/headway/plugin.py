@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     PreferenceKind = _PreferenceKind
     UnpairedKind = _UnpairedKind
 
-_HOMES = {
+_NAMES_OF_MODULES = {
     "headway.api.results": ("loss_table",),
     "headway.config.section": ("setting",),
     "headway.data.batch": ("Batch", "StepBatch"),
@@ -153,7 +153,7 @@ _OTHER_NAMES = {
 }
 """Where a name is defined under another one; None: it is the module itself."""
 _LOCATIONS: dict[str, tuple[str, str | None]] = {
-    name: (module, name) for module, names in _HOMES.items() for name in names
+    name: (module, name) for module, names in _NAMES_OF_MODULES.items() for name in names
 }
 """Module and attribute of every name that is offered."""
 _LOCATIONS |= _OTHER_NAMES

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.engines import OPTIM, Setup, make_engine
+from support.initial_weights import initialize
 from support.ranks import run_ranks
 from support.small_aligner import ALIGNER, naive_loss, share_of_samples
 
 from headway.model.aligner import Aligner
-from headway.model.init import initialize
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
 from headway.tasks.base import StepInfo

@@ -24,7 +24,7 @@ from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
 from headway.parallel.collectives import RankGroup
 from headway.parallel.context import to_heads, to_tokens
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.tasks.base import StepInfo
 from headway.tasks.head_sparsity import Config as HeadSparsity
 from headway.track.metrics_file import read_metrics

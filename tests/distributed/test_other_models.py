@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step, train_steps
+from support.initial_weights import initialize
 from support.my_lab.mlp_model import MLPModel
 from support.ranks import run_ranks
 
-from headway.model.init import initialize
 from headway.optim.groups import hypers, matching, trainable
 from headway.parallel.collectives import RankGroup
 

@@ -14,7 +14,7 @@ from support.ranks import start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.config.load import load
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

@@ -24,7 +24,7 @@ from headway.data.open import open_data
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

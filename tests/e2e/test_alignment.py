@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.media_reads import count_media_reads
 from support.runs import deterministic
 from support.small_aligner import ENCODERS
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError
-from headway.infer.aligner import aligned_encoders, find_aligner
+from headway.infer.aligner import find_aligner
 from headway.infer.check_checkpoint import check_checkpoint
 from headway.media.items import MediaRef
 from headway.media.synthetic import SyntheticMedia, write_media
@@ -113,10 +114,10 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
         bool((final.weights[name] == checkpoint.weights[name]).all()) for name in final.weights
     )
     assert final.log_scales == pytest.approx(checkpoint.log_scales)
-    encoder = aligned_encoders(run, ["image"])["image"]
     picture = next((folder / "set" / "images").glob("*.png"))
-    vector = encoder.encode(encoder.input.read(MediaRef("image", picture))[None])
-    assert vector.shape == (1, 1, 8)
+    pixels = final.config.encoders["image"].input_of("image").read(MediaRef("image", picture))
+    vector = final.load().embed("image", torch.from_numpy(pixels[None]))
+    assert vector.shape == (1, 8)
     assert float((vector**2).sum()) == pytest.approx(1, abs=1e-5)
     shutil.copytree(run / "checkpoints", folder / "alone", dirs_exist_ok=True)
     with pytest.raises(ConfigError, match="is an aligner, not a language model"):

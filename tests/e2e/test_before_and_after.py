@@ -13,7 +13,7 @@ from support.runs import assert_same_run, deterministic, make_stores, tiny_setti
 from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
-from headway.eval.options import SamplePlan
+from headway.eval.options import ContinuationOptions
 from headway.export.huggingface import export_model
 from headway.infer.generate import GenerateOptions, generate_from_ids
 from headway.infer.load import load_model
@@ -252,4 +252,4 @@ def test_stages_have_their_own_curves(
 
 def test_a_template_without_a_question_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--chat-template is 'chatml', and there is no prompt"):
-        SamplePlan(template="chatml").check()
+        ContinuationOptions(template="chatml").check()

@@ -15,8 +15,9 @@ from headway.errors import HeadwayError
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.teacher_logits import LogitsOptions, LogitsResult, write_logits
 from headway.store import teacher_logits as logits_files
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
 from headway.store.teacher_logits import open_logits
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

@@ -12,7 +12,8 @@ from support.small_disk import on_small_disk
 
 from headway.errors import TrainingError
 from headway.store.foreign.internlm import InternlmWriter
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 
 
 @pytest.fixture(scope="module")

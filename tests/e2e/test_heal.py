@@ -11,7 +11,7 @@ from support.runs import assert_same_run, deterministic, write_recipe
 
 from headway.config.load import load
 from headway.errors import GaveUpError
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

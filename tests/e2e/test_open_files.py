@@ -10,7 +10,8 @@ from support.runs import headway, tiny_settings
 
 from headway.errors import DataError
 from headway.store.memory_map import MappedFiles, map_file
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 
 
 def write_store(path: Path, documents: int, shard_tokens: int) -> None:

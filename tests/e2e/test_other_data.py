@@ -10,7 +10,7 @@ from support.byte_model import byte_tokenizer
 from support.runs import headway, make_stores, tiny_settings
 
 from headway.checkpoint.load import open_checkpoint
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow

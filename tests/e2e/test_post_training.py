@@ -22,7 +22,7 @@ from headway.data.batch import Batch
 from headway.errors import HeadwayError
 from headway.model.base import Model
 from headway.runtime.storage import read_sealed
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.tasks.base import ScoreColumns
 from headway.tasks.preference.source import PAIR
 from headway.tokenizer.load import load_tokenizer

@@ -14,7 +14,7 @@ from support.corpora import texts, write_corpus
 
 from headway.cli import main
 from headway.errors import ConfigError, LaunchError
-from headway.runtime.executor.base import executor_for
+from headway.runtime.executor.work import executor_for
 from headway.tokenizer.load import Tokenizer
 
 pytestmark = pytest.mark.slow

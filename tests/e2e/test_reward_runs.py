@@ -20,7 +20,7 @@ from headway.export.gguf_writer import export_gguf
 from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.load import LoadedModel, load_model
 from headway.model.layout import HEAD, SCORE
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

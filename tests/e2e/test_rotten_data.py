@@ -17,7 +17,7 @@ from headway.config.load import load
 from headway.errors import GaveUpError
 from headway.parallel.collectives import RankGroup, form_groups
 from headway.store import checksums
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.train import loop, session
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.engine_steps import engine_logits
+from support.initial_weights import initialize
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
@@ -17,7 +18,6 @@ from headway.kernels.attention import (
     working_backends,
 )
 from headway.model.config import ModelConfig
-from headway.model.init import initialize
 from headway.model.transformer import Block, Transformer
 
 pytestmark = [

@@ -4,12 +4,12 @@ import pytest
 import torch
 from support.cached_chunk_case import SEQUENCES, SHAPES, chunk_gap
 from support.engine_steps import engine_logits
+from support.initial_weights import initialize
 
 from headway.kernels.attention import attend_chunk, causal_mask
 from headway.kernels.past_attention import attend_past, flash, has_cudnn, two_parts
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.init import initialize
 from headway.model.transformer import Transformer
 
 pytestmark = [

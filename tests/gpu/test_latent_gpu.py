@@ -3,11 +3,11 @@
 import pytest
 import torch
 from support.engine_steps import engine_logits
+from support.initial_weights import initialize
 
 from headway.data.batch import Batch
 from headway.model.base import compile_method
 from headway.model.config import ModelConfig
-from headway.model.init import initialize
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import PrefillPiece
 from headway.model.transformer import Transformer

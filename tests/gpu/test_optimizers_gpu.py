@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.newton_schulz import orthogonalize
 from headway.optim.adafactor import Config as Adafactor
 from headway.optim.base import Guard, MatrixOptimizer
 from headway.optim.lion import Config as Lion
 from headway.optim.muon import Config as Muon
+from headway.optim.muon_update import orthogonalize
 from headway.optim.schedule_free import Config as ScheduleFree
 from headway.optim.state_storage import storage_of
 from headway.parallel.update_rules import UpdateRule

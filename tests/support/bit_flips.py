@@ -37,7 +37,8 @@ from headway.prepare.build import cached_store
 from headway.runtime.storage import write_sealed
 from headway.store.checksums import Checksums
 from headway.store.media_table import MediaTableWriter, open_table
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 from headway.train.frozen_model import read_table
 from support.byte_model import CONFIG, byte_tokenizer, write_model, write_small_adapter
 from support.disk_bit_flip import flip_bit_on_disk, random_bit

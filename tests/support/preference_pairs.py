@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from headway.data.batch import Batch
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 
 Pair = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Prompt, chosen answer, rejected answer."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headway.checkpoint.load import open_checkpoint
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.track.metrics_file import read_metrics
 from support.forked_command import Forked
 

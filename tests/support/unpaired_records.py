@@ -11,7 +11,8 @@ from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.selection import Selection
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 from headway.tasks.kto.source import BAD, GOOD, UnpairedSource
 
 Labelled = tuple[Sequence[int], Sequence[int], bool]

@@ -4,6 +4,7 @@ notebook. Imports without torch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,14 @@ MAX_ROWS = 20
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _Shown(ABC):
     """A result that shows itself: as text in a terminal, as HTML in a notebook, which calls
     `_repr_html_`.
     """
 
+    @abstractmethod
     def _facts(self) -> tuple[str, Mapping[str, Any], ResultTable | None]:
-        raise NotImplementedError
+        """A title, named values, and a table below them."""
 
     def __str__(self) -> str:
         return as_text(*self._facts())

@@ -45,8 +45,8 @@ class Uploads:
         self._failures = 0
         """Uploads in a row that failed."""
 
-        # One entry per `put`, the same on every rank. The thread takes an entry as the signal for one
-        # turn, not as the name to send: that is `_newest` of rank 0 at that moment.
+        # One entry per `put`, the same on every rank. The thread takes an entry as the signal for
+        # one turn, not as the name to send: that is `_newest` of rank 0 at that moment.
         self._turns: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._newest: str | None = None
         """Sent next."""

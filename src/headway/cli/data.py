@@ -38,8 +38,6 @@ TEMPLATES = (
     "tokenizer's own) or a .jinja file"
 )
 TEMPLATE_DEFAULT = "default: the tokenizer's own, else chatml."
-
-
 TEXT_ONLY = ("text_key", "split", "append_eos", "bos", "clean", "shard")
 """Options of `data tokenize` for plain text."""
 RECORDS_ONLY = ("max_length", "valid_fraction", "drop_bad", "keys", "seed")

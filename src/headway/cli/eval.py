@@ -23,10 +23,10 @@ from headway.cli._output import print_json, print_report_path, print_table
 from headway.config.options import inner_options
 from headway.errors import ConfigError
 from headway.eval.options import (
+    ContinuationOptions,
     HarnessPlan,
     LongPlan,
     ReadOptions,
-    SamplePlan,
 )
 from headway.launch.options import LaunchOptions
 from headway.model.head_masks.choice import MaskChoice, MaskSpec
@@ -65,7 +65,7 @@ class EvalOptions:
     )
     batch_tokens: int = BATCH_TOKENS
     reading: ReadOptions = inner_options(ReadOptions())
-    samples: SamplePlan = inner_options(SamplePlan())
+    samples: ContinuationOptions = inner_options(ContinuationOptions())
     prompts_file: Path | None = typer.Option(
         None, help="More prompts: one per line, or a .jsonl file with a key `prompt`."
     )

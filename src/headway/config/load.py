@@ -45,6 +45,10 @@ LONGEST_LINE = 800
 """Characters of one reported mistake."""
 SHOWN_VALUE = 60
 """Characters of a wrong value that its message quotes."""
+SEARCHED_LEVELS = 3
+"""How deep a setting without its section is looked for."""
+MAX_SUGGESTED = 3
+"""A hint with more paths than this would help nobody."""
 MODULE_KEYS = ("kind", "family", "objective", "optim", "hook", "format")
 """Keys whose value names a user's module if it has a dot; without one it is a kind of headway."""
 NAMES_DATA = re.compile(r"(stages\.\d+\.)?data\.(train|valid)")
@@ -62,8 +66,8 @@ def load(
 ) -> S:
     """Read a recipe file (or none), apply overrides and validate.
 
-    `say` receives a line for each key of the file that an override removes; by default (`str`, whose
-    result nobody uses) nothing is said. `translate` knows names of other systems.
+    `say` receives a line for each key of the file that an override removes; by default (`str`,
+    whose result nobody uses) nothing is said. `translate` knows names of other systems.
     """
     where: Where = {}
     data: dict[str, Any] = {}
@@ -659,9 +663,9 @@ def _known_key_hint(schema: type[BaseModel], loc: Loc, data: Any) -> str:
             return f"{owner} takes {', '.join(known)}."
 
     if len(loc) == 1:
-        homes = _homes(schema, str(loc[0]))
-        if 0 < len(homes) <= 3:
-            return f"did you mean {' or '.join(map(repr, homes))}?"
+        paths = _paths_with(schema, str(loc[0]))
+        if 0 < len(paths) <= MAX_SUGGESTED:
+            return f"did you mean {' or '.join(map(repr, paths))}?"
 
     near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
     if near:
@@ -671,12 +675,12 @@ def _known_key_hint(schema: type[BaseModel], loc: Loc, data: Any) -> str:
     return "remove it."
 
 
-def _homes(schema: type[BaseModel], key: str) -> list[str]:
+def _paths_with(schema: type[BaseModel], key: str) -> list[str]:
     """Where a setting that was given without its section exists: the paths of the outermost
     sections that have it.
     """
     level: list[tuple[str, type[BaseModel]]] = [("", schema)]
-    for _ in range(3):
+    for _ in range(SEARCHED_LEVELS):
         # Elements of lists have an index in their paths, and stages have all sections once more,
         # so only plain sections are entered.
         subsections = [
@@ -685,13 +689,13 @@ def _homes(schema: type[BaseModel], key: str) -> list[str]:
             for name, field in owner.model_fields.items()
             for section in _plain_sections(field.annotation)
         ]
-        homes = [
+        paths = [
             prefix + key
             for prefix, section in subsections
             if any(key in (name, field.alias) for name, field in section.model_fields.items())
         ]
-        if homes:
-            return homes
+        if paths:
+            return paths
         level = subsections
 
     return []

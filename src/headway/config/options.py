@@ -77,7 +77,8 @@ def option(
 
 
 def inner_options(default: Any) -> Any:
-    """Declare a field whose value is a dataclass with options. They stand among those of the outer one."""
+    """Declare a field whose value is a dataclass with options. They stand among those of the outer
+    one."""
     return field(default=default, metadata={INNER_OPTIONS: True})
 
 

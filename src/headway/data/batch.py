@@ -50,7 +50,7 @@ class Batch:
     host_bounds: torch.Tensor | None = None
     """`bounds` on the host, if the batch is on a device."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
-    """More columns for an objective (reference log-probabilities, media, ...)."""
+    """More columns for a task (reference log-probabilities, media, ...)."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device; asynchronous if the memory is pinned."""

@@ -26,9 +26,12 @@ from headway.store.source import Ids, Longs
 if TYPE_CHECKING:
     from headway.data.rows import RowLayout, RowPieces
 
-MEDIA, PRESENT, SAMPLE = "media.", "present.", "sample"
-"""Columns of a batch: inputs or features of a modality, whether a row has it, and the number of a
-row's sample."""
+MEDIA = "media."
+"""A column of a batch: inputs or features of the modality whose name follows."""
+PRESENT = "present."
+"""A column of a batch: whether a row has the modality."""
+SAMPLE = "sample"
+"""A column of a batch: the number of a row's sample."""
 CONTENT = "content."
 """A column of a batch: a number that rows with equal content of a modality share, -1 where it is
 absent."""

@@ -59,8 +59,8 @@ class ComputeResult(NamedTuple):
 
 
 class _Leaders:
-    """The first ranks of the nodes, which exchange texts over connections of their own: an `Exchange`
-    for `preflight`.
+    """The first ranks of the nodes, which exchange texts over connections of their own: an
+    `Exchange` for `preflight`.
     """
 
     def __init__(self, group: RankGroup, nodes: Sequence[int]) -> None:

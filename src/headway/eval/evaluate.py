@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.eval.dataset import Dataset, read_eval_documents
-from headway.eval.options import ReadOptions, SamplePlan
+from headway.eval.options import ContinuationOptions, ReadOptions
 from headway.eval.perplexity import BATCH_TOKENS, Perplexity, check_windows, perplexity
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class EvalPlan:
     window: int | None = None
     stride: int | None = None
     batch_tokens: int = BATCH_TOKENS
-    samples: SamplePlan = SamplePlan()
+    samples: ContinuationOptions = ContinuationOptions()
 
     def __post_init__(self) -> None:
         check_windows(self.window, self.stride, self.batch_tokens)
@@ -176,18 +176,20 @@ def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
     return len({evaluation.tokenizer for evaluation in evaluations}) == 1
 
 
-def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[GeneratedSample]:
-    if not plan.prompts:
+def _samples(loaded: LoadedModel, continuations: ContinuationOptions) -> list[GeneratedSample]:
+    if not continuations.prompts:
         return []
     from headway.infer.generate import answer, generate
 
     # `generate` counts the repetitions of a prompt, so that each gives another sample.
-    prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt or 1)]
-    options = plan.options()
-    if plan.template is None:
+    prompts = [
+        prompt for prompt in continuations.prompts for _ in range(continuations.per_prompt or 1)
+    ]
+    options = continuations.options()
+    if continuations.template is None:
         generations = generate(loaded, prompts, options)
     else:
-        generations = answer(loaded, prompts, plan.template, options)
+        generations = answer(loaded, prompts, continuations.template, options)
     return [
         GeneratedSample(prompt, generation.text)
         for prompt, generation in zip(prompts, generations, strict=True)

@@ -118,14 +118,15 @@ class HarnessModel:
         """A continuation of each context."""
         from headway.infer.generate import generate_from_ids
 
-        plans = [
+        # (number of the request, context, options, stop texts)
+        numbered = [
             (index, context, *generate_options(settings))
             for index, (context, settings) in enumerate(requests)
         ]
 
         # Requests with the same options form batches; a dict keeps the order of the options.
         texts: dict[int, str] = {}
-        for options in dict.fromkeys(plan[2] for plan in plans):
+        for options in dict.fromkeys(request[2] for request in numbered):
             room = self.limit - options.max_new_tokens
             if room < 1:
                 raise ConfigError(
@@ -135,7 +136,7 @@ class HarnessModel:
                 )
 
             # A context that is too long loses its beginning, as in the harness.
-            share = self._share([plan for plan in plans if plan[2] == options])
+            share = self._share([request for request in numbered if request[2] == options])
             prompts: list[tuple[str, list[int]]] = []
             for _, context, _, _ in share:
                 ids = self.encode(context) or [self.begin_id]

@@ -192,8 +192,8 @@ def score_table(result: LongResult) -> tuple[list[str], list[list[str]]]:
         footprint = result.critical[task]
         if footprint is not None:
             critical = f"{footprint:.1%}"
-        scores = [f"{variant.score(task):.3f}" for variant in result.variants]
-        rows.append([task, *scores, critical])
+        task_scores = [f"{variant.score(task):.3f}" for variant in result.variants]
+        rows.append([task, *task_scores, critical])
 
     means = [
         sum(variant.score(task) for task in result.plan.tasks) / len(result.plan.tasks)

@@ -70,7 +70,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True)
-class SamplePlan:
+class ContinuationOptions:
     """Texts to generate besides the scores."""
 
     prompts: tuple[str, ...] = option((), "Also continue this text; may be repeated.", "--prompt")

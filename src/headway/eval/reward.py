@@ -214,7 +214,7 @@ def _score(loaded: LoadedModel, answers: Sequence[Sequence[int]]) -> Floats:
     """One batch: rows padded at the right, each scored at its last token."""
     import torch
 
-    from headway.model.score import ScoreHead
+    from headway.model.base import ScoreHead
 
     # Padding is at the end, where nothing before it looks.
     lengths = torch.tensor([len(ids) for ids in answers])

@@ -250,7 +250,8 @@ class TokenSums:
 
     def reduce(self, group: RankGroup) -> None:
         """Add the sums of the other ranks; every rank then has the total."""
-        # `gather` has this rank's sums, too, and the order of the ranks: every rank adds in the same order.
+        # `gather` has this rank's sums, too, and the order of the ranks: every rank adds in the
+        # same order.
         all_ranks = group.gather((self._positions, self._bins, self._parts))
         self._positions = np.sum([positions for positions, _, _ in all_ranks], axis=0)
         self._bins = np.sum([bins for _, bins, _ in all_ranks], axis=0)

@@ -112,17 +112,17 @@ class ChatSession:
 
     def __init__(
         self,
-        source: LoadedModel | Responder,
+        model: LoadedModel | Responder,
         template: str | None,
         options: GenerateOptions,
         system: str | None = None,
     ) -> None:
         from headway.infer.chat_engine import EngineResponder
 
-        if isinstance(source, LoadedModel):
-            self.responder: Responder = EngineResponder(source, template)
+        if isinstance(model, LoadedModel):
+            self.responder: Responder = EngineResponder(model, template)
         else:
-            self.responder = source
+            self.responder = model
         self.options = options
         self.turns: list[Turn] = []
         self.media: list[MediaRef] = []
@@ -194,7 +194,7 @@ class ChatSession:
         first = min(self.left_out, max(0, len(turns) - 1))
         while True:
             sent = turns[first:]
-            after = _next_question(turns, first)
+            next_first = _next_question(turns, first)
             try:
                 _, sent_media = _split_media(turns[:first], media)
                 answer = self.responder.answer(
@@ -203,13 +203,13 @@ class ChatSession:
                     self.options,
                     say,
                     attempt=attempt,
-                    is_last_try=after is None,
+                    is_last_try=next_first is None,
                 )
                 break
             except ContextFull:
-                if after is None:
+                if next_first is None:
                     raise
-                first = after
+                first = next_first
 
         if answer.text:
             self.turns = [*turns, Turn("assistant", answer.text)]
@@ -326,40 +326,36 @@ def read_chats(path: Path) -> list[tuple[list[Turn], list[MediaRef]]]:
             f"{path}: holds several conversations of the chat page. Export one of them there."
         )
     # A list of messages is one conversation, any other list holds several.
-    if (
-        isinstance(value, list)
-        and value
-        and not any(isinstance(item, dict) and "role" in item for item in value)
-    ):
-        listed: list[Any] = value
-    else:
-        listed = [value]
+    is_messages = isinstance(value, list) and any(
+        isinstance(item, dict) and "role" in item for item in value
+    )
+    conversations: list[Any] = [value]
+    if isinstance(value, list) and value and not is_messages:
+        conversations = value
+
     chats: list[tuple[list[Turn], list[MediaRef]]] = []
-    for item in listed:
-        if isinstance(item, dict):
-            record = item
-        else:
-            record = {"messages": item}
+    for conversation in conversations:
+        record = conversation
+        if not isinstance(conversation, dict):
+            record = {"messages": conversation}
         messages = record.get("messages")
         if not isinstance(messages, list):
             raise DataError(
                 f'{path}: not a conversation; it must be {{"messages": [{{"role": "user", '
                 f'"content": "..."}}]}}.'
             )
+
+        media: list[MediaRef] = []
         # Media are listed beside the messages, or are parts of them as in OpenAI's shape.
-        has_media = any(record.get(key) for key in LISTED.values()) or any(
-            isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages
+        has_parts = any(
+            isinstance(message, dict) and isinstance(message.get("content"), list)
+            for message in messages
         )
-        if has_media:
+        if has_parts or any(record.get(key) for key in LISTED.values()):
             # Other keys, such as the model's name, are not for the parser of training data.
             kept = {key: record[key] for key in ("messages", *LISTED.values()) if key in record}
-            media = parse_media_record(Record(kept, str(path), 1))
-            chats.append(
-                (
-                    TurnReader().turns(media.record.data["messages"], f"{path}: messages"),
-                    list(media.media),
-                )
-            )
-        else:
-            chats.append((TurnReader().turns(messages, f"{path}: messages"), []))
+            parsed = parse_media_record(Record(kept, str(path), 1))
+            messages = parsed.record.data["messages"]
+            media = list(parsed.media)
+        chats.append((TurnReader().turns(messages, f"{path}: messages"), media))
     return chats

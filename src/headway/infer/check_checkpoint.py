@@ -20,11 +20,11 @@ from headway.errors import CheckpointError, HeadwayError
 from headway.infer.aligner import find_aligner
 from headway.infer.load import load_model
 from headway.model.adapter.config import AdapterConfig, all_specs
+from headway.model.base import ScoreHead
 from headway.model.config import Head, ModelConfig
 from headway.model.layout import param_specs
 from headway.model.paged_rows import PagedRows
 from headway.model.projector import MediaTensors
-from headway.model.score import ScoreHead
 from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.progress import progress
 

@@ -49,7 +49,8 @@ def _stored(path: AnyPath) -> dict[str, str | None]:
         manifest = open_files(path).read(MANIFEST)
         if manifest is None:
             raise ConfigError(
-                f"{path}: has no {MANIFEST} any more. Give a model that is not removed while it is used."
+                f"{path}: has no {MANIFEST} any more. Give a model that is not removed while it is "
+                "used."
             )
         # The manifest has the checksums of all tensors and of the tokenizer.
         digest = hashlib.sha256(manifest).hexdigest()

@@ -11,7 +11,8 @@ of the size of logits is added.
 
     nll_i    = lse_i - x_it                                   of token i with target t
     smooth_i = lse_i - (1-e) x_it - e mean_j(x_ij)            e: label smoothing
-    total    = sum_i c_i (smooth_i + z lse_i^2)               z: weight of the z-loss
+    total    = sum_i c_i (smooth_i + z lse_i^2)               z: weight of the z-loss (PaLM,
+                                                              arXiv:2204.02311)
 
 Shapes: N tokens, D hidden, V vocabulary. Logits live as [chunk, V] in the compute dtype; softmax
 arithmetic is fp32.

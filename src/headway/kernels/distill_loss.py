@@ -8,7 +8,7 @@ temperature t, and nll the plain one:
     loss_i = a t^2 KL_i + (1 - a) nll_i      of token i
     forward: KL(q || p)                      reverse: KL(p || q)
 
-t^2 keeps the gradient's size when t changes. Arithmetic is fp32.
+t^2 keeps the gradient's size when t changes (Hinton et al. 2015, arXiv:1503.02531). Arithmetic is fp32.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ gradient of weight) run in fp8.
 
     y = x w^T      dx = g w      dw = g^T x
 
-    operands are scaled to fill the format, then rounded
+    operands are scaled to fill the format, then rounded (formats: arXiv:2209.05433)
 
     tensorwise   one scale for a whole operand; values and weights in e4m3, gradients in e5m2 (more
                  range, less precision)

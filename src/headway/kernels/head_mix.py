@@ -1,5 +1,5 @@
 """Attention of a layer whose KV heads differ: z * full + (1 - z) * streaming per KV head, before
-the output projection.
+the output projection (PruLong, arXiv:2506.17121).
 
 Shapes: B rows, T tokens, H query heads, KV key and value heads, G = H / KV, hd head width.  q
 [B,T,H,hd], k and v [B,T,KV,hd], z [KV].

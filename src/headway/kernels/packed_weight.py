@@ -104,16 +104,13 @@ def pack(weight: Tensor, form: PackedForm) -> Tensor:
         rows = max(1, CHUNK // layout.inputs)
         scales, codes = parts
         for first in range(0, layout.outputs, rows):
-            some = weight[first : first + rows].float()
-            highest = some.abs().amax(1)
+            chunk = weight[first : first + rows].float()
+            highest = chunk.abs().amax(1)
             scales[first : first + rows] = highest
-            codes[first * layout.inputs : (first + some.shape[0]) * layout.inputs] = (
-                (some * (127.0 / highest.clamp(min=SMALLEST))[:, None])
-                .round()
-                .clamp(-127, 127)
-                .to(torch.int8)
-                .view(-1)
-            )
+            scaled = chunk * (127.0 / highest.clamp(min=SMALLEST))[:, None]
+            begin = first * layout.inputs
+            end = begin + chunk.numel()
+            codes[begin:end] = scaled.round().clamp(-127, 127).to(torch.int8).view(-1)
         return packed
 
     # nf4: codes of all blocks first; then their scales, which are quantised in turn around their
@@ -229,8 +226,8 @@ def _product_shape(
     return x.new_empty(x.shape[0], shape[1] if by_outputs else shape[0])
 
 
-# Only bytes are saved: backward writes the matrix out again.
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_bytes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # Only bytes are saved: backward writes the matrix out again.
     _, packed, ctx.form, ctx.shape, ctx.by_outputs, _ = inputs
     ctx.save_for_backward(packed)
 
@@ -278,7 +275,7 @@ def _updated_shape(
     return x.new_empty(x.shape[0], shape[0])
 
 
-def _keep_update(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_bytes_of_update(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, packed, low, factor, ctx.scale, ctx.form, ctx.shape, _ = inputs
     ctx.save_for_backward(packed, low, factor)
 
@@ -313,12 +310,15 @@ _OPS.impl("packed_product", _product, "CompositeExplicitAutograd")
 _OPS.impl("packed_updated", _updated, "CompositeExplicitAutograd")
 torch.library.register_fake("headway::packed_matrix", _matrix_shape, lib=_OPS)
 torch.library.register_fake("headway::packed_product", _product_shape, lib=_OPS)
-torch.library.register_autograd("headway::packed_product", _backward, setup_context=_keep, lib=_OPS)
+torch.library.register_autograd(
+    "headway::packed_product", _backward, setup_context=_save_bytes, lib=_OPS
+)
 torch.library.register_fake("headway::packed_updated", _updated_shape, lib=_OPS)
 torch.library.register_autograd(
-    "headway::packed_updated", _backward_of_update, setup_context=_keep_update, lib=_OPS
+    "headway::packed_updated", _backward_of_update, setup_context=_save_bytes_of_update, lib=_OPS
 )
-MATRIX, PRODUCT = torch.ops.headway.packed_matrix.default, torch.ops.headway.packed_product.default
+MATRIX = torch.ops.headway.packed_matrix.default
+PRODUCT = torch.ops.headway.packed_product.default
 UPDATED = torch.ops.headway.packed_updated.default
 """The operations, as a compiler and selective recompute see them."""
 

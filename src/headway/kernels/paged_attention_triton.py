@@ -1,15 +1,19 @@
-"""The two kernels of paged_attention.py for CUDA. Imports Triton, so it is itself imported only where they run.
+"""The two kernels of paged_attention.py for CUDA. Imports Triton, so it is itself imported only
+where they run.
 
-What pages, rings, sinks and stretches are is written at the top of paged_attention.py. Names of sizes here:
+What pages, rings, sinks and stretches are is written at the top of paged_attention.py. Names of
+sizes here:
 
     G     query heads of one KV head          GP   G rounded up to a power of two, at least 16, the least that tl.dot takes
     HD    head width                          HP   HD rounded up in the same way
     PAGE  positions of a page                 BLOCK  indices that are read at a time; never more than a page has
 
-A row of `items` (PagedPlan.items): 0 begin, 1 stride, 2 paged, 3 sinks, 4 ring, 5 window, 6 reach, 7 KV head, 8 number of the stretch,
-9 stretches of the head. A row of `heads` (PagedPlan.heads): 0 first item, 1 number of items, 2 indices, 3 unused.
+A row of `items` (PagedPlan.items): 0 begin, 1 stride, 2 paged, 3 sinks, 4 ring, 5 window, 6 reach,
+7 KV head, 8 number of the stretch, 9 stretches of the head. A row of `heads` (PagedPlan.heads): 0
+first item, 1 number of items, 2 indices, 3 unused.
 
-`sinks` of an item are positions at the beginning that stay visible; `sinks` of `combine_stretches` are trained logits, one per query head.
+`sinks` of an item are positions at the beginning that stay visible; `sinks` of `combine_stretches`
+are trained logits, one per query head.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ BLOCK, WARPS, STAGES = 64, 2, 3
 SHARED_BYTES = 96 * 1024
 """Shared memory that the reads in flight may use on one multiprocessor."""
 WIDE, WIDE_WARPS = 256, 8
-"""Of wider heads (latent attention stores 576 channels for all heads) more warps share the result, and one read is in flight."""
+"""Of wider heads (latent attention stores 576 channels for all heads) more warps share the result,
+and one read is in flight."""
 
 
 @triton.jit
 def ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
-    # The layer's ScoreRule, of which only the softcap changes scores; its sinks come in `combine_stretches`.
+    # The layer's ScoreRule, of which only the softcap changes scores; its sinks come in
+    # `combine_stretches`.
     if SOFTCAP > 0:
         scores = SOFTCAP * (
             2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1
@@ -58,7 +64,8 @@ def meet(
     scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # Where nothing was seen so far, highest is -inf, and -inf - -inf would be NaN: 0 is subtracted instead.
+    # Where nothing was seen so far, highest is -inf, and -inf - -inf would be NaN: 0 is subtracted
+    # instead.
     base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
     rescale = tl.exp2((highest - base) * 1.4426950408889634)
@@ -136,8 +143,9 @@ def attend_stretch(
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, HP], tl.float32)
         if start == 0:
-            # The program of the first stretch stores the new token and attends to it from registers. Every program gives
-            # the index `new_index` no weight below (`seen`), so none depends on when the store arrives.
+            # The program of the first stretch stores the new token and attends to it from
+            # registers. Every program gives the index `new_index` no weight below (`seen`), so none
+            # depends on when the store arrives.
             new_k = tl.load(k + row * k_row + head * HD + d, mask=is_width, other=0.0)
             new_v = tl.load(v + row * v_row + head * HD + d, mask=is_width, other=0.0)
             page = tl.load(my_table + new_index // PAGE, mask=paged, other=0).to(tl.int64)
@@ -156,14 +164,16 @@ def attend_stretch(
         offset = lane[:, None] * HD + d[None, :]
         for first in range(start, stop, BLOCK):
             index = first + lane
-            # How many tokens back the token at an index is. In a ring the index alone tells it, modulo the size of the ring.
+            # How many tokens back the token at an index is. In a ring the index alone tells it,
+            # modulo the size of the ring.
             distance = tl.where(index < sinks, new_position - index, (new_position - index) % ring)
             seen = (
                 (index < stop)
                 & (index != new_index)
                 & (distance < tl.where(index < sinks, reach, window))
             )
-            # One long address, a multiple of HD, and short offsets from it: so reads are wide and fit the registers.
+            # One long address, a multiple of HD, and short offsets from it: so reads are wide and
+            # fit the registers.
             page = tl.load(my_table + first // PAGE, mask=paged, other=0).to(tl.int64)
             base = tl.where(paged, begin + page * stride + first % PAGE, my_ring + first) * HD
             inside = (index < stop)[:, None] & is_width[None, :]
@@ -184,7 +194,8 @@ def combine_stretches(
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = heads + (query_head // G) * 4
     first, items, indices = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    # The same lengths as in `attend_stretch`: only stretches that begin before `filled` were written.
+    # The same lengths as in `attend_stretch`: only stretches that begin before `filled` were
+    # written.
     filled = tl.minimum(tl.load(position + row).to(tl.int32) + 1, indices)
     stretch = tl.cdiv(tl.cdiv(filled, BLOCK), items) * BLOCK
     count = tl.where(filled > 0, tl.cdiv(filled, tl.maximum(stretch, 1)), 0)
@@ -211,7 +222,8 @@ def combine_stretches(
 
 
 def block_of(head_size: int, element_size: int, page_tokens: int) -> int:
-    """Indices that are read at a time: a block lies in one page, and the reads in flight fit the shared memory."""
+    """Indices that are read at a time: a block lies in one page, and the reads in flight fit the
+    shared memory."""
     block = min(BLOCK, page_tokens)
     while (
         2 * STAGES * block * max(16, _power(head_size)) * element_size > SHARED_BYTES and block > 16

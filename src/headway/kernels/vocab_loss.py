@@ -2,7 +2,8 @@
 per-token scores of all rows go out.
 
     rank r:   x_r [n, V_r]  ->  highest, sum of exp(x - highest), logit of the target, sum of logits     [4, n]
-    all ranks exchange these four numbers per token; each then knows lse and the target's logit of the whole vocabulary
+    all ranks exchange these four numbers per token; each then knows lse and the target's logit of
+    the whole vocabulary
     rank r:   x_r           ->  its part of the gradient
 
 Logits are never gathered. A token's target is a row of one rank; the others contribute -inf for its
@@ -205,7 +206,8 @@ def _kernels() -> tuple[Any, Any]:
         base = logits + row * stride
         target = tl.load(targets + row)
         lane = tl.arange(0, BLOCK)
-        # Each lane has its own maximum and sum over the columns it sees; they are joined at the end.
+        # Each lane has its own maximum and sum over the columns it sees; they are joined at the
+        # end.
         running_max = tl.full([BLOCK], -float("inf"), tl.float32)
         running_sum = tl.zeros([BLOCK], tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -216,7 +218,8 @@ def _kernels() -> tuple[Any, Any]:
             if CAPPED:
                 x = tl.where(inside, cap * (2 * tl.sigmoid(2 * x / cap) - 1), -float("inf"))
             new_max = tl.maximum(running_max, x)
-            # A lane that has seen nothing yet has -inf twice here, and exp(-inf - -inf) would be NaN.
+            # A lane that has seen nothing yet has -inf twice here, and exp(-inf - -inf) would be
+            # NaN.
             rescale = tl.where(new_max == running_max, 1.0, tl.exp(running_max - new_max))
             running_sum = running_sum * rescale + tl.where(inside, tl.exp(x - new_max), 0.0)
             running_max = new_max

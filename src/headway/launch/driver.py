@@ -38,8 +38,6 @@ log = logging.getLogger("headway")
 POLL_SECONDS = 0.2
 WRITE_EVERY = 5
 """Polls between two writes of the state."""
-
-
 CANCEL_MESSAGES = {
     STOP: "cancelled: saving, then stopping",
     KILL: "cancelled again: killing all ranks",

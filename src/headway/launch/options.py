@@ -1,4 +1,5 @@
-"""How ranks are started and what they get: what `launch/launcher.py` and `launch/train.py` take, and options of verbs that start ranks.
+"""How ranks are started and what they get: what `launch/launcher.py` and `launch/train.py` take,
+and options of verbs that start ranks.
 
 A module of its own, because the command line imports it for every help, without pydantic.
 """
@@ -31,11 +32,13 @@ class NodeSpec:
             raise LaunchError(f"--nnodes is {self.num}; it must be at least 1.")
         if not 0 <= self.rank < self.num:
             raise LaunchError(
-                f"--node-rank is {self.rank}; with --nnodes {self.num} it must be 0 to {self.num - 1}."
+                f"--node-rank is {self.rank}; with --nnodes {self.num} it must be 0 to "
+                f"{self.num - 1}."
             )
         if self.num > 1 and not self.port:
             raise LaunchError(
-                "--master is missing; give every node HOST:PORT of node 0, with a port that is free there."
+                "--master is missing; give every node HOST:PORT of node 0, with a port that is "
+                "free there."
             )
 
 
@@ -59,7 +62,8 @@ class TrainOptions:
 
     resume: str = option(
         "auto",
-        "auto: resume from the run folder's newest checkpoint; never: start from scratch; or a checkpoint: a folder, a run or "
+        "auto: resume from the run folder's newest checkpoint; never: start from scratch; or a "
+        "checkpoint: a folder, a run or "
         "s3://bucket/prefix.",
     )
     dry_run: bool = option(
@@ -70,7 +74,8 @@ class TrainOptions:
     json: bool = False
     with_code: bool = option(
         False,
-        "With --dry-run: import your own modules that the recipe names; without it they are only listed and nothing is built.",
+        "With --dry-run: import your own modules that the recipe names; without it they are only "
+        "listed and nothing is built.",
         "--with-code",
     )
     """Decided before ranks start, so ranks get no such flag."""
@@ -90,7 +95,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.with_code and not self.dry_run:
             raise ConfigError(
-                "--with-code is given without --dry-run; a run always runs the code that its recipe names. Leave it out."
+                "--with-code is given without --dry-run; a run always runs the code that its "
+                "recipe names. Leave it out."
             )
         if not self.profile and (numbers := self._profile_flags()):
             raise ConfigError(

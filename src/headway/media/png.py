@@ -26,6 +26,8 @@ PLAIN_RGB = b"\x08\x02\x00\x00\x00"
 """In IHDR: 8 bits, RGB, and no other choice than 0 for the rest."""
 IDAT_START = 41
 """Where the data of the first IDAT chunk begins, right after IHDR."""
+SHORTEST_FILE = 57
+"""Bytes of the signature (8), of IHDR (25), and of IDAT and IEND without data (12 each)."""
 
 
 def write_png(pixels: NDArray[np.uint8], *, compressed: bool = False) -> bytes:
@@ -35,7 +37,7 @@ def write_png(pixels: NDArray[np.uint8], *, compressed: bool = False) -> bytes:
     rows = np.zeros((height, 1 + 3 * width), np.uint8)
     rows[:, 1:] = pixels.reshape(height, 3 * width)
     raw = rows.tobytes()
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    header = struct.pack(">II", width, height) + PLAIN_RGB
     if compressed:
         body = zlib.compress(raw)
     else:
@@ -61,7 +63,7 @@ def read_plain_png(data: bytes, name: str) -> NDArray[np.uint8] | None:
     """The pixels of a file that `write_png` made; None for any other PNG, which Pillow reads."""
     if (
         not data.startswith(SIGNATURE)
-        or len(data) < 57
+        or len(data) < SHORTEST_FILE
         or data[24:29] != PLAIN_RGB
         or data[37:41] != b"IDAT"
     ):

@@ -178,7 +178,8 @@ def _combinations(
     together.
     """
     if not names:
-        # Everything is chosen. One empty group: this combination belongs here; no group: it does not.
+        # Everything is chosen. One empty group: this combination belongs here; no group: it does
+        # not.
         if _holds(condition, chosen) is holds:
             return [{}]
         return []

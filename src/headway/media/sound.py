@@ -126,18 +126,18 @@ def _hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(mel < knee, mel * LINEAR_HZ, logarithmic)
 
 
-def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
+def resample(samples: NDArray[np.float32], rate: int, new_rate: int) -> NDArray[np.float32]:
     """Samples at another rate: a windowed sinc at each new time, cut off below the lower of both
     Nyquist rates.
 
     out[n] = sum_k w[n, k] samples[k], w[n, k] = sinc(d) cos^2(pi d / (2 ZERO_CROSSINGS)),
-    normalised, d = cutoff * (k - n * rate / wanted) for |d| <= ZERO_CROSSINGS
+    normalised, d = cutoff * (k - n * rate / new_rate) for |d| <= ZERO_CROSSINGS
     """
-    if rate == wanted or len(samples) == 0:
+    if rate == new_rate or len(samples) == 0:
         return samples
-    cutoff = min(1.0, wanted / rate) * CUTOFF_SHARE
+    cutoff = min(1.0, new_rate / rate) * CUTOFF_SHARE
     reach = int(np.ceil(ZERO_CROSSINGS / cutoff))
-    count = -(-len(samples) * wanted // rate)
+    count = -(-len(samples) * new_rate // rate)
     padded = np.pad(samples.astype(np.float64), reach)
     out = np.empty(count, np.float32)
     offsets = np.arange(-reach + 1, reach + 1)
@@ -146,8 +146,8 @@ def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np
     for start in range(0, count, step):
         # Whole numbers: in floats the time of a late sample of a long sound would be inexact.
         times = np.arange(start, min(count, start + step), dtype=np.int64) * rate
-        whole = times // wanted
-        fraction = (times % wanted) / wanted
+        whole = times // new_rate
+        fraction = (times % new_rate) / new_rate
         distance = (offsets[None, :] - fraction[:, None]) * cutoff
         window = np.cos(np.clip(distance / ZERO_CROSSINGS, -1, 1) * (np.pi / 2)) ** 2
         weights = np.sinc(distance) * window
@@ -161,8 +161,9 @@ def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np
 def trim_silence(
     samples: NDArray[np.float32], below_db: float, window: int, hop: int
 ) -> NDArray[np.float32]:
-    """Samples without the quiet ends: windows whose power is more than `-below_db` dB below the
-    loudest. Pure silence stays whole."""
+    """Samples without the quiet ends. A window is quiet if its power, relative to the loudest
+    window, is less than `below_db`, which is negative: -40 for a ten-thousandth. Pure silence stays
+    whole."""
     if len(samples) <= window:
         return samples
     # The power of any window is a difference of two running sums.

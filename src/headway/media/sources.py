@@ -143,7 +143,10 @@ def _text_of(file: Path, inner: Path) -> dict[str, str]:
     beside = file.with_suffix(".txt")
     if beside.is_file():
         with RawFile.at(beside).open() as stream:
-            return {"text": decode(stream.read(TEXT_BYTES), str(beside), 1).strip()}
+            content = stream.read(TEXT_BYTES + 1)
+        if len(content) > TEXT_BYTES:
+            raise DataError(f"{beside}: a caption has at most {TEXT_BYTES} bytes. Shorten it.")
+        return {"text": decode(content, str(beside), 1).strip()}
     # A folder per class, as torchvision's ImageFolder reads it.
     if len(inner.parts) > 1:
         return {"text": inner.parts[0].replace("_", " ").replace("-", " ")}

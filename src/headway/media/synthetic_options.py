@@ -1,4 +1,5 @@
-"""What the generated multimodal set holds: what `media/synthetic.py` takes, and the options of `headway data synthetic-media`.
+"""What the generated multimodal set holds: what `media/synthetic.py` takes, and the options of
+`headway data synthetic-media`.
 
 A module of its own, because the command line imports it for every help, without numpy.
 """
@@ -13,7 +14,8 @@ from headway.errors import ConfigError
 
 @dataclass(frozen=True)
 class SyntheticMedia:
-    """What is generated. A share `missing` of the samples has only a picture, an equal share only a sound."""
+    """What is generated. A share `missing` of the samples has only a picture, an equal share only a
+    sound."""
 
     samples: int = option(600, "Scenes for training; every question about one is a conversation.")
     heldout: int = option(120, "Scenes with combinations that training never shows.")
@@ -28,13 +30,15 @@ class SyntheticMedia:
     def __post_init__(self) -> None:
         if self.samples < 1 or self.heldout < 0:
             raise ConfigError(
-                f"samples is {self.samples} and heldout {self.heldout}; at least 1 and 0 are expected."
+                f"samples is {self.samples} and heldout {self.heldout}; at least 1 and 0 are "
+                "expected."
             )
         if not 16 <= self.image_size <= 1024:
             raise ConfigError(f"image_size is {self.image_size}; it must be 16 to 1024.")
         if not 0.1 <= self.seconds <= 60 or not 8000 <= self.sample_rate <= 48_000:
             raise ConfigError(
-                f"seconds is {self.seconds:g} and sample_rate {self.sample_rate}; 0.1 to 60 and 8000 to 48000 are expected."
+                f"seconds is {self.seconds:g} and sample_rate {self.sample_rate}; 0.1 to 60 and "
+                "8000 to 48000 are expected."
             )
         if not 0 <= self.missing <= 0.5:
             raise ConfigError(f"missing is {self.missing:g}; it must be 0 to 0.5.")

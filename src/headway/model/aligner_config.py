@@ -24,11 +24,13 @@ class AlignerConfig(Section):
     norm_eps: float = setting(1e-6, "Added to the variance in the heads' LayerNorm.", gt=0)
     weights: Path | None = setting(
         None,
-        "aligner.safetensors or PurrSight's aligner.pt whose heads and scales the run starts from; null = random heads.",
+        "aligner.safetensors or PurrSight's aligner.pt whose heads and scales the run starts "
+        "from; null = random heads.",
     )
     widths: dict[str, int] = setting(
         dict,
-        "Widths of the frozen encoders' features. Left out, they are read from the encoders; others are refused.",
+        "Widths of the frozen encoders' features. Left out, they are read from the encoders; "
+        "others are refused.",
     )
 
     @field_validator("encoders", mode="before")
@@ -40,14 +42,16 @@ class AlignerConfig(Section):
         if unknown:
             raise ValueError(f"has {unknown[0]!r}; modalities are {', '.join(MODALITIES)}")
         # null leaves a modality of the recipe out: model.aligner.encoders.audio=null.
-        # The order of modalities is that of vectors and columns, so it must not depend on the recipe.
+        # The order of modalities is that of vectors and columns, so it must not depend on the
+        # recipe.
         return {name: value[name] for name in MODALITIES if value.get(name) is not None}
 
     @model_validator(mode="after")
     def _fits(self) -> AlignerConfig:
         if len(self.encoders) < 2:
             raise ValueError(
-                f"has encoders for {', '.join(self.encoders) or 'nothing'}; an aligner needs two modalities or more"
+                f"has encoders for {', '.join(self.encoders) or 'nothing'}; an aligner needs two "
+                "modalities or more"
             )
         for name, encoder in self.encoders.items():
             if name not in encoder.FOR:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
-    from headway.model.score import ScoreHead
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """torch's norms, in models of users and of transformers; headway's own say what they are in
@@ -265,6 +264,41 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
+class ScoreHead:
+    """The head of a reward model, applied to given hidden states: one fp32 score per document.
+
+    The score of a document is that of its last token, which has seen all the others;
+    transformers' ...ForSequenceClassification with one label computes the same.
+    """
+
+    hidden: Tensor
+    """[B,T,D]; of this rank's tokens, where ranks share the layers"""
+    weight: Tensor
+    """[1,D]"""
+    shard: VocabShard | None = None
+    """How ranks that share the layers bring their tokens together."""
+    counts: bool = True
+    """Whether gradients count on this rank; ranks that share the layers compute the same scores."""
+
+    def of_documents(self, bounds: Tensor) -> Tensor:
+        """fp32 [B,n], n documents of a row that start at bounds [B,n + 1]. Empty documents have a
+        score too, which means nothing."""
+        hidden = self.hidden
+        if self.shard is not None:
+            hidden = self.shard.gather_input(hidden)
+
+        # An empty document at the beginning of a row would end at -1.
+        last = (bounds[:, 1:].long() - 1).clamp(min=0)
+        last_hidden = hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[-1]))
+        scores = F.linear(last_hidden.float(), self.weight.float()).squeeze(-1)
+        if self.counts:
+            return scores
+        # The backward of `gather_input` is an exchange, so every rank must run it: here with a
+        # gradient of zero.
+        return scores.detach() + 0.0 * (scores - scores.detach())
+
+
+@dataclass(frozen=True)
 class ModelOut:
     """The result of one forward pass."""
 
@@ -360,14 +394,16 @@ class Model(nn.Module, ABC):
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in every case."""
         raise ConfigError(
-            f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention backends. Use auto."
+            f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention "
+            "backends. Use auto."
         )
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Put `wrap(core)` in the place of every attention core, which then computes only these
         KV heads."""
         raise ConfigError(
-            f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1."
+            f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. "
+            "Use context 1."
         )
 
     def split_layers(self, split: LayerSplit) -> None:
@@ -386,7 +422,8 @@ class Model(nn.Module, ABC):
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
         if not mixtures:
             raise ConfigError(
-                f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use expert 1."
+                f"parallel.expert is above 1; {type(self).__name__} has no experts to split. Use "
+                "expert 1."
             )
         for mixture in mixtures:
             mixture.exchange = wrap(mixture.experts)
@@ -399,7 +436,8 @@ class Model(nn.Module, ABC):
         is.
         """
         raise ConfigError(
-            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
+            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. "
+            "Use pipeline 1."
         )
 
     def forward_stage(
@@ -411,7 +449,8 @@ class Model(nn.Module, ABC):
         the last of them comes out, or the model's output if that is the last layer of all.
         """
         raise ConfigError(
-            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1."
+            f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. "
+            "Use pipeline 1."
         )
 
     def hidden_states(

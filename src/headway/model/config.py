@@ -47,7 +47,8 @@ class HeadGatesConfig(Section):
     init_std: float = setting(0.01, "Initial standard deviation of log_alpha.", ge=0)
     stripe: bool = setting(
         False,
-        "Instead, start with every second layer full and the others streaming (log_alpha +10 and -10).",
+        "Instead, start with every second layer full and the others streaming (log_alpha +10 and "
+        "-10).",
     )
 
 
@@ -100,7 +101,8 @@ def with_form(data: dict[str, Any]) -> dict[str, Any]:
     width = data.get("hidden_size", DEFAULT_HIDDEN_SIZE)
     if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0:
         form["embed_scale"] = width**0.5
-    # Keys of experts are merged one by one: a recipe that sets their number keeps the family's router.
+    # Keys of experts are merged one by one: a recipe that sets their number keeps the family's
+    # router.
     if isinstance(form.get("experts"), dict) and isinstance(data.get("experts"), dict):
         data = {**data, "experts": {**form["experts"], **data["experts"]}}
     return {**form, **data}
@@ -114,7 +116,8 @@ class ModelConfig(Section):
 
     family: str = setting(
         "llama",
-        "The names and config.json to read and write: a file of model/families (transformers: any class of it), or your own module.",
+        "The names and config.json to read and write: a file of model/families (transformers: any "
+        "class of it), or your own module.",
     )
     preset: str | None = setting(None, "A known shape to start from; `headway list` prints them.")
     # Sizes.
@@ -135,7 +138,8 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = setting(None, "Scaling of the rotary frequencies.")
     rope_local_theta: float | None = setting(
         None,
-        "Base of the rotary frequencies, unscaled, in layers with a sliding window; null = the same as in the others.",
+        "Base of the rotary frequencies, unscaled, in layers with a sliding window; null = the "
+        "same as in the others.",
         gt=0,
     )
     rope_interleaved: bool = setting(
@@ -150,7 +154,8 @@ class ModelConfig(Section):
     )
     positions: Literal["rotary", "learned"] = setting(
         "rotary",
-        "learned = a trained vector per position, up to max_seq_len, is added to the embedding, and nothing is rotated.",
+        "learned = a trained vector per position, up to max_seq_len, is added to the embedding, "
+        "and nothing is rotated.",
     )
     # Norms, biases and the feed-forward.
     norm: Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm_no_bias"] = setting(
@@ -158,7 +163,8 @@ class ModelConfig(Section):
     )
     norm_placement: Literal["before", "after", "both"] = setting(
         "before",
-        "Norms stand before attention and feed-forward, after them (on what is added to the stream), or both.",
+        "Norms stand before attention and feed-forward, after them (on what is added to the "
+        "stream), or both.",
     )
     parallel_block: bool = setting(
         False, "Attention and feed-forward read the same normed stream, and both are added to it."
@@ -176,7 +182,8 @@ class ModelConfig(Section):
     )
     ffn_gate: bool = setting(
         True,
-        "The feed-forward multiplies by the activation of a gate; false = it activates its inner layer itself.",
+        "The feed-forward multiplies by the activation of a gate; false = it activates its inner "
+        "layer itself.",
     )
     tie_embeddings: bool = setting(
         True, "Share one matrix between input embedding and output head."
@@ -196,11 +203,13 @@ class ModelConfig(Section):
     )
     attention_sinks: bool = setting(
         False,
-        "A trained logit per query head takes part in the softmax over scores, with a value of 0: a head may attend to nothing.",
+        "A trained logit per query head takes part in the softmax over scores, with a value of 0: "
+        "a head may attend to nothing.",
     )
     latent_attention: LatentAttentionConfig | None = setting(
         None,
-        "Multi-head latent attention in every layer; null = keys and values of their own for each KV head.",
+        "Multi-head latent attention in every layer; null = keys and values of their own for each "
+        "KV head.",
     )
     experts: ExpertsConfig | None = setting(
         None, "Mixtures of experts in place of feed-forward layers; null = none."
@@ -222,15 +231,18 @@ class ModelConfig(Section):
     # Parts that a task or another section adds, and models that are no Transformer of headway's.
     head_gates: HeadGatesConfig | None = setting(
         None,
-        "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them.",
+        "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null "
+        "with init.from drops them.",
     )
     score_head: bool = setting(
         False,
-        "A head that gives a document one number, its reward, in place of the one that predicts tokens; objective reward adds it.",
+        "A head that gives a document one number, its reward, in place of the one that predicts "
+        "tokens; objective reward adds it.",
     )
     hf_config: dict[str, Any] | None = setting(
         None,
-        "family transformers: config.json of the class, as a mapping. With init.from its keys override those of the folder; without, the "
+        "family transformers: config.json of the class, as a mapping. With init.from its keys "
+        "override those of the folder; without, the "
         "weights are random.",
     )
     trust_remote_code: bool = setting(
@@ -241,11 +253,13 @@ class ModelConfig(Section):
     )
     aligner: AlignerConfig | None = setting(
         None,
-        "Align encoders of text, image and audio instead of training a language model; objective contrastive needs it.",
+        "Align encoders of text, image and audio instead of training a language model; objective "
+        "contrastive needs it.",
     )
     init_std: float = setting(
         0.02,
-        "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output projections.",
+        "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output "
+        "projections.",
         gt=0,
     )
 
@@ -302,7 +316,8 @@ class ModelConfig(Section):
         derives_head_size = self.head_dim is None and self.latent_attention is None
         if derives_head_size and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim"
+                f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or "
+                "give head_dim"
             )
 
         ffn = self.ffn_size
@@ -312,8 +327,10 @@ class ModelConfig(Section):
         widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
-                f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
-                f"a matrix may have at most {MAX_ELEMENTS} elements and a model {MAX_LAYERS} layers. Use smaller values"
+                f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers "
+                f"{self.num_layers}; "
+                f"a matrix may have at most {MAX_ELEMENTS} elements and a model {MAX_LAYERS} "
+                "layers. Use smaller values"
             )
 
         self._latent_fits()
@@ -321,7 +338,8 @@ class ModelConfig(Section):
 
         if self.parallel_block and self.norm_placement != "before":
             raise ValueError(
-                f"parallel_block is given with norm_placement={self.norm_placement}; its one norm stands before. Use before"
+                f"parallel_block is given with norm_placement={self.norm_placement}; its one norm "
+                "stands before. Use before"
             )
         if self.experts is not None and (
             self.parallel_block or not self.ffn_gate or self.activation != "silu"
@@ -333,7 +351,8 @@ class ModelConfig(Section):
             else:
                 key = "ffn_gate"
             raise ValueError(
-                f"experts is given with {key}={getattr(self, key)}; experts are gated, with silu, behind attention"
+                f"experts is given with {key}={getattr(self, key)}; experts are gated, with silu, "
+                "behind attention"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
             raise ValueError(
@@ -344,8 +363,8 @@ class ModelConfig(Section):
                 f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}"
             )
 
-        # Without num_layers in the recipe, the layers may come from pretrained weights. Then this is
-        # checked again with them.
+        # Without num_layers in the recipe, the layers may come from pretrained weights. Then this
+        # is checked again with them.
         knows_layers = "num_layers" in self.model_fields_set
         for key in ("no_rope_layers", "window_layers"):
             too_high = [layer for layer in getattr(self, key) or () if layer >= self.num_layers]
@@ -360,21 +379,25 @@ class ModelConfig(Section):
         has_mixture = self.experts is None or any(map(self.is_mixture, range(self.num_layers)))
         if knows_layers and not has_mixture:
             raise ValueError(
-                f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower first_dense or every"
+                f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower "
+                "first_dense or every"
             )
         if self.experts is not None and self.ffn_bias:
             raise ValueError(
-                "experts is given with ffn_bias=true; the biases of experts are experts.bias. Use ffn_bias false"
+                "experts is given with ffn_bias=true; the biases of experts are experts.bias. Use "
+                "ffn_bias false"
             )
 
         # Gated attention has kernels of its own (kernels/head_mix.py), for plain scores.
         if self.head_gates is not None and self.sliding_window is not None:
             raise ValueError(
-                f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context"
+                f"head_gates is given with sliding_window={self.sliding_window}; gates need heads "
+                "that see the full context"
             )
         if self.head_gates is not None and self.attention_softcap is not None:
             raise ValueError(
-                f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads have no soft-capping"
+                f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads "
+                "have no soft-capping"
             )
         if self.head_gates is not None and self.attention_sinks:
             raise ValueError(
@@ -388,16 +411,19 @@ class ModelConfig(Section):
         if latent is None:
             if self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
                 raise ValueError(
-                    "rope_scaling has mscale_all_dim, which is for latent_attention. Use attention_factor"
+                    "rope_scaling has mscale_all_dim, which is for latent_attention. Use "
+                    "attention_factor"
                 )
             return
         if self.head_dim not in (None, latent.head_size):
             raise ValueError(
-                f"head_dim is {self.head_dim}; with latent_attention it is {latent.head_size}. Leave it out"
+                f"head_dim is {self.head_dim}; with latent_attention it is {latent.head_size}. "
+                "Leave it out"
             )
         if self.kv_heads != self.num_heads:
             raise ValueError(
-                f"num_kv_heads is {self.kv_heads}; with latent_attention it is num_heads={self.num_heads}. Leave it out"
+                f"num_kv_heads is {self.kv_heads}; with latent_attention it is "
+                f"num_heads={self.num_heads}. Leave it out"
             )
         # Values are padded to the width of keys (latent_attention.py).
         if latent.value_head_dim > latent.head_size:
@@ -407,7 +433,8 @@ class ModelConfig(Section):
             )
         if self.head_gates is not None:
             raise ValueError(
-                "head_gates is given with latent_attention, whose heads store one vector together: none can stream alone"
+                "head_gates is given with latent_attention, whose heads store one vector together: "
+                "none can stream alone"
             )
 
         # Settings of other kinds of attention must be what they are without them.
@@ -430,7 +457,8 @@ class ModelConfig(Section):
             for key in ("rope_scaling", "rope_local_theta", "no_rope_layers"):
                 if getattr(self, key):
                     raise ValueError(
-                        f"positions is learned and {key} is given, which is for rotary positions. Remove one of them"
+                        f"positions is learned and {key} is given, which is for rotary positions. "
+                        "Remove one of them"
                     )
             return
 
@@ -452,7 +480,8 @@ class ModelConfig(Section):
             count = len(scaling.short_factor)
             if count != planes:
                 raise ValueError(
-                    f"rope_scaling.short_factor has {count} numbers; {self.rotary_size} rotated channels need {planes}"
+                    f"rope_scaling.short_factor has {count} numbers; {self.rotary_size} rotated "
+                    f"channels need {planes}"
                 )
         if self.rope_local_theta is not None and self.sliding_window is None:
             raise ValueError(
@@ -466,7 +495,8 @@ class ModelConfig(Section):
             for key in ("hf_config", "trust_remote_code"):
                 if getattr(self, key):
                     raise ValueError(
-                        f"{key} is given with family {self.family}; it is for family transformers. Use that, or remove it"
+                        f"{key} is given with family {self.family}; it is for family transformers. "
+                        "Use that, or remove it"
                     )
         if self.hf_config is not None and (self.head_gates is not None or self.media is not None):
             raise ValueError(

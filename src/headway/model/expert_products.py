@@ -134,7 +134,8 @@ def expert_products(
 ) -> Tensor:
     """[N,D]: for each token x [N,D] the sum over its experts of weight * down(silu(gate x) * up
     x)."""
-    # Autograd sees only tensors that are arguments themselves: weight, bias, A and B of each matrix.
+    # Autograd sees only tensors that are arguments themselves: weight, bias, A and B of each
+    # matrix.
     tensors = [*gate[:4], *up[:4], *down[:4]]
     forms = tuple((matrix.scale, matrix.packed) for matrix in (gate, up, down))
     return ExpertProducts.apply(  # pyright: ignore[reportReturnType]

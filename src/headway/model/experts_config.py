@@ -31,7 +31,8 @@ class ExpertsConfig(Section):
     bias: bool = setting(False, "Biases on the projections of the experts.")
     swiglu_limit: float | None = setting(
         None,
-        "Clamped SwiGLU: gate is at most this, up is between minus this and this, and down reads gate * sigmoid(alpha * gate) * (up + 1); "
+        "Clamped SwiGLU: gate is at most this, up is between minus this and this, and down reads "
+        "gate * sigmoid(alpha * gate) * (up + 1); "
         "null = gate * sigmoid(gate) * up.",
         gt=0,
     )
@@ -55,13 +56,15 @@ class ExpertsConfig(Section):
     )
     aux_scope: Literal["row", "step"] = setting(
         "row",
-        "Over which tokens the load is balanced: each row by itself, or all tokens of a step over all ranks. With more than one "
+        "Over which tokens the load is balanced: each row by itself, or all tokens of a step over "
+        "all ranks. With more than one "
         "microbatch or rank, step needs a pass without gradients first.",
         on_resume="free",
     )
     aux_layers: Literal["each", "pooled"] = setting(
         "each",
-        "each: the mean of every layer's balancing loss; pooled: all layers counted together, as transformers does.",
+        "each: the mean of every layer's balancing loss; pooled: all layers counted together, as "
+        "transformers does.",
         on_resume="free",
     )
     z_loss: float = setting(
@@ -72,7 +75,8 @@ class ExpertsConfig(Section):
     )
     bias_rate: float | None = setting(
         None,
-        "Balance without a loss: a bias of each expert, used to choose experts only, moves by this much per step against its load; "
+        "Balance without a loss: a bias of each expert, used to choose experts only, moves by this "
+        "much per step against its load; "
         "null = no bias.",
         ge=0,
     )
@@ -84,7 +88,8 @@ class ExpertsConfig(Section):
         default_alpha = type(self).model_fields["swiglu_alpha"].default
         if self.swiglu_limit is None and self.swiglu_alpha != default_alpha:
             raise ValueError(
-                f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped SwiGLU. Give swiglu_limit too"
+                f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped "
+                "SwiGLU. Give swiglu_limit too"
             )
         if self.num % self.num_groups:
             raise ValueError(f"num_groups is {self.num_groups}; it must divide num={self.num}")
@@ -93,12 +98,14 @@ class ExpertsConfig(Section):
         eligible = self.groups_per_token * group_size
         if self.groups_per_token > self.num_groups or eligible < self.per_token:
             raise ValueError(
-                f"groups_per_token is {self.groups_per_token}; it must be at most num_groups={self.num_groups}, and so many groups "
+                f"groups_per_token is {self.groups_per_token}; it must be at most "
+                f"num_groups={self.num_groups}, and so many groups "
                 f"of {group_size} experts must have per_token={self.per_token}"
             )
         if self.num_groups > 1 and self.group_score == "top2" and group_size < 2:
             raise ValueError(
-                f"group_score is top2 and a group has {group_size} expert; use top1, or fewer groups"
+                f"group_score is top2 and a group has {group_size} expert; use top1, or fewer "
+                "groups"
             )
         return self
 
@@ -119,7 +126,8 @@ class UpcycleConfig(Section):
     per_token: int = setting(2, "Experts that a token passes.", ge=1)
     noise: float = setting(
         0.0,
-        "Normal noise on every expert's matrices, as a share of the matrix's standard deviation; 0 = exact copies.",
+        "Normal noise on every expert's matrices, as a share of the matrix's standard deviation; "
+        "0 = exact copies.",
         ge=0,
         le=1,
     )

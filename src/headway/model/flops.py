@@ -38,6 +38,10 @@ OUTSIDE = in_groups("objective", "projector", "aligner")
 """What is no part of the language model."""
 CORE = 4
 """Where in its block the attention core is, among SLOTS."""
+INTERNLM_MULTIPLE = 256
+"""InternLM rounds the width of its feed-forward layers up to a multiple of this."""
+INTERNLM_MLP_RATIO = 8 / 3
+"""Of that width, before it is rounded, to the hidden size."""
 SLOTS = {
     "input_layernorm": 0,
     "q_proj": 1,
@@ -187,3 +191,22 @@ def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:
     if spec.stage == "last":
         return config.num_layers, int(not spec.groups.isdisjoint({"embedding", "score"}))
     return -1, 0
+
+
+def internlm_flops(config: ModelConfig, seq_len: int, *, recomputed: bool = False) -> float:
+    """FLOPs of one token by InternLM's formula, whose TFLOPS its logs and tables print: attention
+    in full, and all layers run forward a second time if anything is recomputed.
+
+        f [(8 + 4 m) h^2 + 4 s h] L + 6 h V,   m = 1.5 mlp_ratio,   f = 3, recomputed 4
+
+    h: hidden size, s: sequence length, L: layers, V: vocabulary.
+    """
+    h = config.hidden_size
+    # The formula takes the configured ratio, not that of the rounded width.
+    ratio = config.mean_ffn / h
+    nominal_ffn = -(-int(h * INTERNLM_MLP_RATIO) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
+    if config.mean_ffn == nominal_ffn:
+        ratio = INTERNLM_MLP_RATIO
+    factor = 4 if recomputed else 3
+    layer = (8 + 4 * 1.5 * ratio) * h**2 + 4 * seq_len * h
+    return factor * layer * config.num_layers + 6 * h * config.vocab

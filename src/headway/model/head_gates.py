@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from headway.kernels.head_mix import HeadMix
 from headway.kernels.streaming import StreamingWindow
-from headway.model.head_masks.masks import HeadMasks, select_heads
-from headway.model.layout import DECIDED
+from headway.model.head_masks.masks import select_heads
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
@@ -142,16 +141,6 @@ def settle(log_alpha: Tensor) -> Tensor:
     """
     masks = select_heads(log_alpha.tolist(), expected_full_heads(log_alpha))
     return torch.tensor(masks.full, device="cpu")
-
-
-def settled_masks(log_alpha: Tensor, window: int, sinks: int) -> HeadMasks:
-    """The masks that settled gates mean."""
-    return HeadMasks(tuple(tuple(row) for row in settle(log_alpha).tolist()), window, sinks)
-
-
-def decided_log_alpha(masks: HeadMasks) -> Tensor:
-    """fp32 [L,KV]: +10 for full heads and -10 for streaming ones."""
-    return torch.where(torch.tensor(masks.full, device="cpu"), DECIDED, -DECIDED)
 
 
 def probability_zero(log_alpha: Tensor) -> Tensor:

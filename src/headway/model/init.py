@@ -15,16 +15,7 @@ from headway.model.layout import DECIDED, ParamSpec
 from headway.runtime.seed import derive
 
 if TYPE_CHECKING:
-    from headway.model.base import Model
     from headway.model.config import ModelConfig
-
-
-def initialize(model: Model, seed: int) -> None:
-    """Give every parameter its initial value, in place."""
-    specs = {spec.name: spec for spec in model.param_specs()}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(specs[name], model.config, seed))
 
 
 def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tensor:

@@ -211,8 +211,8 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
 
         return aligner_specs(config)
 
-    # In the order in which the forward uses them: engines reduce gradients in the reverse order, and
-    # gates and media, which are used first, are complete last.
+    # In the order in which the forward uses them: engines reduce gradients in the reverse order,
+    # and gates and media, which are used first, are complete last.
     specs: list[ParamSpec] = []
     if config.head_gates:
         shape = (config.num_layers, config.kv_heads)
@@ -353,7 +353,8 @@ def _latent(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     value = latent.value_head_dim
 
     specs = list[ParamSpec]()
-    # Latents have no heads to split: these are whole on every rank, and each uses them for its heads.
+    # Latents have no heads to split: these are whole on every rank, and each uses them for its
+    # heads.
     shared = _Linear(layer, bias=config.qkv_bias)
     by_head = _Linear(layer, unit=head)
     if latent.q_rank is None:

@@ -69,7 +69,8 @@ def encoder_text(name: str, modality: str, *, patches: bool, is_purrsight: bool 
     config = _config(settings, modality)
     if config.TRAINS:
         raise ConfigError(
-            f"multimodal.{modality}.encoder is {name}, which must be trained first (recipe multimodal/align). Give multimodal.aligner."
+            f"multimodal.{modality}.encoder is {name}, which must be trained first (recipe "
+            "multimodal/align). Give multimodal.aligner."
         )
     return json.dumps(settings)
 
@@ -79,7 +80,8 @@ def aligned_encoder_text(folder: Path, modality: str) -> str:
     stored = read_aligner_folder(folder)
     if modality not in stored.config.encoders:
         raise ConfigError(
-            f"multimodal.aligner: {folder} has no encoder for {modality}; it has {', '.join(stored.config.encoders)}."
+            f"multimodal.aligner: {folder} has no encoder for {modality}; it has "
+            f"{', '.join(stored.config.encoders)}."
         )
     return json.dumps({ALIGNER_KEY: str(folder.resolve())})
 
@@ -94,7 +96,8 @@ def _config(settings: dict[str, Any], modality: str) -> EncoderConfig:
     config: EncoderConfig = validate(module.Config, settings)
     if modality not in config.FOR:
         raise ConfigError(
-            f"the encoder of {modality} has kind {config.kind}, which encodes {', '.join(config.FOR)}. Use another."
+            f"the encoder of {modality} has kind {config.kind}, which encodes "
+            f"{', '.join(config.FOR)}. Use another."
         )
     return config
 
@@ -104,7 +107,8 @@ def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> 
     # A model that was trained on a table of features does not know what made them.
     if not text:
         raise ConfigError(
-            f"the model was trained on a table of {modality} features, so its encoder is unknown. Use a model trained on an encoder."
+            f"the model was trained on a table of {modality} features, so its encoder is unknown. "
+            "Use a model trained on an encoder."
         )
     return _opened(text, modality, model_folder)
 
@@ -120,7 +124,8 @@ def _opened(text: str, modality: str, model_folder: Path | None) -> FrozenMediaE
         folder = model_folder / folder
     if not is_aligner_folder(folder):
         raise ConfigError(
-            f"the encoder of {modality} is that of {folder}, which is not there any more. Put the folder back."
+            f"the encoder of {modality} is that of {folder}, which is not there any more. Put the "
+            "folder back."
         )
     # A frozen encoder of phase 1 is opened by its settings, a trained one by its weights.
     stored = read_aligner_folder(folder)

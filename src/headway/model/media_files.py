@@ -110,7 +110,8 @@ def _with_encoders(folder: Path, shape: MediaShape, model_folder: Path | None) -
             source = model_folder / source
         if not source.is_dir():
             raise CheckpointError(
-                f"the {media_input.modality} encoder of phase 1 is not at {source} any more. Put it back, and export again."
+                f"the {media_input.modality} encoder of phase 1 is not at {source} any more. Put "
+                "it back, and export again."
             )
         # All modalities of a model come from one phase-1 run, so it is copied once.
         if not target.exists():
@@ -163,7 +164,8 @@ def read_media_files(
             raise ValueError(wrong)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise CheckpointError(
-            f"{folder / MEDIA_FILE}: does not describe media inputs ({first_line(problem)}). {remedy}"
+            f"{folder / MEDIA_FILE}: does not describe media inputs ({first_line(problem)}). "
+            f"{remedy}"
         ) from None
 
     # The whole file is read and hashed before a tensor of it is used.

@@ -108,12 +108,14 @@ class MixtureOfExperts(nn.Module):
     def route(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, Routing | None]:
         """The result [B,T,D], and what the router did with the tokens that count: `counted` is 1
         for them, fp32 [B,T]."""
-        # Only the weights of chosen experts carry a gradient to the router; the choice itself has none.
+        # Only the weights of chosen experts carry a gradient to the router; the choice itself has
+        # none.
         logits = self.gate(x)
         scores = self.gate.scores(logits)
         chosen, weights = self.gate.choose(scores)
 
-        # [B,T,E]: 1 where a token chose an expert. Its sums are the sizes of the groups, on the device.
+        # [B,T,E]: 1 where a token chose an expert. Its sums are the sizes of the groups, on the
+        # device.
         taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0).detach()
         plan = dispatch(chosen.flatten(0, -2), taken.flatten(0, -2).sum(0))
         # With expert parallelism tokens travel to the ranks that hold their experts, and back.

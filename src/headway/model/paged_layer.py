@@ -198,8 +198,8 @@ class LayerPages:
             *(self.rows * len(ring.heads) * ring.indices for ring in rings),
         ]
         self._begin = [sum(extents[:index]) for index in range(len(extents))]
-        # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and
-        # 0 times NaN is NaN.
+        # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0,
+        # and 0 times NaN is NaN.
         self.keys = torch.zeros(sum(extents) * self.head_size, device=device, dtype=dtype)
         self.values = self.keys
         if config.latent_attention is None:

@@ -113,8 +113,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# What every published model of a family has, whatever its size. A recipe that names the family alone
-# gets it too; without it the config could not be written as that family.
+# What every published model of a family has, whatever its size. A recipe that names the family
+# alone gets it too; without it the config could not be written as that family.
 _GEMMA = {"norm": "rmsnorm1p", "norm_placement": "both", "activation": "gelu_tanh"}
 _OLMO = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
 FORMS: dict[str, dict[str, Any]] = {

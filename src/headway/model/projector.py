@@ -133,8 +133,8 @@ class MediaEmbedder(nn.ModuleDict):
         slot = self.own_tokens(torch.where(media.slot >= 0, media.slot + begin, -1)).flatten()
         is_soft = slot >= 0
 
-        # Text positions point at different soft tokens: with one for all of them, the backward would
-        # add their zeros to the same row one after another.
+        # Text positions point at different soft tokens: with one for all of them, the backward
+        # would add their zeros to the same row one after another.
         spread = torch.arange(len(slot), device=slot.device) % (rows * slots)
         index = torch.where(is_soft, slot, spread)
         embeddings = soft.flatten(0, 1).gather(0, index[:, None].expand(-1, width)).view(x.shape)

@@ -14,7 +14,8 @@ class RopeScaling(Section):
 
     kind: Literal["linear", "llama3", "yarn", "longrope"] = setting(
         "linear",
-        "linear divides all frequencies by factor; llama3 and yarn divide only the low ones; yarn also sharpens attention; longrope "
+        "linear divides all frequencies by factor; llama3 and yarn divide only the low ones; yarn "
+        "also sharpens attention; longrope "
         "divides each frequency by its own factor, one list for short and one for long documents.",
     )
     factor: float = setting(1.0, "How many times longer the context becomes.", gt=0)
@@ -29,7 +30,8 @@ class RopeScaling(Section):
     )
     beta_fast: float = setting(
         32.0,
-        "yarn: dimensions that rotate more often than this over original_max_seq_len are unchanged.",
+        "yarn: dimensions that rotate more often than this over original_max_seq_len are "
+        "unchanged.",
         gt=0,
     )
     beta_slow: float = setting(
@@ -37,7 +39,8 @@ class RopeScaling(Section):
     )
     attention_factor: float | None = setting(
         None,
-        "yarn, longrope: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1 with yarn, "
+        "yarn, longrope: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1 with "
+        "yarn, "
         "sqrt(1 + ln(factor) / ln(original_max_seq_len)) with longrope.",
         gt=0,
     )
@@ -46,12 +49,14 @@ class RopeScaling(Section):
     )
     mscale: float = setting(
         0.0,
-        "yarn: with mscale_all_dim, the two growths of attention whose quotient is attention_factor.",
+        "yarn: with mscale_all_dim, the two growths of attention whose quotient is "
+        "attention_factor.",
         ge=0,
     )
     mscale_all_dim: float = setting(
         0.0,
-        "yarn: latent attention multiplies scores by (0.1 * this * ln(factor) + 1) squared; 0 = unchanged.",
+        "yarn: latent attention multiplies scores by (0.1 * this * ln(factor) + 1) squared; 0 = "
+        "unchanged.",
         ge=0,
     )
     short_factor: tuple[float, ...] = setting(
@@ -75,7 +80,8 @@ class RopeScaling(Section):
         long = len(self.long_factor)
         if self.kind == "longrope" and (short != long or not short):
             raise ValueError(
-                f"longrope needs short_factor and long_factor of one length; they have {short}, {long}"
+                f"longrope needs short_factor and long_factor of one length; they have {short}, "
+                f"{long}"
             )
         if self.kind != "longrope" and (short or long):
             key = "short_factor" if short else "long_factor"

@@ -39,13 +39,13 @@ from headway.model.base import (
     LMHead,
     Model,
     ModelOut,
+    ScoreHead,
 )
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 from headway.model.router import Routing, counted_tokens, stack_routings
-from headway.model.score import ScoreHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -136,7 +136,8 @@ class Block(nn.Module):
         self.window = config.window_of(layer)
         self.softcap = config.attention_softcap
 
-        # Replaced from outside: by another backend, or by what ranks that share tokens or layers do.
+        # Replaced from outside: by another backend, or by what ranks that share tokens or layers
+        # do.
         if config.head_gates is not None:
             self.core: AttentionCore = GatedCore(layer)
         else:
@@ -233,7 +234,8 @@ class Block(nn.Module):
     ) -> Tensor | tuple[Tensor, Routing]:
         q, k, v = self.pre_attention(x, cos, sin)
         o = self.core(q, k, v, **self.core_settings(mask))
-        # A plain feed-forward gets the same arguments with and without `counted`: one graph serves both.
+        # A plain feed-forward gets the same arguments with and without `counted`: one graph serves
+        # both.
         if counted is None or isinstance(self.mlp, FeedForward):
             return self.post_attention(x, o)
         return self.post_attention(x, o, counted)
@@ -278,8 +280,9 @@ class Transformer(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Modules are registered in the order of the forward: engines lay out and reduce gradients in
-        # the reverse. Gates come first: every layer uses them, so their gradients are complete last.
+        # Modules are registered in the order of the forward: engines lay out and reduce gradients
+        # in the reverse. Gates come first: every layer uses them, so their gradients are complete
+        # last.
         self.head_gates = None
         if config.head_gates is not None:
             from headway.model.head_gates import HeadGates

@@ -32,11 +32,13 @@ def upcycled_config(
     """The mixture of a dense model; `settings`: the recipe's other settings of experts."""
     if config.experts is not None:
         raise ConfigError(
-            "init.upcycle is given, but the model in init.from already has experts. Remove init.upcycle."
+            "init.upcycle is given, but the model in init.from already has experts. Remove "
+            "init.upcycle."
         )
     if config.ffn_bias:
         raise ConfigError(
-            "init.upcycle is given, but the feed-forward layers in init.from have biases, which experts do not have."
+            "init.upcycle is given, but the feed-forward layers in init.from have biases, which "
+            "experts do not have."
         )
 
     fields = {}
@@ -55,7 +57,8 @@ def upcycled_config(
     for key, value in fixed.items():
         if fields.get(key, value) != value:
             raise ConfigError(
-                f"model.experts.{key} is {fields[key]!r} and init.upcycle makes it {value!r}. Leave it out of model.experts."
+                f"model.experts.{key} is {fields[key]!r} and init.upcycle makes it {value!r}. "
+                "Leave it out of model.experts."
             )
     return config.with_(experts={**fields, **fixed})
 

@@ -1,4 +1,5 @@
-"""The former home of the contract of tasks, kept for one release for plug-ins that import it. They should import `headway.plugin`."""
+"""The former home of the contract of tasks, kept for one release for plug-ins that import it. They
+should import `headway.plugin`."""
 
 from headway.tasks.base import (
     Collectives,

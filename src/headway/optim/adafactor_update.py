@@ -1,4 +1,5 @@
-"""Adafactor's step on one whole parameter: it and its state change in place.
+"""Adafactor's step on one whole parameter: it and its state change in place. The equations are in
+adafactor.py.
 
 Nothing waits for the device.
 """

@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16 or 8 bits.
+"""AdamW with moments in bf16 or 8 bits (Dettmers et al. 2022, arXiv:2110.02861).
 
 The arithmetic is that of adamw.py in fp32; only the stored moments are rounded, stochastically (see
 state_storage.py).

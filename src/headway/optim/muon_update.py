@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from headway.kernels.elementwise import on_device, run_elementwise
-from headway.kernels.newton_schulz import orthogonalize
 from headway.optim.base import Guard, Hyper
 from headway.optim.state_storage import DTYPES, to_bf16
 
@@ -32,6 +31,10 @@ BATCH_ELEMENTS = 1 << 26
 """Elements that are orthogonalized at a time."""
 ADAMW_RMS = 0.2
 """The usual root mean square of AdamW's updates, which `match_rms_adamw` matches."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""a, b, c of the quintic iteration: the steepest at zero that stays bounded."""
+ZERO_NORM = 1e-7
+"""In place of the norm of a matrix of zeros."""
 
 
 class MuonTensors(NamedTuple):
@@ -158,3 +161,28 @@ def apply_direction(tensors: tuple[Tensor, ...], n: MuonNumbers) -> None:
     param.copy_(new)
     if len(tensors) > 2:
         tensors[2].copy_(new)
+
+
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz: replace each matrix of [..., n, m] by a nearby one whose singular values are
+    about 1, in the dtype it comes in (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+        X = u / |u|      A = X X^T      X = a X + (b A + c A A) X,  `steps` times
+
+    Singular values end between about 0.7 and 1.2. The shorter side is multiplied with itself, so a
+    tall matrix is computed transposed. On CUDA a batch is one call of each product. On the CPU
+    every matrix is computed alone, so that its result does not depend on the others in the batch.
+    """
+    if not matrices.is_cuda and matrices.dim() > 2:
+        return torch.stack([orthogonalize(matrix, steps) for matrix in matrices.unbind()])
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    # The Frobenius norm bounds the largest singular value, so all start in [0, 1].
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=ZERO_NORM)
+    add_product = torch.baddbmm if x.dim() == 3 else torch.addmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        update = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, update, x, beta=a)
+    return x.mT if is_tall else x

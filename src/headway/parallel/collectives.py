@@ -154,14 +154,13 @@ class RankGroup:
         self,
         received: Tensor,
         sent: Tensor,
-        takes: list[int] | None = None,
-        gives: list[int] | None = None,
+        received_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
     ) -> Handle:
         """Part i of `sent` goes to rank i; part i of `received` comes from it.
 
-        Parts are along dim 0, one per rank.
-
-        `takes` and `gives` are the lengths of parts that are not equal, of tensors with two dims.
+        Parts are along dim 0, one per rank. All have the same length, unless the sizes say how
+        long each is; then tensors have two dims.
         """
         if self.size == 1:
             received.copy_(sent)
@@ -171,7 +170,9 @@ class RankGroup:
             sent = sent.view(torch.uint8)
         return self._started(
             "all_to_all",
-            dist.all_to_all_single(received, sent, takes, gives, group=self.handle, async_op=True),
+            dist.all_to_all_single(
+                received, sent, received_sizes, sent_sizes, group=self.handle, async_op=True
+            ),
         )
 
     def shift(self, sent: Tensor) -> tuple[Tensor, Handle]:
@@ -500,7 +501,7 @@ class DifferentiableCollectives:
 
 
 class _Sum(torch.autograd.Function):
-    """Every rank's loss uses the sum, so backward adds up what they all want of it."""
+    """Every rank's loss uses the sum, so its gradient is the sum of the gradients on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: RankGroup) -> Tensor:

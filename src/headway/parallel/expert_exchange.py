@@ -46,9 +46,9 @@ class ExpertExchange:
         return self._run(x, weights, plan)  # pyright: ignore[reportCallIssue]
 
     def _exchange(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
-        gives, takes, local = self._agree(plan.ends)
+        sent_sizes, received_sizes, local = self._agree(plan.ends)
         slots, scale = _Spread.apply(x, weights, plan.order, plan.places)  # pyright: ignore[reportGeneralTypeIssues]
-        slots, scale = _Exchanged.apply(self.group, gives, takes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
+        slots, scale = _Exchanged.apply(self.group, sent_sizes, received_sizes, slots, scale)  # pyright: ignore[reportGeneralTypeIssues]
 
         # Kernels need not handle products of nothing: a slot of zeros has results and gradients of
         # zero.
@@ -58,7 +58,7 @@ class ExpertExchange:
             scale = F.pad(scale, (0, 0, 0, 1))
         results = self.experts(slots, scale, local)
 
-        (results,) = _Exchanged.apply(self.group, takes, gives, results[:count])  # pyright: ignore[reportGeneralTypeIssues]
+        (results,) = _Exchanged.apply(self.group, received_sizes, sent_sizes, results[:count])  # pyright: ignore[reportGeneralTypeIssues]
         return _Combine.apply(results, plan.order, plan.places, weights.shape[1])  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()
@@ -71,10 +71,10 @@ class ExpertExchange:
         received = sent.clone()
         self.group.all_to_all(received, sent).wait()
         # One transfer to the host for both, which waits for the device.
-        gives, takes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        sent_sizes, received_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
 
         load = received.sum(0)
-        total = sum(takes)
+        total = sum(received_sizes)
         if total:
             local_experts = torch.arange(len(load), device=ends.device).repeat(ranks)
             experts = local_experts.repeat_interleave(received.flatten(), output_size=total)
@@ -82,7 +82,7 @@ class ExpertExchange:
             # The one slot of zeros that `_exchange` adds belongs to the last expert.
             load[-1] = 1
             experts = load.new_full((1,), len(load) - 1)
-        return gives, takes, dispatch(experts[:, None], load)
+        return sent_sizes, received_sizes, dispatch(experts[:, None], load)
 
 
 class _Spread(torch.autograd.Function):
@@ -129,28 +129,37 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: RankGroup, gives: list[int], takes: list[int], *tensors: Tensor
+        ctx: Any,
+        group: RankGroup,
+        sent_sizes: list[int],
+        received_sizes: list[int],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.group = group
-        ctx.gives = gives
-        ctx.takes = takes
-        return exchange_rows(group, gives, takes, tensors)
+        ctx.sent_sizes = sent_sizes
+        ctx.received_sizes = received_sizes
+        return exchange_rows(group, sent_sizes, received_sizes, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, *exchange_rows(ctx.group, ctx.takes, ctx.gives, grads)
+        return (
+            None,
+            None,
+            None,
+            *exchange_rows(ctx.group, ctx.received_sizes, ctx.sent_sizes, grads),
+        )
 
 
 def exchange_rows(
-    group: RankGroup, gives: list[int], takes: list[int], tensors: tuple[Tensor, ...]
+    group: RankGroup, sent_sizes: list[int], received_sizes: list[int], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """Row parts of tensors for each rank -> those that each rank had for this one.
 
     All tensors at the same time.
     """
-    received = tuple(tensor.new_empty(sum(takes), *tensor.shape[1:]) for tensor in tensors)
+    received = tuple(tensor.new_empty(sum(received_sizes), *tensor.shape[1:]) for tensor in tensors)
     handles = [
-        group.all_to_all(into, tensor.contiguous(), takes, gives)
+        group.all_to_all(into, tensor.contiguous(), received_sizes, sent_sizes)
         for into, tensor in zip(received, tensors, strict=True)
     ]
     for handle in handles:

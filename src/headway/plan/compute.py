@@ -40,6 +40,8 @@ LOSS_PASSES = 3
 """Passes of the fused loss over one chunk of logits, which end as their own gradients."""
 LOSS_PASSES_FP32 = 12
 """The same in passes over 2-byte elements, where the loss works on fp32 copies."""
+NORM_PASSES = 8
+"""Passes of the last norm, which is never compiled, over the stream."""
 STEP_8BIT_SECONDS = 1.0e-11
 """Unpacking and rounding of 8-bit moments, per parameter, on an H200; other GPUs by their
 bandwidth."""
@@ -260,7 +262,7 @@ def head_seconds(job: PlanJob) -> PassSeconds:
     passes = LOSS_PASSES_FP32 if job.software.logits_in_fp32 else LOSS_PASSES
     # logits and the residual stream of the norm: 2 bytes an element
     loss = passes * 2 * tokens * vocab / (gpu.bandwidth * STREAMING)
-    norm = 8 * 2 * tokens * model.hidden_size / (gpu.bandwidth * ELEMENTWISE)
+    norm = NORM_PASSES * 2 * tokens * model.hidden_size / (gpu.bandwidth * ELEMENTWISE)
     weights = matmul if head_trains(job) else 0.0
     return PassSeconds(matmul + loss / 2 + norm, matmul + loss / 2 + norm, weights)
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from headway.model.config import ModelConfig
+from headway.model.flops import token_flops
 from headway.model.layout import EMBEDDING, HEAD, SCORE, Specs, param_specs
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout, LayoutShape, check_sizes
@@ -19,9 +20,6 @@ from headway.plan.memory import MemoryJob
 from headway.plan.parameters import ModelCounts, ParamCount, count_parameters
 from headway.plan.rates import Software
 
-if TYPE_CHECKING:
-    from headway.plan.reference import ReferenceModel
-
 _T = TypeVar("_T")
 IN_TRANSIT = 3
 """Hidden states and gradients that have arrived early or are being sent, besides those of
@@ -31,6 +29,46 @@ MAX_MICROBATCHES = 4096
 STEADY_ROUNDS = 4
 """Microbatches per pipeline rank after which a schedule holds no more activations at once than
 before."""
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The frozen second model of a run: the reference of a preference task, or a teacher. What it
+    adds to a rank's memory and arithmetic.
+
+    It is whole on every data-parallel rank, divided by the tensor axis alone, and reads every
+    microbatch forward.
+    """
+
+    role: str
+    """reference or teacher."""
+    model: ModelConfig
+    specs: Specs
+    """Its parameters; what is stored quantised as bytes."""
+
+    def parameters(self, tensor: int = 1) -> ParamCount:
+        """Its parameters on one tensor rank; nothing of it trains and no pipeline divides it."""
+        counts = count_parameters(self.model, self.specs, (), tensor)
+        return counts.on_stages([range(self.model.num_layers)], first=True, last=True)
+
+    def weight_bytes(self, compute_bytes: int, tensor: int = 1) -> int:
+        """Its weights on one rank, in the compute dtype or quantised."""
+        count = self.parameters(tensor)
+        # No master copy, gradient or state: it never changes.
+        return compute_bytes * (count.frozen - count.packed) + count.packed_bytes
+
+    def token_bytes(self, compute_bytes: int) -> int:
+        """What stays of its forward pass for each token of a microbatch: a teacher's hidden
+        states."""
+        # A reference leaves one number per document, which is nothing; a teacher's logits are made
+        # from its hidden states chunk by chunk, in the loss.
+        if self.role == "teacher":
+            return compute_bytes * self.model.hidden_size
+        return 0
+
+    def flops(self, seq_len: int) -> float:
+        """FLOPs of one token: forward alone, attention causal."""
+        return token_flops(self.model, seq_len, specs=self.specs, training=()).causal
 
 
 @dataclass(frozen=True)

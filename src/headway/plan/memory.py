@@ -1,14 +1,16 @@
 """How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in,
 numbers go out; nothing imports torch.
 
-    all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state,
-                      a reference model or teacher in memory
-    during a step     gradients, activations (what autograd saves between forward and backward), logits (one chunk, the head's gradients)
+    all the time      weights (what the model computes with), masters (fp32, where they are not the
+                      weights themselves), optimizer state, a reference model or teacher in memory
+    during a step     gradients, activations (what autograd saves between forward and backward),
+                      logits (one chunk, the head's gradients)
 
 The peak is the largest of three moments. Kinds are those of that moment:
 
     head     all activations, one chunk of logits, the head's gradient
-    block    backward of the last block: all activations, what this block computes again, its working memory
+    block    backward of the last block: all activations, what this block computes again, its
+             working memory
     end      backward of the first block: all gradients, one block's activations and working memory
 
 Gradients kept across microbatches count at every moment; on CUDA a step of one microbatch allocates
@@ -16,15 +18,18 @@ them during backward. Widths: D stream, A query heads, K key heads, F feed-forwa
 stores per token, in elements of the compute dtype (seen in what torch saves; tests hold these to
 it):
 
-    compiled             x, norm, q, k, v, o, stream, norm, gate, up, product     4 D + 2 A + 2 K + 3 F
-    compiled, selective  x, q, k, v, o, projection, gate, up                      2 D + 2 A + 2 K + 2 F
-    compiled, fp8        norms in 8 bits, product computed again                  3 D + 1.5 A + 2 K + 2 F
-    eager                x and norms three times (five in 16 bits), silu          6 D (10 D) + 2 A + 2 K + 4 F
-    eager, selective     matrix products kept apart                               3 D + 3 A + 3 K + 2 F
-    recomputed           x                                                        D
+    compiled             4 D + 2 A + 2 K + 3 F           x, norm, q, k, v, o, stream, norm, gate,
+                                                         up, product
+    compiled, selective  2 D + 2 A + 2 K + 2 F           x, q, k, v, o, projection, gate, up
+    compiled, fp8        3 D + 1.5 A + 2 K + 2 F         norms in 8 bits, product computed again
+    eager                6 D (10 D) + 2 A + 2 K + 4 F    x and norms three times (five in 16 bits),
+                                                         silu
+    eager, selective     3 D + 3 A + 3 K + 2 F           matrix products kept apart
+    recomputed           D                               x
 
 Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
-product reads whole tokens, so the norm's result is whole on every rank."""
+product reads whole tokens, so the norm's result is whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +198,8 @@ def estimate(job: MemoryJob) -> Estimate:
 def moments(job: MemoryJob) -> dict[str, dict[str, int]]:
     """What a step adds at each moment that may be its peak, by kind."""
     gradients = _gradients(job)
-    # Sums over microbatches exist from the start; else CUDA allocates a gradient when backward reaches it.
+    # Sums over microbatches exist from the start; else CUDA allocates a gradient when backward
+    # reaches it.
     gradients_kept = 0
     if job.fsdp or job.accumulate > 1 or not job.on_cuda:
         gradients_kept = gradients
@@ -256,8 +262,8 @@ def _weights(job: MemoryJob) -> int:
     if not job.fsdp:
         return job.compute_bytes * count + job.packed_bytes
 
-    # fsdp gathers one unit at a time: embedding and head stay whole through a pass, and of the blocks
-    # there are two, the one in use and the one being gathered.
+    # fsdp gathers one unit at a time: embedding and head stay whole through a pass, and of the
+    # blocks there are two, the one in use and the one being gathered.
     model = job.model
     num_ends = 1 if model.ties_head or model.score_head else 2
     ends = model.vocab * model.hidden_size * num_ends // job.tensor
@@ -364,8 +370,9 @@ def _mixture_extra(job: MemoryJob, dense: float) -> float:
     if not job.compiled and job.compute_bytes != 4:
         # an fp32 copy, which compiled code does not keep
         router_input = 2 * model.hidden_size
-    # With expert parallelism a block keeps the rows that arrived from other ranks, one for each expert
-    # of a token, instead of the token's one input. As many arrive as this rank sends, where loads are equal.
+    # With expert parallelism a block keeps the rows that arrived from other ranks, one for each
+    # expert of a token, instead of the token's one input. As many arrive as this rank sends, where
+    # loads are equal.
     arrived = 0
     if job.expert > 1:
         arrived = (experts.per_token - 1) * model.hidden_size
@@ -410,8 +417,8 @@ def _working(job: MemoryJob, *, recomputed: bool) -> float:
     else:
         gradients = 3 * ffn + 2 * width
     if model.experts is not None:
-        # Sorted copies of inputs and of gradients, and gradients of gate, up and their product. What
-        # is sent to other ranks and what arrives exist at the same time.
+        # Sorted copies of inputs and of gradients, and gradients of gate, up and their product.
+        # What is sent to other ranks and what arrives exist at the same time.
         copies = 5 if job.expert > 1 else 3
         gradients += model.experts.per_token * (3 * model.expert_size / job.tensor + copies * width)
     if job.adapter:
@@ -457,7 +464,8 @@ def _logits(job: MemoryJob) -> int:
 def _head_gradient(job: MemoryJob) -> int:
     """The gradient of the head's matrix in fp32, where it trains."""
     size = job.model.head_rows * job.model.hidden_size // job.tensor
-    # A job does not say which parameters train. No more than the head has means that it is frozen (an adapter trains).
+    # A job does not say which parameters train. No more than the head has means that it is frozen
+    # (an adapter trains).
     if job.has_head and job.trained > size:
         return 4 * size
     return 0
@@ -466,7 +474,8 @@ def _head_gradient(job: MemoryJob) -> int:
 def _buffers(job: MemoryJob) -> int:
     """Work space of libraries; a matrix in floats; buckets of gradients and parameters, and hidden
     states between stages, on their way."""
-    # The largest quantised matrix is written out for its product; that of experts is of all of them.
+    # The largest quantised matrix is written out for its product; that of experts is of all of
+    # them.
     model = job.model
     matrix = 0
     if job.packed:

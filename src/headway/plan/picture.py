@@ -43,11 +43,13 @@ def draw_plan(plan: Plan, path: Path) -> None:
     """Write the picture."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(
-            f"--plot is {str(path)!r}; its name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
+            f"--plot is {str(path)!r}; its name must end in {', '.join(SUFFIXES[:-1])} or "
+            f"{SUFFIXES[-1]}."
         )
     if not path.resolve().parent.is_dir():
         raise ConfigError(
-            f"--plot is {str(path)!r}; there is no folder {path.resolve().parent}. Create it, or give another path."
+            f"--plot is {str(path)!r}; there is no folder {path.resolve().parent}. Create it, or "
+            "give another path."
         )
     need("matplotlib", "--plot")
     from matplotlib.figure import Figure
@@ -61,7 +63,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     job = plan.job
     figure.suptitle(
         f"{layout.world} x {job.gpu.name}: {layout.settings()}\n"
-        f"{job.rows} rows x {job.accumulate} microbatches, {plan.per_gpu:,.0f} tokens/s per GPU, bubble {100 * plan.bubble:.1f} %",
+        f"{job.rows} rows x {job.accumulate} microbatches, {plan.per_gpu:,.0f} tokens/s per GPU, "
+        f"bubble {100 * plan.bubble:.1f} %",
         fontsize=10,
     )
     figure.savefig(path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headway.model.flops import TokenFlops, token_flops
+from headway.model.flops import TokenFlops, internlm_flops, token_flops
 from headway.model.layout import active_parameters
 from headway.parallel.mesh import Mesh
 from headway.parallel.pipeline.program import PipelineShape
@@ -33,13 +33,12 @@ from headway.plan.traffic import (
     tensor_traffic,
 )
 
+SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24.0
 SIMULATED_ROUNDS = 6
 """Microbatches per pipeline rank that are simulated; after these a schedule repeats itself."""
 ZERO_BUBBLE_IDLE = 0.4
 """Share of the bubble that is left where gradients of weights fill it."""
-INTERNLM_FFN_MULTIPLE = 256
-"""InternLM rounds the width of its feed-forward up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Arithmetic:
     recomputed: float
     """What recomputation adds, attention causal."""
     internlm: float
-    """InternLM's formula: attention in full, weights of layers and head, a factor 4 / 3 if anything
-    is recomputed."""
+    """By InternLM's formula (`internlm_flops`)."""
     reference: float = 0.0
     """Forward pass of a frozen second model, attention causal."""
 
@@ -118,13 +116,13 @@ class Plan:
     def budget(self, tokens: float, price: float | None) -> dict[str, float | None]:
         """Days, GPU hours and cost of training on so many tokens."""
         seconds = tokens / self.tokens_per_second
-        gpu_hours = seconds / 3600 * self.job.layout.world
+        gpu_hours = seconds / SECONDS_PER_HOUR * self.job.layout.world
         cost = None
         if price is not None:
             cost = gpu_hours * price
         return {
             "tokens": tokens,
-            "days": seconds / 3600 / HOURS_PER_DAY,
+            "days": seconds / SECONDS_PER_HOUR / HOURS_PER_DAY,
             "gpu_hours": gpu_hours,
             "cost": cost,
         }
@@ -266,28 +264,9 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     reference = 0.0
     if job.reference is not None:
         reference = job.reference.flops(job.seq_len)
-    return Arithmetic(flops, recomputed, internlm_flops(job), reference)
-
-
-def internlm_flops(job: PlanJob) -> float:
-    """FLOPs of one token by InternLM's formula, whose TFLOPS its logs and tables print."""
-    model = job.model
-    width = model.hidden_size
-    factor = 4 if job.memory.recomputed_blocks(model.num_layers) else 3
-    # its mlp_ratio is that of the configured width before rounding up to a multiple of 256
-    ratio = 1.5 * _ratio(model.mean_ffn, width)
-    layer = (8 + 4 * ratio) * width**2 + 4 * job.seq_len * width
-    return factor * layer * model.num_layers + 6 * width * model.vocab
-
-
-def _ratio(ffn: float, width: int) -> float:
-    """The mlp_ratio that gives this ffn_size: 8 / 3 where it fits, since the formula takes the
-    ratio and not the rounded width."""
-    third = 8 / 3
-    rounded_up = -(-int(width * third) // INTERNLM_FFN_MULTIPLE) * INTERNLM_FFN_MULTIPLE
-    if rounded_up == ffn:
-        return third
-    return ffn / width
+    recomputes = bool(job.memory.recomputed_blocks(model.num_layers))
+    internlm = internlm_flops(model, job.seq_len, recomputed=recomputes)
+    return Arithmetic(flops, recomputed, internlm, reference)
 
 
 def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:

@@ -31,6 +31,16 @@ from headway.plan.rates import (
     UNHIDDEN,
 )
 
+TENSOR_PASSES = 8
+"""Gathers and sums of a layer's tokens over tensor ranks: before and after attention and
+feed-forward, forward and backward."""
+REGATHER_PASSES = 2
+"""The gathers once more, where backward does not keep what they brought."""
+RECOMPUTED_PASSES = 4
+"""Those of a layer's forward, where it runs a second time."""
+FORWARD_SHARE = 1 / 3
+"""Of the time that exchanges add to a layer, as of its arithmetic: backward has two thirds."""
+
 
 @dataclass(frozen=True)
 class AxisTraffic:
@@ -252,19 +262,24 @@ def _fsdp(
 
 
 def tensor_traffic(job: PlanJob, layers: int) -> AxisTraffic:
-    """Gathers and sums of activations around the products of some layers, one microbatch."""
+    """Gathers and sums of activations around the products of some layers, one microbatch.
+
+        bytes    layers * passes * T D b * (n - 1) / n
+        passes   8, + 2 where inputs are gathered again in backward, + 4 where layers are recomputed
+
+    T tokens of D channels of b bytes, n ranks.
+    """
     layout = job.layout
     if layout.tensor == 1:
         return AxisTraffic()
     ring = rings(job)["tensor"]
     size = job.tokens * job.model.hidden_size * job.compute_bytes
 
-    # With sequence parallelism a gather before and a sum after attention and feed-forward, both
-    # ways; else two all-reduces each way, which are two passes each.
-    passes = 8.0
+    # Without sequence parallelism there are half as many all-reduces, which are two passes each.
+    passes = float(TENSOR_PASSES)
     if layout.sequence and job.software.regathers:
-        passes += 2
-    passes += 4 * _recomputed_share(job)
+        passes += REGATHER_PASSES
+    passes += RECOMPUTED_PASSES * _recomputed_share(job)
 
     seconds = layers * passes * ring.pass_seconds(job.gpu, size)
     sent = layers * passes * size * (ring.size - 1) / ring.size
@@ -279,7 +294,15 @@ def _recomputed_share(job: PlanJob) -> float:
 
 
 def context_traffic(job: PlanJob, layers: int) -> AxisTraffic:
-    """Exchanges around attention in some layers, one microbatch."""
+    """Exchanges around attention in some layers, one microbatch.
+
+        Ulysses   2 p T b (2 A + 2 K) (h - 1) / h    q, k, v to heads, o back, and their gradients
+        ring      (p + 2) T b 2 K (r - 1)            k and v to the next rank; in backward with
+                                                     their gradients
+
+    T tokens of a rank, b bytes, A and K widths of query and key heads, h ranks exchange heads, r
+    ranks form the ring, p = 1 + half the share of recomputed layers.
+    """
     layout = job.layout
     model = job.model
     if layout.context == 1:
@@ -291,16 +314,15 @@ def context_traffic(job: PlanJob, layers: int) -> AxisTraffic:
     channel_bytes = job.tokens * job.compute_bytes
     # Recomputation repeats the forward half of the exchanges.
     passes = 1 + 0.5 * _recomputed_share(job)
-
-    # Ulysses: q, k, v to heads and the result back, and their gradients.
     exchanged = 2 * passes * channel_bytes * (2 * query + 2 * key) * (heads - 1) / heads
-    # Ring: keys and values to the next rank; in backward with their gradients.
     turns = ring_size(layout, model)
-    passed = (passes + 2) * channel_bytes * 2 * key * (turns - 1) * heads / max(1, heads)
+    passed = (passes + 2) * channel_bytes * 2 * key * (turns - 1)
 
     # Attention waits for its heads; a ring's next keys travel while it computes with the last ones.
+    # q, k, v and o are four messages each way.
     rate = ring.bandwidth(job.gpu)
-    waiting = layers * (exchanged / rate + 8 * ring.hops / max(1, turns))
+    waiting = layers * (exchanged / rate + 2 * 4 * ring.hops / turns)
+    # Keys pass all ranks in forward, in backward, and there once more with their gradients.
     passing = layers * (passed / rate + 3 * (turns - 1) * ring.hop_seconds)
     return AxisTraffic(
         layers * (exchanged + passed), waiting + passing, waiting + UNHIDDEN * passing
@@ -308,20 +330,26 @@ def context_traffic(job: PlanJob, layers: int) -> AxisTraffic:
 
 
 def expert_traffic(job: PlanJob, mixtures: int) -> AxisTraffic:
-    """Tokens of some mixtures to their experts and back, one microbatch, both ways; equal loads."""
+    """Tokens of some mixtures to their experts and back, one microbatch, both ways; equal loads.
+
+        bytes   mixtures * (4 + 2 r) T k D b (n - 1) / n
+
+    T tokens of D channels of b bytes, k experts of a token, n ranks, r the share of recomputed
+    layers.
+    """
     layout = job.layout
     experts = job.model.experts
     if layout.expert == 1 or experts is None:
         return AxisTraffic()
     ring = rings(job)["expert"]
-    # there and back, and their gradients; recomputation repeats the forward half
+    # There and back, and their gradients; recomputation repeats the forward half.
     recomputed = 0.5 * _recomputed_share(job)
     exchanges = 4 * (1 + recomputed)
     size = job.tokens * experts.per_token * job.model.hidden_size * job.compute_bytes
     share = (ring.size - 1) / ring.size
     rate = ring.bandwidth(job.gpu)
     if ring.spans_nodes:
-        # an all-to-all is no ring: each rank sends through its own adapter
+        # An all-to-all is no ring: each rank sends through its own adapter.
         rate = min(rate, job.gpu.network * NETWORK)
 
     # Counts are exchanged first, and the host reads them: it must know how much will arrive.
@@ -363,6 +391,6 @@ def stages_of_job(job: PlanJob) -> list[PassSeconds]:
             tensor_traffic(job, len(layers)).exposed + context_traffic(job, len(layers)).exposed
         )
         waiting += expert_traffic(job, mixtures_in(job, layers)).exposed
-        # Divided like the arithmetic: a third forward, two thirds backward.
-        stages.append(seconds + PassSeconds(waiting / 3, 2 * waiting / 3, 0.0))
+        forward = FORWARD_SHARE * waiting
+        stages.append(seconds + PassSeconds(forward, waiting - forward, 0.0))
     return stages

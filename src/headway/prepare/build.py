@@ -65,7 +65,8 @@ from headway.store.checksums import Checksums
 from headway.store.convert import ConvertReport, check_target, convert_built
 from headway.store.local_copy import is_whole
 from headway.store.media_items import write_items
-from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
+from headway.store.reader import dtype_for, is_store, open_store
+from headway.store.writer import StoreWriter
 from headway.text.clean import CleanReport, CleanRules
 from headway.text.hub import local_or_hub
 from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template

@@ -1,4 +1,5 @@
-"""How raw files become a store: what `prepare/build.py` takes, and options of `headway data tokenize`.
+"""How raw files become a store: what `prepare/build.py` takes, and options of `headway data
+tokenize`.
 
 A module of its own, because the command line imports it for every help, without numpy and pydantic.
 """
@@ -31,8 +32,9 @@ def _clean_rules(is_wanted: bool) -> CleanRules | None:
 class BuildOptions:
     """How raw files become a store.
 
-    Help begins with the kinds of records that an option is for; with others it is refused. So that a given value is known as such, the
-    command line has no default where the field has one (`written=None`).
+    Help begins with the kinds of records that an option is for; with others it is refused. So that
+    a given value is known as such, the command line has no default where the field has one
+    (`written=None`).
     """
 
     kind: str = option(
@@ -79,7 +81,8 @@ class BuildOptions:
     )
 
     chat_template: str = "chatml"
-    """Chat, preference: a built-in template, `tokenizer` for the tokenizer's own, or a .jinja file."""
+    """Chat, preference: a built-in template, `tokenizer` for the tokenizer's own, or a .jinja file.
+    """
     max_length: int | None = option(None, "All but text: maximum tokens of a conversation.")
     too_long: TooLong = option(
         "truncate_right",
@@ -88,7 +91,8 @@ class BuildOptions:
         read=lambda name: name or "truncate_right",
     )
     max_prompt_length: int | None = None
-    """Preference: tokens of the prompt that truncation leaves in any case; None: half of max_length."""
+    """Preference: tokens of the prompt that truncation leaves in any case; None: half of
+    max_length."""
     valid_fraction: float = option(
         0.0,
         "All but text: share of the records for validation (OUT/valid); the rest is in OUT/train.",
@@ -115,7 +119,8 @@ class BuildOptions:
     positions: MediaPositions | None = field(default=None, repr=False)
     """Media: how items stand in a document. Not in the repr, as `placement`."""
     placement: Placement | None = field(default=None, repr=False)
-    """Run the work as tasks, perhaps on many machines; None: in this process and its workers. Not in the repr, which is part of keys."""
+    """Run the work as tasks, perhaps on many machines; None: in this process and its workers. Not
+    in the repr, which is part of keys."""
 
     def check(self) -> None:
         """Refuse impossible values."""
@@ -123,7 +128,8 @@ class BuildOptions:
 
         if self.placement is not None and self.shard is not None:
             raise ConfigError(
-                f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself."
+                f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on "
+                "divides the work itself."
             )
         if self.positions is not None:
             kind = record_kind(self.kind)
@@ -136,7 +142,8 @@ class BuildOptions:
             raise ConfigError(f"--to is {self.to!r}; {self.kind} data is written as {formats}.")
         if self.too_long not in get_args(TooLong):
             raise ConfigError(
-                f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop."
+                f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or "
+                "drop."
             )
         if self.max_length is not None and self.max_length < kind.least_length:
             raise ConfigError(
@@ -146,7 +153,8 @@ class BuildOptions:
             self.max_length or 1 << 62
         ):
             raise ConfigError(
-                f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less than --max-length."
+                f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less "
+                "than --max-length."
             )
         if not 0 <= self.valid_fraction < 1:
             raise ConfigError(

@@ -36,8 +36,8 @@ class MediaNote:
     def of(
         files: Sequence[Path], settings: str, folder: Path, checksums: Checksums
     ) -> MediaNote | None:
-        """The note of some files of records; None where an input is a folder of media, whose content
-        only a look at its files can tell."""
+        """The note of some files of records; None where an input is a folder of media, whose
+        content only a look at its files can tell."""
         if not all(file.is_file() for file in files):
             return None
         # With their folders: records name media relative to where they lie.

@@ -31,8 +31,9 @@ from headway.store.convert import check_target
 from headway.store.foreign.mds_writer import MdsTokenWriter
 from headway.store.media_items import refuse_media
 from headway.store.open import open_source
-from headway.store.reader import StoreWriter, dtype_for
+from headway.store.reader import dtype_for
 from headway.store.source import Flags, Ids, Longs, TokenSource
+from headway.store.writer import StoreWriter
 
 SECTION_DOCUMENTS = 1 << 16
 """Documents whose lengths are read together."""

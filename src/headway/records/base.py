@@ -48,7 +48,8 @@ RAW_SETTINGS = (*FOR_TEXT, *FOR_RECORDS, "format")
 CHAT_MARK = "kind=chat"
 PREFERENCE_MARK = "kind=preference"
 UNPAIRED_MARK = "kind=unpaired"
-"""Start the first `sources` entry in the manifest of a store: of conversations, of preference pairs, of labelled answers."""
+"""Start the first `sources` entry in the manifest of a store: of conversations, of preference
+pairs, of labelled answers."""
 CHAT_TARGETS = ("headway", "internlm", "zero2all", "mds")
 """The store formats that can say which tokens carry loss."""
 HEADWAY_ONLY = ("headway",)
@@ -244,7 +245,8 @@ class RecordKind:
     )
     """What to do about a bad record."""
     refusal: ClassVar[str | None] = None
-    """Why its stores are not for a task that reads single documents, after the name of the store; None: they are."""
+    """Why its stores are not for a task that reads single documents, after the name of the store;
+    None: they are."""
     length_setting: ClassVar[str] = "--max-length (in a recipe: data.seq_len)"
     """The setting that allows longer documents, for messages."""
 

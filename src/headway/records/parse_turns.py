@@ -32,6 +32,28 @@ MOSS_NOTHING = ("", "None")
 """What MOSS writes for a plugin that was not used."""
 MOSS_PLUGINS = "Inner Thoughts=,Commands=,Tool Responses=,Results="
 """The parts of a round that plugins write, as `--keys` ignores them."""
+SPEAKERS: dict[str, Role] = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(
+        ("assistant", "gpt", "bot", "chatgpt", "model", "moss", "function_call"), "assistant"
+    ),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
+}
+"""Names of speakers in lower case -> role."""
+ROUNDS = (
+    ("input", "output"),
+    ("human", "assistant"),
+    ("user", "assistant"),
+    ("question", "answer"),
+    ("prompt", "response"),
+    ("query", "response"),
+    ("instruction", "output"),
+)
+"""Keys of a question and its answer in one object."""
+WEIGHTS = ("loss_weight", "weight", "loss", "train")
+"""Keys of a turn that switch its loss on or off, in the words of several systems."""
+Object = Mapping[str, Any]
 
 
 class Transcript(NamedTuple):
@@ -155,30 +177,6 @@ def _moss_turn(speaker: str, text: str, where: str, ignored: Collection[str]) ->
         "are not supported. Leave such records out with --drop-bad (in a recipe drop_bad: true), "
         f"or learn the answers alone with --keys '{MOSS_PLUGINS}'."
     )
-
-
-SPEAKERS: dict[str, Role] = {
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(
-        ("assistant", "gpt", "bot", "chatgpt", "model", "moss", "function_call"), "assistant"
-    ),
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
-}
-"""Names of speakers in lower case -> role."""
-ROUNDS = (
-    ("input", "output"),
-    ("human", "assistant"),
-    ("user", "assistant"),
-    ("question", "answer"),
-    ("prompt", "response"),
-    ("query", "response"),
-    ("instruction", "output"),
-)
-"""Keys of a question and its answer in one object."""
-WEIGHTS = ("loss_weight", "weight", "loss", "train")
-"""Keys of a turn that switch its loss on or off, in the words of several systems."""
-Object = Mapping[str, Any]
 
 
 class TurnReader:

@@ -298,7 +298,8 @@ class Kind(RecordKind):
         if not all(context.first(data, (name,)) for name in PAIR):
             return None
 
-        # The question is not required: whole dialogues bring their prompt. `Fit` explains the score.
+        # The question is not required: whole dialogues bring their prompt. `Fit` explains the
+        # score.
         question = context.first(data, QUESTIONS)
         if question is None:
             return Fit(PAIR, 3)

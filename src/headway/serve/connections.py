@@ -45,13 +45,13 @@ def affordable_connections(wanted: int, open_files: int) -> int:
     return max(1, min(wanted, open_files - OTHER_FILES))
 
 
-def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
-    """The protocol of a server with at most this many connections, whose clients take bytes at
-    least so often.
+def bounded_protocol(max_connections: int, stalled_seconds: float) -> type[H11Protocol]:
+    """The protocol of a server with at most this many connections; one whose client takes no bytes
+    for `stalled_seconds` is cut.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    table = ConnectionTable(most)
+    table = ConnectionTable(max_connections)
 
     class BoundedProtocol(H11Protocol):
         """One connection."""

@@ -128,7 +128,7 @@ class ServedRequest:
         inputs = self.model.facts.media_inputs
         items = [(ref, inputs[ref.modality]) for ref in prompt.media.values()]
         # The shape of an array follows from its encoder: the answer is raw bytes of known sizes.
-        sizes = [math.prod(source.shape) * np.dtype(source.dtype).itemsize for _, source in items]
+        sizes = [math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for _, spec in items]
         job = ("media", items, limits.media_pixels)
         decoding = asyncio.create_task(decoders.run(job, limits.media_seconds, sum(sizes)))
         decoding.add_done_callback(self._decoding_ended)
@@ -143,11 +143,9 @@ class ServedRequest:
 
         arrays: dict[str, DecodedMedia] = {}
         offset = 0
-        for name, (ref, source), size in zip(prompt.media, items, sizes, strict=True):
-            array = np.frombuffer(data, source.dtype, math.prod(source.shape), offset).reshape(
-                source.shape
-            )
-            arrays[name] = DecodedMedia(ref.modality, array)
+        for name, (ref, spec), size in zip(prompt.media, items, sizes, strict=True):
+            values = np.frombuffer(data, spec.dtype, math.prod(spec.shape), offset)
+            arrays[name] = DecodedMedia(ref.modality, values.reshape(spec.shape))
             offset += size
 
         return replace(prompt, media={}, decoded=arrays)
@@ -213,8 +211,8 @@ class ServedRequest:
             await self.mailbox.wait()
             self._check()
         self._check()
-        # Events may have come with the acceptance, and waiting for it has used up their wake-up: the
-        # next `wait` must return at once.
+        # Events may have come with the acceptance, and waiting for it has used up their wake-up:
+        # the next `wait` must return at once.
         self.mailbox.is_set = True
 
     def _check(self) -> None:

@@ -24,8 +24,9 @@ from headway.store.foreign.mds_writer import MdsTokenWriter
 from headway.store.foreign.zero2all import SftPairWriter, Zero2allWriter
 from headway.store.media_items import refuse_media
 from headway.store.open import open_source
-from headway.store.reader import StoreWriter, dtype_for
+from headway.store.reader import dtype_for
 from headway.store.source import TokenDocument, TokenSource, iter_documents
+from headway.store.writer import StoreWriter
 
 if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer

@@ -1,4 +1,5 @@
-"""How a token store is converted: what `store/convert.py` takes, and the options of `headway data convert`.
+"""How a token store is converted: what `store/convert.py` takes, and the options of `headway data
+convert`.
 
 A module of its own, because the command line imports it for every help, without numpy.
 """
@@ -28,7 +29,8 @@ class ConvertOptions:
 
     kind: StoreKind | None = option(
         None,
-        "Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron.",
+        "Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, "
+        "megatron.",
         "--from",
         read=_kind,
     )

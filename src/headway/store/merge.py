@@ -15,8 +15,9 @@ from headway.errors import DataError
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
 from headway.store.media_items import refuse_media
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
 from headway.store.source import Longs
+from headway.store.writer import StoreWriter
 
 COPY_DOCUMENTS = 4096
 """Documents that are copied together."""
@@ -94,8 +95,9 @@ def _in_order(stores: Sequence[Store]) -> Iterator[tuple[Store, int, int]]:
     """The parts of all shards in the order of (unit, chunk); each is a range of documents of one
     store.
 
-    A tokenization reads units of whole files in chunks (prepare/workers.py); shards divide them, and
-    this is the order in which one process would have written them."""
+    A tokenization reads units of whole files in chunks (prepare/workers.py); shards divide them,
+    and this is the order in which one process would have written them.
+    """
     parts: dict[tuple[int, int], tuple[Store, int, int]] = {}
     for store in stores:
         division = store.manifest.division

@@ -26,12 +26,9 @@ from headway.store.checksums import Checksums, damaged
 from headway.store.manifest import ITEM_BYTES, MANIFEST_NAME, Dtype, StoreManifest, read_manifest
 from headway.store.memory_map import MAPS
 from headway.store.source import Flags, Ids, Longs, TokenSource
-from headway.store.writer import StoreWriter
 
 SLICED_FROM = 64
 """Pieces with this many tokens on average are copied as slices."""
-
-__all__ = ["Store", "StoreWriter", "dtype_for", "is_store", "open_store", "ranges"]
 
 
 def is_store(path: Path) -> bool:

@@ -73,8 +73,8 @@ class HashedFile:
         self.size += len(content)
 
     def reread(self, size_bytes: int) -> BinaryIO:
-        """Cut off the end of the file, after `size_bytes`; returns a temporary file with that end, to
-        be read again.
+        """Cut off the end of the file, after `size_bytes`; returns a temporary file with that end,
+        to be read again.
         """
         self.file.flush()
         cut_off: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
@@ -104,8 +104,8 @@ class HashedFile:
 class GrowingFiles:
     """The files of the shard that is being written.
 
-    `names` gives the names of a shard's files. `again` ends the message about a damaged one: what to
-    do to build it again.
+    `names` gives the names of a shard's files. `again` ends the message about a damaged one: what
+    to do to build it again.
     """
 
     def __init__(self, folder: Path, names: Names, again: str) -> None:

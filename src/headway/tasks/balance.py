@@ -47,16 +47,17 @@ layers."""
 
 
 def with_balance(objective: Task, model: ModelConfig) -> Task:
-    """An objective and the losses of the model's mixtures; the objective itself where it has
+    """A task and the losses of the model's mixtures; the task itself where the model has
     none."""
     experts = model.experts
     if experts is None:
         return objective
-    # A first pass over other rows (KTO's) goes together with experts: its routing counts nowhere. One over
-    # the trained rows would have to be the pass that counts them.
+    # A first pass over other rows (KTO's) goes together with experts: its routing counts nowhere.
+    # One over the trained rows would have to be the pass that counts them.
     if any(first_pass.rows is None for first_pass in first_passes_of(objective)):
         raise ConfigError(
-            f"model.experts is given with an objective that couples all rows of a step ({type(objective).__name__})."
+            "model.experts is given with an objective that couples all rows of a step "
+            f"({type(objective).__name__})."
         )
     by_step = bool(experts.aux_loss) and experts.aux_scope == "step"
     if by_step:
@@ -65,7 +66,7 @@ def with_balance(objective: Task, model: ModelConfig) -> Task:
 
 
 class Balanced:
-    """Another objective's terms, and those of the mixtures."""
+    """Another task's terms, and those of the mixtures."""
 
     def __init__(self, inner: Task, experts: ExpertsConfig) -> None:
         self.inner = inner
@@ -97,7 +98,8 @@ class Balanced:
             )
         metrics["router_z"] = (routing.z.detach().sum(), num_decisions)
         metrics["router_entropy"] = (routing.entropy.sum(), num_decisions)
-        # Read as a sum (`load_metrics`), never divided: the weight is there because metrics are pairs.
+        # Read as a sum (`load_metrics`), never divided: the weight is there because metrics are
+        # pairs.
         metrics[LOAD] = (routing.load.sum(1), routing.load.new_full((mixtures, experts), 1.0))
         return Loss(terms, metrics)
 
@@ -117,7 +119,7 @@ class StepBalanced(Balanced):
     """Balances the load of a whole step; a pass without gradients counts the choices first."""
 
     def first_passes(self) -> tuple[FirstPass, ...]:
-        """Those of the objective, and one over the rows that are trained on. A validation balances
+        """Those of the task, and one over the rows that are trained on. A validation balances
         what it sees."""
         count = FirstPass(LOAD, self.read_load, in_evaluation=False)
         return (*super().first_passes(), count)

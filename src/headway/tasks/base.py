@@ -1,8 +1,10 @@
-"""The contract of an objective: a model's output and a batch come in, additive terms go out, never a mean.
+"""The contract of a task: a model's output and a batch come in, additive terms go out, never
+a mean.
 
-Each rank and microbatch back-propagates its share of one global loss: the sum over terms of coefficient * sum / total. The total is the
-weight of the whole step and is known before the first forward. So accumulation and the number of ranks do not change the result, except
-through the noise of dropout and of sampled head gates, which is drawn per microbatch.
+Each rank and microbatch back-propagates its share of one global loss: the sum over terms of
+coefficient * sum / total. The total is the weight of the whole step and is known before the first
+forward. So accumulation and the number of ranks do not change the result, except through the noise
+of dropout and of sampled head gates, which is drawn per microbatch.
 """
 
 from __future__ import annotations
@@ -29,22 +31,25 @@ if TYPE_CHECKING:
 MetricSums = dict[str, "tuple[Tensor, Tensor]"]
 """Metrics by name, each as (sum, weight): over the step both are added up, then divided."""
 LARGEST = "/max"
-"""The ending of a metric whose values are not added up: the largest of them counts. Its weight is 1."""
+"""The ending of a metric whose values are not added up: the largest counts. Its weight is 1."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One additive part of a loss: its sum over this microbatch. The engine divides it by the step's total named `per`."""
+    """One additive part of a loss: its sum over this microbatch. The engine divides it by the
+    step's total named `per`."""
 
     sum: Tensor
     per: str = "targets"
-    """A name of `StepBatch.totals`, or `tokens`, `step` (1) or `microbatches`, which the engine adds."""
+    """A name of `StepBatch.totals`, or `tokens`, `step` (1) or `microbatches`, which the engine
+    adds."""
     coefficient: float = 1.0
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The terms of one microbatch, and metrics as (sum, weight) pairs of tensors; both are summed over the step before the division."""
+    """The terms of one microbatch, and metrics as (sum, weight) pairs of tensors; both are summed
+    over the step before the division."""
 
     terms: dict[str, Term]
     metrics: MetricSums = field(default_factory=dict)
@@ -74,16 +79,17 @@ class SeenRows(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstPass:
-    """A pass without gradients over all microbatches of a step that comes before the first loss, so that accumulation and ranks change
-    nothing in a loss that couples the rows of a whole step."""
+    """A pass without gradients over all microbatches of a step that comes before the first loss, so
+    that accumulation and ranks change nothing in a loss that couples the rows of a whole step."""
 
     name: str
     """Under which `StepInfo.seen` has what it read."""
     read: Callable[[ModelOut, Batch], Tensor]
-    """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
+    """What the loss must know of a microbatch's rows: [n, ...], with the same n for every
+    microbatch."""
     rows: Callable[[Batch], Batch] | None = None
-    """Other rows that the model sees instead of those it trains on; None: the same. Then a step of one microbatch on one rank needs no
-    pass: its loss sees all rows anyway."""
+    """Other rows that the model sees instead of those it trains on; None: the same. Then a step of
+    one microbatch on one rank needs no pass: its loss sees all rows anyway."""
     in_evaluation: bool = True
     """Whether the loss of validation rows needs it, too."""
 
@@ -97,7 +103,8 @@ class StepInfo:
     num_sources: int = 1
     training: bool = True
     seen: Mapping[str, SeenRows] = field(default_factory=dict)
-    """What first passes read, by their names. A pass is missing where this microbatch is the whole step (see `FirstPass.rows`)."""
+    """What first passes read, by their names. A pass is missing where this microbatch is the whole
+    step (see `FirstPass.rows`)."""
 
     @property
     def survey(self) -> Tensor | None:
@@ -128,12 +135,14 @@ class Collectives(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """A loss. It never calls the model. Its own parameters, if any, are in `module`; the engine trains them."""
+    """A loss. It never calls the model. Its own parameters, if any, are in `module`; the engine
+    trains them."""
 
     scope: Literal["row", "step"]
-    """`row`: rows are independent. `step`: a term couples all rows of a step. For readers; engines go by `first_passes_of`."""
+    """`row`: rows are independent. `step`: a term couples all rows of a step. For readers; engines
+    go by `first_passes_of`."""
     module: nn.Module | None
-    """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
+    """Parameters of the task itself (a Lagrange multiplier, a temperature), or None."""
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The additive terms of one microbatch."""
@@ -151,16 +160,17 @@ class CoupledTask(Task, Protocol):
 
 @runtime_checkable
 class StepTask(Task, Protocol):
-    """A loss that couples all rows of a step through one pass over the rows it trains on. Plug-ins of earlier releases have this
-    form; new tasks define `first_passes`."""
+    """A loss that couples all rows of a step through one pass over the rows it trains on. Plug-ins
+    of earlier releases have this form; new tasks define `first_passes`."""
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
-        """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
+        """What the loss must know of a microbatch's rows: [n, ...], with the same n for every
+        microbatch."""
         ...
 
 
 def first_passes_of(objective: Task) -> tuple[FirstPass, ...]:
-    """The passes that come before the first loss of a step; most objectives have none."""
+    """The passes that come before the first loss of a step; most tasks have none."""
     if isinstance(objective, CoupledTask):
         return objective.first_passes()
     if isinstance(objective, StepTask):
@@ -169,10 +179,13 @@ def first_passes_of(objective: Task) -> tuple[FirstPass, ...]:
 
 
 class ScoreColumns(Protocol):
-    """How the log-probabilities of a frozen model are stored: as columns of a microbatch, and in a table for the whole data.
+    """How the log-probabilities of a frozen model are stored: as columns of a microbatch, and in a
+    table for the whole data.
 
-    The table has two numbers for each group of the data: DPO's chosen and rejected answer, KTO's answer and KL completion. A row of a
-    microbatch has the same number of places for groups in every microbatch; some may be empty."""
+    The table has two numbers for each group of the data: DPO's chosen and rejected answer, KTO's
+    answer and KL completion. A row of a microbatch has the same number of places for groups in
+    every microbatch; some may be empty.
+    """
 
     number: str
     """The column that says which group is in a place, -1 for empty ones: [rows, places]."""
@@ -192,12 +205,13 @@ class ScoreColumns(Protocol):
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """The reference model whose log-probabilities an objective compares with."""
+    """The reference model whose log-probabilities a task compares with."""
 
     path: str | None
     """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
     cached: bool
-    """Compute its log-probabilities once for all data before training, instead of keeping the model in memory."""
+    """Compute its log-probabilities once for all data before training, instead of keeping the model
+    in memory."""
     columns: ScoreColumns | None = None
     """How its log-probabilities of documents are kept; None: those are not wanted."""
     token_column: str | None = None
@@ -205,7 +219,8 @@ class ReferenceSpec:
 
     @property
     def is_teacher(self) -> bool:
-        """Whether its hidden states and its head are needed, not its log-probabilities of the targets."""
+        """Whether its hidden states and its head are needed, not its log-probabilities of the
+        targets."""
         return self.columns is None and self.token_column is None
 
     @property
@@ -216,7 +231,7 @@ class ReferenceSpec:
 
 @dataclass(frozen=True)
 class TeacherCacheSpec:
-    """Stored logits of a teacher that an objective reads."""
+    """Stored logits of a teacher that a task reads."""
 
     paths: tuple[str, ...]
     temperature: float | None
@@ -225,7 +240,8 @@ class TeacherCacheSpec:
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """Optimizer settings an objective needs for some parameters; optim.groups of the recipe take precedence."""
+    """Optimizer settings a task needs for some parameters; optim.groups of the recipe take
+    precedence."""
 
     match: tuple[str, ...]
     """Patterns of parameter names, as in `freeze`."""
@@ -237,7 +253,8 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class GateSpec:
-    """Window and sinks of streaming heads, for an objective that trains head gates; None = as in the model's config."""
+    """Window and sinks of streaming heads, for a task that trains head gates; None = as in
+    the model's config."""
 
     window: int | None = None
     sinks: int | None = None
@@ -260,7 +277,8 @@ class TaskNeeds:
     head: Head = "tokens"
     """What the model puts out (`ModelConfig.head`)."""
     whole_rows: bool = True
-    """Whether a loss must see whole rows. False: terms and metrics are sums over tokens (or per microbatch), so ranks may share a row."""
+    """Whether a loss must see whole rows. False: terms and metrics are sums over tokens (or per
+    microbatch), so ranks may share a row."""
     frozen: ReferenceSpec | None = None
     """A second model that does not train."""
     stored_logits: TeacherCacheSpec | None = None
@@ -268,11 +286,13 @@ class TaskNeeds:
     gates: GateSpec | None = None
     """Head gates that train."""
     rollouts: bool = False
-    """Whether its rows are answers that the model samples while it trains (`rollout` and `reward` of the recipe)."""
+    """Whether its rows are answers that the model samples while it trains (`rollout` and `reward`
+    of the recipe)."""
 
 
 class TaskConfig(KindConfig):
-    """What is asked of a task before anything is built. No torch. Every question has an answer that suits single documents of text."""
+    """What is asked of a task before anything is built. No torch. Every question has an answer that
+    suits single documents of text."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -306,35 +326,39 @@ class TaskConfig(KindConfig):
         return self
 
     def with_sampling(self, drawn: DrawnFrom, longest: int) -> Self:
-        """These settings once it is known how answers are sampled, and how many tokens the longest one may have."""
+        """These settings once it is known how answers are sampled, and how many tokens the longest
+        one may have."""
         return self
 
     # What follows is asked of a task whose model puts out vectors of modalities.
 
     def without_absent(self, modalities: tuple[str, ...]) -> tuple[Self, tuple[str, ...]]:
-        """The settings for a model without some modalities, and the pairs of modalities that this leaves out."""
+        """The settings for a model without some modalities, and the pairs of modalities that this
+        leaves out."""
         return self, ()
 
     def check_modalities(self, modalities: tuple[str, ...]) -> None:
         """Raise a ConfigError for settings that do not fit the modalities of a model."""
 
     def remarks(self, samples: SampleSource) -> Iterator[str]:
-        """What a reader of the log should know about some samples before training on them, a line each."""
+        """What a reader of the log should know about some samples before training on them, a line
+        each."""
         return iter(())
 
     def values_from_scales(
         self, modalities: tuple[str, ...], log_scales: Mapping[str, float]
     ) -> dict[str, Tensor]:
-        """First values of its own parameters by name, from the log scales in the file of an aligner."""
+        """First values of its own parameters by name, from the log scales in the file of an
+        aligner."""
         return {}
 
     def scales_of(
         self, modalities: tuple[str, ...], values: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """The log scale of every modality, for the file of an aligner. `values` has its own parameters by name. 0: similarities are
-        taken as they are."""
+        """The log scale of every modality, for the file of an aligner. `values` has its own
+        parameters by name. 0: similarities are taken as they are."""
         return dict.fromkeys(modalities, 0.0)
 
     def build(self) -> Task:
-        """Make the objective."""
+        """Make the task."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build; every kind needs one.")

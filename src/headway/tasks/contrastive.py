@@ -227,7 +227,7 @@ class Config(TaskConfig):
         return TaskNeeds(head="vectors")
 
     def build(self) -> Contrastive:
-        """Make the objective."""
+        """Make the task."""
         return Contrastive(self)
 
 

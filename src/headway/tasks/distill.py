@@ -1,5 +1,5 @@
 """Distillation: the model learns the whole distribution that a frozen teacher gives to every
-target, beside the target itself.
+target, and the target itself (Hinton et al. 2015, arXiv:1503.02531).
 
 In: a batch with the teacher's hidden states and the teacher's head, or with what is stored of the
 teacher's likeliest tokens; out: one term over targets. kernels/distill_loss.py and
@@ -116,7 +116,7 @@ class Config(TaskConfig):
         return config
 
     def build(self) -> Distill:
-        """Make the objective."""
+        """Make the task."""
         return Distill(self, self._head)
 
 

@@ -8,7 +8,7 @@ streams.
 
 s is the measured sparsity of a microbatch, t the target of the step; the constraint of a step is
 the mean over its microbatches. The gates are the model's (model/head_gates.py); the lambdas are
-this objective's own parameters.
+this task's own parameters.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Config(TaskConfig):
         return self.start + (self.target - self.start) * progress
 
     def build(self) -> HeadSparsity:
-        """Make the objective."""
+        """Make the task."""
         return HeadSparsity(self)
 
 

@@ -7,6 +7,8 @@ z_loss and Z the sum of exponentials:
     -(1 - e) log p(y) - e / V * sum over v of log p(v) + k (log Z)^2
 
     summed with the batch's loss weights
+
+The last term keeps log Z near zero (PaLM, arXiv:2204.02311).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Config(TaskConfig):
         return TaskNeeds(whole_rows=False)
 
     def build(self) -> NextToken:
-        """Make the objective."""
+        """Make the task."""
         return NextToken(self)
 
 

@@ -1,4 +1,5 @@
-"""Reward model: a score of every answer, higher for the chosen one of each pair (Bradley-Terry).
+"""Reward model: a score of every answer, higher for the chosen one of each pair (Bradley-Terry;
+Ouyang et al. 2022, arXiv:2203.02155).
 
 In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the model's score head; out: one term
 over pairs. With c and r the scores of the chosen and of the rejected conversation, each at its last
@@ -7,7 +8,8 @@ token:
     -log s(c - r - m) + k (c + r)^2          m: margin, k: center_rewards_coefficient, s: the
                                              logistic function
 
-The second part keeps scores near zero: the first one depends on their difference alone.
+The second part keeps scores near zero: the first one depends on their difference alone
+(Eisenstein et al. 2023, arXiv:2312.09244).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Config(PreferenceConfig):
         return TaskNeeds(head="scores")
 
     def build(self) -> Reward:
-        """Make the objective."""
+        """Make the task."""
         return Reward(self)
 
 

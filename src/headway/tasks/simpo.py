@@ -39,7 +39,7 @@ class Config(PreferenceConfig):
     )
 
     def build(self) -> SimPO:
-        """Make the objective."""
+        """Make the task."""
         return SimPO(self)
 
 

@@ -99,8 +99,8 @@ def clean(
         report.documents += 1
         report.bytes += size
 
-        # The cheap checks first. A document that breaks a rule is not remembered: a later copy of it
-        # is no duplicate, it breaks the same rule.
+        # The cheap checks first. A document that breaks a rule is not remembered: a later copy of
+        # it is no duplicate, it breaks the same rule.
         reason = broken_rule(document.text, rules)
         if reason is None and exact is not None and not exact.is_new(document.text):
             reason = "duplicate"

@@ -42,7 +42,8 @@ class CleanRules:
     seed: int = option(0, "Seed of the near-duplicate hashes.")
     max_memory_bytes: int | None = option(
         None,
-        "Memory of the near-duplicate index; when it is full, the oldest documents are forgotten. With --on: an upper bound "
+        "Memory of the near-duplicate index; when it is full, the oldest documents are forgotten. "
+        "With --on: an upper bound "
         "for each task, and nothing is forgotten.",
         "--max-memory",
         written="4GB",

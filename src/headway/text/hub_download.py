@@ -232,7 +232,7 @@ def _fetch_large(request: HubRequest, info: Any, names: Sequence[str]) -> None:
     ]
     jobs = [
         job
-        for job in in_threads([partial(_plan, request, name, str(info.sha)) for name in large])
+        for job in in_threads([partial(_job_of, request, name, str(info.sha)) for name in large])
         if job is not None
     ]
     missing = [job for job in jobs if not _is_complete(job.target, job.size)]
@@ -342,8 +342,8 @@ class _Job:
         return int(self.metadata.size)
 
 
-def _plan(request: HubRequest, name: str, commit: str) -> _Job | None:
-    """Where a large file goes; None where the library must download it."""
+def _job_of(request: HubRequest, name: str, commit: str) -> _Job | None:
+    """The download of a large file; None where the library must do it."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(request.repo_id, name, repo_type=request.repo_type, revision=commit)

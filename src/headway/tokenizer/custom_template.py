@@ -397,7 +397,7 @@ class Rendering:
     def _escaped(self, text: str) -> str:
         """A text in which the breaker stands behind the first character of each special token."""
         return self.template.special_pattern.sub(
-            lambda found: found[0][0] + self.breaker + found[0][1:], text
+            lambda special: special[0][0] + self.breaker + special[0][1:], text
         )
 
 

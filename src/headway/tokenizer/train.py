@@ -139,7 +139,7 @@ def check_vocabulary(
     if not least <= vocab_size < VOCABULARY_LIMIT:
         raise ConfigError(
             f"vocab_size is {vocab_size}; it must be at least {least} ({base} bytes and special "
-            "tokens) and under 1048576."
+            f"tokens) and under {VOCABULARY_LIMIT}."
         )
 
     if max_memory_bytes is not None and max_memory_bytes < LEAST_MEMORY_BYTES:

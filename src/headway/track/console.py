@@ -3,7 +3,7 @@
 With -v a second line shows all other metrics. Always on.
 
 On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone.
-With log.style internlm the line is InternLM's (`internlm_line.py`), on a terminal too.
+With log.style internlm the line is InternLM's (`internlm_line`), on a terminal too.
 """
 
 import logging
@@ -16,7 +16,6 @@ from headway.runtime.progress import duration, quantity
 from headway.runtime.status_line import StatusLine
 from headway.track.bar import ProgressBar
 from headway.track.base import Event, Value, flatten
-from headway.track.internlm_line import internlm_line
 
 log = logging.getLogger("headway")
 
@@ -39,6 +38,28 @@ SHOWN = (
     "eta_seconds",
 )
 """Metrics of the line of a step; all others are in the second line of -v."""
+INTERNLM_FIELDS = {
+    "tflops": "tflops",
+    "step": "step",
+    "loss": "loss",
+    "tgs (tokens/gpu/second)": "tgs",
+    "lr": "lr",
+    "loss_scale": "loss_scale",
+    "grad_norm": "grad_norm",
+    "micro_num": "micro_num",
+    "num_consumed_tokens": "num_consumed_tokens",
+    "inf_nan_skip_batches": "inf_nan_skip_batches",
+    "num_samples_in_batch": "num_samples_in_batch",
+    "largest_length": "largest_length",
+    "largest_batch": "largest_batch",
+    "smallest_batch": "smallest_batch",
+    "adam_beta2": "adam_beta2",
+    "fwd_bwd_time": "fwd_bwd_time",
+}
+"""InternLM's name -> the name in metrics.jsonl. Names and order are InternLM's, so that scripts
+that read its logs keep working."""
+INTERNLM_TWO_DIGITS = ("tgs (tokens/gpu/second)", "fwd_bwd_time")
+"""Fields that InternLM rounds."""
 
 
 class Console:
@@ -214,3 +235,21 @@ def _short(valid: Mapping[str, Value]) -> str:
         if not name.endswith("/tokens"):
             shortened[name.removeprefix("valid/")] = value
     return _pairs(shortened)
+
+
+def internlm_line(step: int, metrics: Mapping[str, Value]) -> str:
+    """The line that InternLM's trainer logs for a step: sixteen fields of the flat metrics.
+
+        tflops=190.99,step=2,loss=11.49,tgs (tokens/gpu/second)=4300.69,lr=8e-07,...
+
+    `step` is the number of updates so far, at least 1. A field that the run does not have (beta2
+    of an optimizer without one) is None.
+    """
+    values: dict[str, Value] = {name: metrics.get(key) for name, key in INTERNLM_FIELDS.items()}
+    # InternLM counts steps from 0.
+    values["step"] = step - 1
+    for name in INTERNLM_TWO_DIGITS:
+        value = values[name]
+        if isinstance(value, float):
+            values[name] = round(value, 2)
+    return ",".join(f"{name}={value}" for name, value in values.items())

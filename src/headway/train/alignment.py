@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
@@ -19,12 +20,18 @@ from headway.errors import ConfigError
 from headway.media.sources import source_files
 from headway.model.aligner_config import AlignerConfig
 from headway.model.config import ModelConfig
-from headway.model.encoders.rows import frozen_encoder, row_makers
 from headway.model.flops import TokenFlops
 from headway.model.loading.aligner_file import read_aligner
 from headway.optim.groups import OBJECTIVE
 from headway.prepare.detect import local_path
-from headway.prepare.features import SampleSet, prepare_samples, read_samples
+from headway.prepare.features import (
+    EncoderRows,
+    InputRows,
+    RowMaker,
+    SampleSet,
+    prepare_samples,
+    read_samples,
+)
 from headway.runtime.process import from_environment
 from headway.store.checksums import Checksums
 from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
@@ -32,7 +39,7 @@ from headway.tokenizer.chat_template import FALLBACK_TEMPLATE
 if TYPE_CHECKING:
     import torch
 
-    from headway.model.encoders.base import FrozenMediaEncoder
+    from headway.model.encoders.base import EncoderConfig, FrozenMediaEncoder
     from headway.store.source import TokenSource
     from headway.tasks.base import TaskConfig
     from headway.train.config import Recipe
@@ -292,3 +299,28 @@ def sample_flops(model: ModelConfig) -> TokenFlops:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(media, torch.ones(1, len(aligner.encoders), dtype=torch.bool))
     return TokenFlops(3.0 * counter.get_total_flops(), 0.0, 0.0)
+
+
+# By its settings as text: two configs with the same settings share one loaded encoder.
+@lru_cache(maxsize=8)
+def _built(kind: type[EncoderConfig], settings: str, modality: str) -> FrozenMediaEncoder:
+    return kind.model_validate_json(settings).build(modality)
+
+
+def frozen_encoder(config: EncoderConfig, modality: str) -> FrozenMediaEncoder:
+    """The frozen encoder of a config, loaded once."""
+    return _built(type(config), config.model_dump_json(), modality)
+
+
+def row_makers(aligner: AlignerConfig, device: torch.device | None = None) -> list[RowMaker]:
+    """What makes the rows of each modality's table."""
+    makers: list[RowMaker] = []
+    for modality, config in aligner.encoders.items():
+        if config.TRAINS:
+            makers.append(InputRows(modality, config.input_of(modality)))
+            continue
+        encoder = frozen_encoder(config, modality)
+        if device is not None:
+            encoder.to(device)
+        makers.append(EncoderRows(encoder))
+    return makers

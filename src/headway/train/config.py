@@ -254,7 +254,8 @@ class EvalConfig(Section):
 
 
 class HealConfig(Section):
-    """What to do about a loss that is not finite or spikes. An alert is sent in any case (events nan and spike)."""
+    """What to do about a loss that is not finite or spikes. An alert is sent in any case (events
+    nan and spike)."""
 
     on_nan: Literal["skip", "rollback"] = setting(
         "skip",
@@ -344,7 +345,8 @@ class StageConfig(Overlay):
 
 
 class Recipe(Section):
-    """All settings of one training run, frozen. `Recipe.load` reads a recipe; `recipe.with_` makes a changed copy."""
+    """All settings of one training run, frozen. `Recipe.load` reads a recipe; `recipe.with_` makes
+    a changed copy."""
 
     run: RunConfig = setting(RunConfig, "The run folder, and how the run is started.")
     supervise: SuperviseConfig = setting(

@@ -9,7 +9,8 @@ from headway.train.slurm_config import SlurmConfig
 
 
 class SuperviseConfig(Section):
-    """When a supervised run (run.supervise or `headway supervise`) restarts and gives up. The flags of `headway supervise` override it."""
+    """When a supervised run (run.supervise or `headway supervise`) restarts and gives up. The flags
+    of `headway supervise` override it."""
 
     max_restarts: int = setting(
         5,

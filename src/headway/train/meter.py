@@ -20,7 +20,7 @@ from torch import Tensor
 from headway.data.batch import StepBatch
 from headway.diagnose.slow_ranks import RankTimes
 from headway.model.config import ModelConfig
-from headway.model.flops import TokenFlops
+from headway.model.flops import TokenFlops, internlm_flops
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.parallel.microbatch_runner import FULL_HEADS, STREAMING_HEADS
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
@@ -40,26 +40,8 @@ LARGEST_EXPONENT = 700.0
 """exp() of more overflows a float."""
 SCALARS = ("loss", "grad_norm", "skipped", "loss_scale", "verdict")
 """Metrics of every step, for any objective."""
-INTERNLM_MULTIPLE = 256
-"""InternLM rounds the width of its feed-forward layers up to a multiple of this."""
 WARM_STEPS = 5
 """The first steps wait for the first batches and are left out of averages."""
-
-
-def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one token by InternLM's formula for its `tflops` field (no recompute).
-
-        3 [(8 + 4 m) h^2 + 4 s h] L + 6 h V,   m = 1.5 mlp_ratio
-
-    h: hidden size, s: sequence length, L: layers, V: vocabulary. mlp_ratio is ffn / h; where the
-    ffn is 8/3 h rounded up as InternLM rounds it, mlp_ratio is 8/3.
-    """
-    h = config.hidden_size
-    nominal_ffn = -(-(h * 8 // 3) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
-    m = 4.0
-    if config.mean_ffn != nominal_ffn:
-        m = 1.5 * config.mean_ffn / h
-    return 3 * ((8 + 4 * m) * h * h + 4 * seq_len * h) * config.num_layers + 6 * h * config.vocab
 
 
 @dataclass(frozen=True)
@@ -82,11 +64,11 @@ class MeterSetup:
 
 @dataclass(frozen=True)
 class MetricLayout:
-    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source."""
+    """A metric in the flat tensor of a step: a sum and a weight, or several of each."""
 
     name: str
-    num_sources: int | None = None
-    """How many sums there are, of sources or of experts; None = one number."""
+    num_sums: int | None = None
+    """How many sums there are, one per source or per expert; None = a single number."""
     shape: tuple[int, ...] = ()
 
 
@@ -139,7 +121,7 @@ class Meter:
         self.sources = short_names(setup.source_names)
         self.peak = peak_flops(setup.device_name, setup.dtype)
         """FLOP/s of the device; None where they are not known."""
-        self.internlm_flops = internlm_flops_per_token(setup.model, setup.seq_len)
+        self.internlm_flops = internlm_flops(setup.model, setup.seq_len)
 
     def interrupt(self) -> None:
         """Something other than training comes next; its time belongs to no step."""
@@ -364,10 +346,10 @@ def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], li
 
     metrics: list[MetricLayout] = []
     for name, (total, weight) in result.metrics.items():
-        num_sources = None
+        num_sums = None
         if total.dim():
-            num_sources = total.numel()
-        metrics.append(MetricLayout(name, num_sources, tuple(total.shape)))
+            num_sums = total.numel()
+        metrics.append(MetricLayout(name, num_sums, tuple(total.shape)))
         tensors += [total, weight]
     return metrics, tensors
 
@@ -383,12 +365,12 @@ def _unflatten(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any
 
     for metric in pending.metrics:
         size = 1
-        if metric.num_sources is not None:
-            size = metric.num_sources
+        if metric.num_sums is not None:
+            size = metric.num_sums
         sums = list(islice(values, size))
         weights = list(islice(values, size))
 
-        if metric.num_sources is None:
+        if metric.num_sums is None:
             record[metric.name] = _mean(sums[0], weights[0])
         elif metric.name == LOAD:
             # [mixtures, experts]: how many tokens each expert got.

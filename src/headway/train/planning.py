@@ -19,10 +19,9 @@ from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
 from headway.plan.hardware import GpuModel
-from headway.plan.job import PlanJob
+from headway.plan.job import PlanJob, ReferenceModel
 from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
-from headway.plan.reference import ReferenceModel
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
 from headway.train.run_form import run_form

@@ -20,7 +20,8 @@ from headway.data.rampup import Rampup
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.runtime.storage import read_sealed
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 
 
 def make_store(

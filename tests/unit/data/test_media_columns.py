@@ -26,7 +26,8 @@ from headway.store.media_items import (
     read_items,
     write_items,
 )
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 
 
 def loader_of(features: MediaFeatures, *stores: Store, state: Any = None, **changes: Any) -> Loader:

@@ -11,7 +11,8 @@ from headway.data.mixture import Mixture, MixtureSource
 from headway.data.packing import RowShape
 from headway.data.row_stream import RowStream, Windows
 from headway.data.selection import Selection
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 
 ROW = 8
 

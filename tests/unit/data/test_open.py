@@ -22,7 +22,8 @@ from headway.prepare.cache import find_or_build
 from headway.prepare.sources import prepare_sources
 from headway.store.file_lock import file_lock
 from headway.store.local_copy import copy_to_local
-from headway.store.reader import StoreWriter, is_store, open_store
+from headway.store.reader import is_store, open_store
+from headway.store.writer import StoreWriter
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from headway.data.config import Packing
 from headway.data.packing import RowPlan, RowShape, best_fit, join, plan_rows
 from headway.errors import DataError
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 
 lengths_of = st.lists(st.integers(1, 40), min_size=0, max_size=30)
 PACKINGS: list[Packing] = ["best_fit", "concat", "pad", "one_document"]

@@ -11,7 +11,8 @@ from headway.data.config import Packing
 from headway.data.packing import RowShape
 from headway.data.row_stream import Cursor, RowStream, Windows
 from headway.data.selection import Selection
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 
 
 def stream_of(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from headway.data.selection import Selection
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from support.preference_pairs import make_pair_store
 from headway.data.selection import Selection, split_side
 from headway.errors import ConfigError
 from headway.store.open import open_source
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 from headway.tasks.preference.source import PairSource
 
 

@@ -22,9 +22,10 @@ from headway.runtime.storage import sha256_file
 from headway.store import checksums
 from headway.store.checksums import Checksums
 from headway.store.media_table import MediaTable, MediaTableWriter, open_table
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
 from headway.store.source import DocumentRange, TokenRange, TokenSource
 from headway.store.teacher_logits import LogitsOrigin, TeacherLogitsWriter, open_logits
+from headway.store.writer import StoreWriter
 from headway.tasks.kto.source import UnpairedSource
 from headway.tasks.preference.source import PairSource
 

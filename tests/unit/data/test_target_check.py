@@ -16,7 +16,8 @@ from headway.errors import DataError
 from headway.prepare.build import BuildOptions, build_store
 from headway.prepare.sources import prepare_sources
 from headway.store.convert import convert
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 from headway.tokenizer.chat import Turn, render
 from headway.tokenizer.load import load_tokenizer
 

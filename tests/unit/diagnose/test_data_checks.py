@@ -9,7 +9,8 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.selection import Selection
 from headway.diagnose import data_checks
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 
 
 def _source(path: Path, num_documents: int) -> MixtureSource:

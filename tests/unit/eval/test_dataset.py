@@ -13,7 +13,7 @@ from headway.infer.load import LoadedModel, load_model
 from headway.prepare.pack import PackOptions, pack
 from headway.store.convert import ConvertOptions, convert
 from headway.store.foreign.mds_writer import MdsTokenWriter
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 
 TEXT = "the cat sat on the mat, and then zwölf Boxkämpfer went away.\n" * 40
 

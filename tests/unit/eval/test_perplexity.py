@@ -14,7 +14,7 @@ from headway.eval.dataset import Dataset, ReadOptions, parse_datasets, read_eval
 from headway.eval.perplexity import EvalDocument, perplexity
 from headway.eval.scoring import NUM_BINS, ScoreWindow, TokenScores, TokenSums, batches
 from headway.infer.load import LoadedModel, load_model
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 
 TEXTS = [
     "the cat sat on the mat and then it went away, far over the hills",

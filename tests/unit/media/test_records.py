@@ -315,3 +315,15 @@ def test_parquet_rows_hold_bytes(tmp_path: Path) -> None:
         ("one", PNG, 1),
         ("two", PNG + b"x", 2),
     ]
+
+
+def test_a_caption_file_that_is_too_long_is_refused_and_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.media.sources.TEXT_BYTES", 8)
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "a.txt").write_text("a cat on")
+    assert [record.caption for record in read_records(tmp_path)] == ["a cat on"]
+    (tmp_path / "a.txt").write_text("a cat on a mat")
+    with pytest.raises(DataError, match=r"a\.txt: a caption has at most 8 bytes"):
+        list(read_records(tmp_path))

@@ -11,17 +11,14 @@ from headway.model.head_gates import (
     LOW,
     TEMPERATURE,
     HeadGates,
-    decided_log_alpha,
     expected_z,
     probability_one,
     probability_zero,
     sample,
     settle,
-    settled_masks,
 )
-from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
-from headway.model.layout import GATES, ParamSpec, param_specs
+from headway.model.layout import DECIDED, GATES, ParamSpec, param_specs
 from headway.model.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -121,8 +118,8 @@ def test_settling_streams_as_many_heads_as_the_gates_expect_the_lowest_first() -
     alpha = torch.tensor([[0.3, 0.2, 0.1, 0.0], [-0.1, -0.2, -0.3, -0.4]])
     assert settle(alpha).tolist() == [[True] * 4, [False] * 4]
     assert settle(torch.full((2, 4), 4.0)).all()
-    masks = HeadMasks(((True, False), (False, False)), 64, 4)
-    assert settled_masks(decided_log_alpha(masks), 64, 4) == masks
+    full = [[True, False], [False, False]]
+    assert settle(torch.where(torch.tensor(full), DECIDED, -DECIDED)).tolist() == full
 
 
 def test_gates_begin_nearly_full_or_striped_and_belong_to_the_model() -> None:

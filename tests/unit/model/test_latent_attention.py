@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
+from support.initial_weights import initialize
 
 from headway.diagnose.equality import small_model
 from headway.errors import ConfigError, HeadwayError
@@ -19,7 +20,6 @@ from headway.model.config import ModelConfig
 from headway.model.families.base import family_of, pieces_of, to_hf_config
 from headway.model.flops import token_flops
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.init import initialize
 from headway.model.latent_attention import LatentAttention
 from headway.model.layout import active_parameters, num_parameters, param_specs
 from headway.model.loading.huggingface import check_weights, read_config, read_weights

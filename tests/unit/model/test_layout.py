@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from support.initial_weights import initialize
 
 from headway.model.config import ModelConfig
-from headway.model.init import initial_value, initialize
+from headway.model.init import initial_value
 from headway.model.layout import ParamSpec, num_parameters, param_specs
 from headway.model.presets import PRESETS
 from headway.model.transformer import Transformer

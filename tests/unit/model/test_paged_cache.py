@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.dense_head_masks import masked_forward
 from support.family_shapes import FAMILY_SHAPES
+from support.initial_weights import initialize
 
 from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
 from headway.kernels.paged_attention import paged_reference
@@ -11,7 +12,6 @@ from headway.model import paged_layer
 from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.init import initialize
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_layer import LayerPages, PrefillPiece
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from support.dense_head_masks import masked_forward
 from support.engine_steps import engine_logits
+from support.initial_weights import initialize
 
 from headway.errors import ConfigError
 from headway.kernels.attention import ScoreRule
 from headway.model import ring_prefill
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.init import initialize
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.paged_rows import PAGE_TOKENS, PagedRows
 from headway.model.ring_prefill import RingHeads

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from support.initial_weights import initialize
 from support.media_batches import PATCHES, SHAPE, media_batch, media_config
 
 from headway.model.base import build_model
 from headway.model.config import ModelConfig
-from headway.model.init import initialize
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
 from headway.model.projector import AlignerHead, MediaTensors

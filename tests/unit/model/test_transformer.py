@@ -3,10 +3,10 @@
 import pytest
 import torch
 from support.engine_steps import engine_logits
+from support.initial_weights import initialize
 
 from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
 from headway.model.config import ModelConfig
-from headway.model.init import initialize
 from headway.model.paged_rows import PagedRows
 from headway.model.rope import Rotation, inverse_frequencies, rotate
 from headway.model.transformer import Block, Transformer

@@ -298,7 +298,7 @@ def test_lion_is_the_packages() -> None:
 
 
 def test_singular_values_of_a_batch_of_matrices_become_about_one() -> None:
-    from headway.kernels.newton_schulz import orthogonalize
+    from headway.optim.muon_update import orthogonalize
 
     matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(3))
     for wide_or_tall in (matrices, matrices.mT.contiguous()):

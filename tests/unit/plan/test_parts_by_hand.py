@@ -22,9 +22,8 @@ from headway.plan.compute import (
     update_seconds,
 )
 from headway.plan.hardware import GPUS
-from headway.plan.job import PlanJob
+from headway.plan.job import PlanJob, ReferenceModel
 from headway.plan.parameters import count_parameters
-from headway.plan.reference import ReferenceModel
 from headway.plan.result import make_plan
 from headway.plan.traffic import (
     AxisTraffic,

@@ -301,7 +301,7 @@ def long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def in_one_piece(folder: Path, tokenizer: Path, out: Path, shard_tokens: int) -> dict[str, bytes]:
     """The store of whole texts, written document by document."""
-    from headway.store.reader import StoreWriter
+    from headway.store.writer import StoreWriter
 
     loaded = load_tokenizer(tokenizer)
     writer = StoreWriter(
@@ -367,7 +367,7 @@ def test_slices_are_divided_and_merged_as_whole_documents(
 def test_a_build_killed_inside_a_long_document_ends_with_the_same_bytes(
     tmp_path: Path, tokenizer: Path, long_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headway.store.reader import StoreWriter
+    from headway.store.writer import StoreWriter
 
     whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
     add_many = StoreWriter.add_many
@@ -392,7 +392,7 @@ def test_a_document_in_parts_lies_in_the_shard_it_would_lie_in_as_a_whole(
 ) -> None:
     import numpy as np
 
-    from headway.store.reader import StoreWriter
+    from headway.store.writer import StoreWriter
 
     lengths = [31, 30, 2001, 4, 501, 7]
     ids = np.arange(sum(lengths), dtype=np.uint16)

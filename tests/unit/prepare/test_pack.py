@@ -18,7 +18,8 @@ from headway.data.selection import Selection
 from headway.errors import ConfigError, DataError
 from headway.prepare.pack import PackOptions, PackReport, pack
 from headway.store.convert import convert
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 
 
 def make_store(folder: Path, lengths: list[int], masked: bool = False) -> Path:

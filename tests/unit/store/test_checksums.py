@@ -17,7 +17,8 @@ from headway.store import checksums
 from headway.store.checksums import Checksums
 from headway.store.convert import convert
 from headway.store.merge import merge
-from headway.store.reader import Store, StoreWriter, is_store
+from headway.store.reader import Store, is_store
+from headway.store.writer import StoreWriter
 
 
 @pytest.fixture(autouse=True)

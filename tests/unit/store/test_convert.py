@@ -13,8 +13,9 @@ from headway.store.convert import TARGETS, ConvertOptions, convert, convert_buil
 from headway.store.foreign.internlm import InternlmWriter, open_internlm
 from headway.store.foreign.mds import open_mds
 from headway.store.open import open_source
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
 from headway.store.source import iter_documents
+from headway.store.writer import StoreWriter
 
 documents = st.lists(
     st.lists(st.tuples(st.integers(1, 65000), st.booleans()), min_size=2, max_size=30),

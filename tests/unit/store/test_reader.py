@@ -18,7 +18,8 @@ from headway.errors import DataError
 from headway.runtime.storage import sha256_file
 from headway.store.manifest import ShardFile, StoreManifest, StoreShard, read_manifest
 from headway.store.merge import merge
-from headway.store.reader import Store, StoreWriter, open_store
+from headway.store.reader import Store, open_store
+from headway.store.writer import StoreWriter
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20)
 

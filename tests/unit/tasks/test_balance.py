@@ -133,7 +133,7 @@ def test_a_step_is_balanced_by_the_choices_of_all_its_rows() -> None:
     assert float(loss.terms["aux_loss"].sum) == pytest.approx(share, rel=1e-6)
     total, weight = loss.metrics["aux_loss"]
     assert (float(total), float(weight)) == (pytest.approx(share, rel=1e-6), 0.5)
-    # a validation has no survey of the whole step: it balances what it sees
+    # a validation has no first pass over a whole step: it balances what it sees
     valid = loss_of(
         routing, config(aux_loss=1.0, aux_scope="step"), StepBalanced, seen=seen, training=False
     )

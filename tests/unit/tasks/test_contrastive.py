@@ -20,7 +20,7 @@ from headway.tasks.contrastive import (
 )
 
 NAMES = ("text", "image", "audio")
-ALONE: Collectives = None  # type: ignore[assignment] - the objective does not communicate: the survey does
+ALONE: Collectives = None  # type: ignore[assignment] - the objective does not communicate: the first pass does
 
 
 def vectors(rows: int, seed: int = 0, modalities: int = 3, dim: int = 6) -> torch.Tensor:
@@ -150,11 +150,13 @@ def test_microbatches_add_up_to_the_whole(micro: int) -> None:
     parts = [slice(start, start + size) for start in range(0, 6, size)]
     outs = [out_of(divided[part], present[part]) for part in parts]
     batches = [batch_of({"sample": torch.arange(6)[part]}) for part in parts]
-    surveys = [objective.read_vectors(out, batch) for out, batch in zip(outs, batches, strict=True)]
-    survey = torch.cat(surveys)
+    parts_read = [
+        objective.read_vectors(out, batch) for out, batch in zip(outs, batches, strict=True)
+    ]
+    first_pass = torch.cat(parts_read)
     total = torch.zeros(())
     for part, out, batch in zip(parts, outs, batches, strict=True):
-        step_info = StepInfo(0, 1, seen={STEP_VECTORS: SeenRows(survey, part.start)})
+        step_info = StepInfo(0, 1, seen={STEP_VECTORS: SeenRows(first_pass, part.start)})
         total = total + share_of(objective.loss(out, batch, step_info, ALONE), 6)
     total.backward()
 
@@ -216,8 +218,8 @@ def test_ranks_count_ties_by_chance() -> None:
 def test_retrieval_metrics_are_those_counted_by_hand() -> None:
     values = torch.eye(4)[:, None, :].repeat(1, 2, 1)
     values[3, 1] = torch.eye(4)[0]  # the partner of sample 3 looks like sample 0
-    survey = torch.cat([values.flatten(1), torch.ones(4, 3)], dim=1)
-    sums = retrieval_sums(survey, NAMES[:2], [(0, 1)], slice(0, 4))
+    first_pass = torch.cat([values.flatten(1), torch.ones(4, 3)], dim=1)
+    sums = retrieval_sums(first_pass, NAMES[:2], [(0, 1)], slice(0, 4))
     metrics = {name: float(total / weight) for name, (total, weight) in sums.items()}
     # Sample 0 ties with 3; for 3 all four are equal.
     recall = (0.5 + 1 + 1 + 0.25) / 4
@@ -238,12 +240,12 @@ no text: a vector of zeros, which is closer to most texts than their own images 
 def test_absent_samples_take_no_place_in_any_metric(parts: list[int]) -> None:
     values = torch.stack([torch.tensor(TEXTS), torch.tensor(IMAGES)], dim=1)
     present = torch.tensor([[1.0, 1], [1, 1], [1, 1], [1, 0], [0, 1]])
-    survey = torch.cat([values.flatten(1), present, torch.ones(5, 1)], dim=1)
+    first_pass = torch.cat([values.flatten(1), present, torch.ones(5, 1)], dim=1)
     sums: dict[str, list[float]] = {}
     start = 0
     for size in parts:
         for name, (total, weight) in retrieval_sums(
-            survey, NAMES[:2], [(0, 1)], slice(start, start + size)
+            first_pass, NAMES[:2], [(0, 1)], slice(start, start + size)
         ).items():
             before = sums.get(name, [0.0, 0.0])
             sums[name] = [before[0] + float(total), before[1] + float(weight)]

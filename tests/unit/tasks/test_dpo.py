@@ -94,9 +94,9 @@ def test_kto_pair_is_its_formula_in_fp64_through_the_means_too(
     objective = Config(loss_type="kto_pair", beta=beta).build()
     seen = {}
     if parts > 1:
-        # The means are those of the whole step, which a survey has seen before.
-        survey = torch.stack([c, r, is_pair], -1).flatten(0, 1).detach()
-        seen = {GAINS: SeenRows(survey)}
+        # The means are those of the whole step, which a first pass has seen before.
+        first_pass = torch.stack([c, r, is_pair], -1).flatten(0, 1).detach()
+        seen = {GAINS: SeenRows(first_pass)}
     total = torch.zeros((), dtype=torch.float64)
     for rows in torch.arange(3).chunk(parts):
         pairs = as_pairs(c[rows], r[rows], is_pair[rows])

@@ -14,10 +14,10 @@ from support.trl_pairs import LAYOUTS, MODEL, PAIRS
 
 from headway.data.batch import Batch
 from headway.export.huggingface import export_huggingface
+from headway.model.base import ScoreHead
 from headway.model.families.base import family_of
 from headway.model.init import initial_value
 from headway.model.layout import SCORE, param_specs
-from headway.model.score import ScoreHead
 from headway.tasks.reward import Config
 
 SCORING = MODEL.with_(score_head=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.initial_weights import initialize
 from support.preference_pairs import make_pair_store
 
 from headway.config.load import load
 from headway.data.loader import Loader
 from headway.data.open import open_data
 from headway.kernels.attention import causal_mask
-from headway.model.init import initialize
 from headway.model.transformer import Transformer
 from headway.parallel.engine import EngineSpec
 from headway.store.reader import Store, open_store

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headway.cli import main
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 
 MODEL = [
     "model.hidden_size=16",

@@ -1,8 +1,8 @@
 """Formulas against published numbers, and names of sources."""
 
 from headway.model.config import ModelConfig
-from headway.model.flops import token_flops
-from headway.train.meter import internlm_flops_per_token, short_names
+from headway.model.flops import internlm_flops, token_flops
+from headway.train.meter import short_names
 
 INTERNLM_7B = ModelConfig(
     hidden_size=4096,
@@ -18,7 +18,7 @@ INTERNLM_7B = ModelConfig(
 
 def test_the_real_internlm_7b_has_the_flops_per_token_of_internlms_own_log() -> None:
     # 4274.45 tokens a second are 189.834 TFLOPS
-    assert internlm_flops_per_token(INTERNLM_7B, 2048) == 44_411_387_904
+    assert internlm_flops(INTERNLM_7B, 2048) == 44_411_387_904
 
 
 def test_the_real_internlm_7b_by_hand_count_needs_half_a_percent_more() -> None:
@@ -36,7 +36,7 @@ def test_the_real_internlm_7b_by_hand_count_needs_half_a_percent_more() -> None:
 def test_another_width_counts_as_it_is() -> None:
     wide = INTERNLM_7B.with_(ffn_size=14336)  # InternLM2-7B: mlp_ratio 3.5
     assert (
-        internlm_flops_per_token(wide, 2048)
+        internlm_flops(wide, 2048)
         == 3 * ((8 + 4 * 1.5 * 3.5) * 4096**2 + 4 * 2048 * 4096) * 32 + 6 * 4096 * 103168
     )
 

@@ -16,7 +16,7 @@ from headway.data.config import SourceConfig
 from headway.diagnose import equality
 from headway.diagnose.check import Check
 from headway.model.config import ModelConfig
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.train.config import Recipe
 from headway.workflows.doctor_data import SampleOptions, check_data, round_trip_checks
 from headway.workflows.doctor_recipe import check_recipe, check_step

@@ -543,7 +543,7 @@ class InferenceEngine:
                     self._fail(sequence, failure_line(problem))
                     continue
                 self._generated += 1
-            elif sequence.most == 0:
+            elif sequence.max_generated == 0:
                 # an embedding, or the scores of a prompt alone
                 reason = "length"
             self._events.append(self._event(result, reason))

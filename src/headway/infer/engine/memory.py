@@ -59,11 +59,13 @@ def build_cache(
         for config, masks in heads_by_rank
     ]
     shape = shapes[rank]
-    # A rank may have more full heads than another. All must have the same slots and pages, so the largest sizes count.
+    # A rank may have more full heads than another. All must have the same slots and pages, so the
+    # largest sizes count.
     ring_bytes = max(rank_shape.ring_bytes for rank_shape in shapes)
     page_bytes = max(rank_shape.page_bytes for rank_shape in shapes)
 
-    # What is wanted: rings of sequences that run, and of snapshots that let others start from a shared prefix.
+    # What is wanted: rings of sequences that run, and of snapshots that let others start from a
+    # shared prefix.
     slots = options.max_running
     snapshots = 0
     if ring_bytes and options.prefix_reuse:
@@ -105,7 +107,8 @@ def build_cache(
         pages = min((budget - (slots + snapshots) * ring_bytes) // page_bytes, pages)
     if slots < 1 or pages < 1:
         raise ConfigError(
-            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page_bytes} bytes and one request's rings "
+            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page_bytes} "
+            "bytes and one request's rings "
             f"{ring_bytes}. Give at least {ring_bytes + slot_page_bytes}."
         )
     return PagedCache(
@@ -162,13 +165,15 @@ class EngineMemory:
         if self._reuse and not needs_all_states:
             # The last token is always computed: its hidden state gives the next token.
             names = sequence.page_names(self._page_tokens, sequence.target - 1)
-        # Pages alone are of no use to heads with rings: sharing ends where a snapshot of these was kept.
+        # Pages alone are of no use to heads with rings: sharing ends where a snapshot of these was
+        # kept.
         known = self.pool.match(names)
         shared = known
         if self.cache.needs_state:
             shared = known[: self.states.last_kept(names[: len(known)])]
 
-        # Taken before anything is allocated: a free page that only keeps a prefix may be given away.
+        # Taken before anything is allocated: a free page that only keeps a prefix may be given
+        # away.
         for page in shared:
             self.pool.take(page)
         wanted = self.table.num_pages(sequence.target) - len(shared)
@@ -190,7 +195,7 @@ class EngineMemory:
 
     def may_grow(self, sequence: EngineSequence) -> bool:
         """It will need another page if it runs to its end."""
-        longest = len(sequence.request.prompt) + sequence.most
+        longest = len(sequence.request.prompt) + sequence.max_generated
         return self.table.num_pages(longest) > len(self.table.pages(sequence.slot))
 
     def holds(self, sequence: EngineSequence, tokens: int) -> bool:
@@ -231,8 +236,9 @@ class EngineMemory:
         room."""
         if sequence.slot < 0:
             return
-        # A token that was chosen but not fed has no keys. The rings are at the last token, the name is that of the last
-        # whole page, less than a page before: rings hold a page more than their window, so the snapshot serves there.
+        # A token that was chosen but not fed has no keys. The rings are at the last token, the name
+        # is that of the last whole page, less than a page before: rings hold a page more than their
+        # window, so the snapshot serves there.
         self.keep(sequence, min(sequence.computed, len(sequence.tokens) - 1))
         self.pool.release(self.table.clear(sequence.slot))
         self._free_slots.append(sequence.slot)

@@ -45,12 +45,14 @@ def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
     for item in media.items:
         if item.modality not in shape.modalities:
             raise ConfigError(
-                f"the request has an item of {item.modality!r}; the model takes {', '.join(shape.modalities)}."
+                f"the request has an item of {item.modality!r}; the model takes "
+                f"{', '.join(shape.modalities)}."
             )
         kind = shape.of(item.modality)
         if not 0 <= item.offset <= len(request.prompt) - kind.tokens:
             raise ConfigError(
-                f"an item of {item.modality!r} stands at token {item.offset} and takes {kind.tokens}; the prompt has {len(request.prompt)}."
+                f"an item of {item.modality!r} stands at token {item.offset} and takes "
+                f"{kind.tokens}; the prompt has {len(request.prompt)}."
             )
         features = None
         if item.content_hash is not None:
@@ -60,7 +62,8 @@ def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
         expected = (kind.vectors, kind.width)
         if tuple(features.shape) != expected or features.dtype.kind not in "fiu":
             raise ConfigError(
-                f"features of {item.modality!r} are {features.dtype} of shape {tuple(features.shape)}; "
+                f"features of {item.modality!r} are {features.dtype} of shape "
+                f"{tuple(features.shape)}; "
                 f"the model takes numbers of shape {expected}."
             )
         if not np.isfinite(features).all():
@@ -72,7 +75,8 @@ def packed_media(loaded: LoadedModel, work: Sequence[PieceOf]) -> MediaTensors |
     shape = loaded.config.media
     if shape is None or all(sequence.request.media is None for sequence, _ in work):
         return None
-    # [1, tokens of the row]: which soft token is at a position, -1 for text. Not a slot of the engine.
+    # [1, tokens of the row]: which soft token is at a position, -1 for text. Not a slot of the
+    # engine.
     soft_token_slot = torch.full((1, sum(piece.count for _, piece in work)), -1, dtype=torch.int32)
     features: dict[str, torch.Tensor] = {}
     present: dict[str, torch.Tensor] = {}

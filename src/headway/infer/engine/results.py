@@ -286,12 +286,12 @@ class PendingPrefill:
                             sequence, None, error=failure_line(problem), was_chosen=False
                         )
                     )
-            if not sequence.is_reading and sequence.most > 0:
+            if not sequence.is_reading and sequence.max_generated > 0:
                 # the hidden state of the prompt's last token gives the first new one
                 last.append(begin - 1)
 
         ended = [sequence for sequence, _ in work if not sequence.is_reading]
-        rows = [sequence for sequence in ended if sequence.most > 0]
+        rows = [sequence for sequence in ended if sequence.max_generated > 0]
         tokens = None
         if rows:
             last_positions = to_device(torch.tensor(last), hidden.device)
@@ -299,7 +299,7 @@ class PendingPrefill:
         pending = PendingPrefill(
             tokens,
             [sequence for sequence in ended if sequence.request.embed],
-            [sequence for sequence in ended if sequence.most == 0],
+            [sequence for sequence in ended if sequence.max_generated == 0],
         )
         pending._scores = scores
         pending._failures = failures

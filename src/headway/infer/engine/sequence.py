@@ -34,10 +34,10 @@ class EngineSequence:
         self.tokens = list(request.prompt)
         """The prompt and every token that was read from the device."""
         self._prompt_length = len(request.prompt)
-        self.most = 0
+        self.max_generated = 0
         """Tokens that are generated at most."""
         if not request.embed:
-            self.most = min(request.max_new_tokens, room)
+            self.max_generated = min(request.max_new_tokens, room)
         # A grammar says where the text ends; an end id that it allows is such a place.
         self._ends = ends
         if request.ignore_eos and request.constraint is None:
@@ -71,8 +71,10 @@ class EngineSequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.guesses = -1
         """Tokens that speculation guesses next; -1: not known yet."""
-        self.proposed = self.accepted = 0
-        """Guesses so far, and those that were right."""
+        self.proposed = 0
+        """Guesses so far."""
+        self.accepted = 0
+        """Guesses that were right."""
         self._names: list[bytes] = []
 
     def restart(self) -> None:
@@ -104,7 +106,7 @@ class EngineSequence:
         # A grammar's next mask depends on the token that is still on its way.
         if self.constraint is not None and self.in_flight > 0:
             return False
-        return len(self.tokens) - self._prompt_length + self.in_flight < self.most
+        return len(self.tokens) - self._prompt_length + self.in_flight < self.max_generated
 
     @cached_property
     def root(self) -> bytes:
@@ -142,9 +144,9 @@ class EngineSequence:
             return "stop"
         if self.constraint is not None and self.constraint.is_finished:
             return "grammar"
-        if len(self.tokens) - self._prompt_length < self.most:
+        if len(self.tokens) - self._prompt_length < self.max_generated:
             return None
-        if self.most == self.request.max_new_tokens:
+        if self.max_generated == self.request.max_new_tokens:
             return "length"
         return "context"
 

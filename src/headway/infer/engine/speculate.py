@@ -279,7 +279,7 @@ class Speculator:
         if sequence.guesses < 0:
             sequence.guesses = self.most
         # One less than it may still generate: a check gives a token of its own after the guesses.
-        return min(sequence.guesses, sequence.most - sequence.num_generated - 1)
+        return min(sequence.guesses, sequence.max_generated - sequence.num_generated - 1)
 
     def checked(self, sequence: EngineSequence, proposed: int, accepted: int) -> None:
         """Guess more where all were right, fewer where half or more were wrong."""

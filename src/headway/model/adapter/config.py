@@ -35,13 +35,15 @@ class AdapterConfig(Section):
     dropout: float = setting(0.0, "Dropout on the input of A.", ge=0, lt=1)
     targets: tuple[str, ...] = setting(
         (EVERY,),
-        "Linears to adapt: all (those of the layers that every token passes), names such as q_proj or lm_head, shell patterns over paths; "
+        "Linears to adapt: all (those of the layers that every token passes), names such as q_proj "
+        "or lm_head, shell patterns over paths; "
         "and experts, or one of their matrices such as experts.down_proj.",
         min_length=1,
     )
     base: PackedForm | None = setting(
         None,
-        "How the frozen linears of the layers are stored: nf4 (4 bits, as QLoRA) or int8; null = in the compute precision.",
+        "How the frozen linears of the layers are stored: nf4 (4 bits, as QLoRA) or int8; null = "
+        "in the compute precision.",
     )
 
     @property
@@ -69,14 +71,16 @@ class AdapterConfig(Section):
             matches |= {path for path in experts if _matches_experts(target, path)}
             if not matches:
                 raise ConfigError(
-                    f"adapter.targets holds {target!r}, which matches no linear{_why(target, model, paths)}"
+                    f"adapter.targets holds {target!r}, which matches no "
+                    f"linear{_why(target, model, paths)}"
                 )
             adapted |= matches
 
         # The LM head is applied as one matrix (`AdaptedLinear.effective`), in chunks of tokens.
         if self.dropout and HEAD_MODULE in adapted:
             raise ConfigError(
-                f"adapter.dropout is {self.dropout} and adapter.targets holds {HEAD_MODULE}, which supports no dropout. "
+                f"adapter.dropout is {self.dropout} and adapter.targets holds {HEAD_MODULE}, which "
+                "supports no dropout. "
                 f"Set dropout to 0, or remove {HEAD_MODULE}."
             )
         if not adapted.isdisjoint(experts) and (self.kind != "lora" or self.dropout):
@@ -84,7 +88,8 @@ class AdapterConfig(Section):
             if self.kind == "lora":
                 setting_given = f"adapter.dropout is {self.dropout}"
             raise ConfigError(
-                f"{setting_given} and adapter.targets holds experts, which take lora without dropout. Set kind lora and dropout 0."
+                f"{setting_given} and adapter.targets holds experts, which take lora without "
+                "dropout. Set kind lora and dropout 0."
             )
         return [path for path in [*paths, *experts] if path in adapted]
 

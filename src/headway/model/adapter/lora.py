@@ -206,8 +206,8 @@ def compute_once(linear: nn.Module) -> None:
 
 def store_packed(linear: nn.Linear, form: PackedForm) -> PackedLayout:
     """Replace a linear's weight by a parameter for its bytes, whose values are not set."""
-    # The parameter has another name, e.g. weight_nf4: a checkpoint says by its names how a matrix is
-    # stored.
+    # The parameter has another name, e.g. weight_nf4: a checkpoint says by its names how a matrix
+    # is stored.
     layout = PackedLayout(form, linear.out_features, linear.in_features)
     values = torch.empty(layout.nbytes, dtype=torch.uint8, device=linear.weight.device)
     del linear.weight

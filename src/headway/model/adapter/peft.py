@@ -94,7 +94,8 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(
-            f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code."
+            f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can "
+            "run code."
         )
     try:
         tensors = load_file(path)
@@ -137,7 +138,8 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
             raise CheckpointError(f"{path}: {name} is missing. Fetch the whole adapter again.")
         if tuple(updates[name].shape) != shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(updates[name].shape)}; rank and model make it {list(shape)}."
+                f"{path}: {name} has shape {list(updates[name].shape)}; rank and model make it "
+                f"{list(shape)}."
             )
     return PeftAdapter(config, settings.get("base_model_name_or_path"), updates, whole, patterned)
 
@@ -181,7 +183,8 @@ def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> Adapt
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error)[:200].splitlines()[0]}"
+            f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: "
+            f"{str(error)[:200].splitlines()[0]}"
         ) from None
 
 
@@ -196,17 +199,20 @@ def _rank_and_alpha(settings: dict[str, Any], linear: str, folder: Path) -> tupl
         patterns = settings.get(key) or {}
         if not isinstance(patterns, dict):
             raise ConfigError(
-                f"{folder / ADAPTER_CONFIG}: {key} is {str(patterns)[:80]}; a mapping from linears to numbers is expected."
+                f"{folder / ADAPTER_CONFIG}: {key} is {str(patterns)[:80]}; a mapping from linears "
+                "to numbers is expected."
             )
         for pattern, value in patterns.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 < value < math.inf:
                 raise ConfigError(
-                    f"{folder / ADAPTER_CONFIG}: {key} has {pattern[:80]!r} {str(value)[:80]!r}; a number above 0 is expected."
+                    f"{folder / ADAPTER_CONFIG}: {key} has {pattern[:80]!r} {str(value)[:80]!r}; a "
+                    "number above 0 is expected."
                 )
             if not PATTERN.fullmatch(pattern):
                 raise ConfigError(
-                    f"{folder / ADAPTER_CONFIG}: {key} holds the expression {pattern[:80]!r}; headway reads names and paths there. "
+                    f"{folder / ADAPTER_CONFIG}: {key} holds the expression {pattern[:80]!r}; "
+                    "headway reads names and paths there. "
                     "Merge the adapter with PEFT first."
                 )
         for pattern, value in patterns.items():
@@ -272,7 +278,8 @@ def _sort(
                 updates[f"{our_name.removesuffix('.weight')}.{part}"] = value
                 continue
         raise CheckpointError(
-            f"{path}: {name} of shape {list(value.shape)} matches no parameter of the model. Is it an adapter of another model?"
+            f"{path}: {name} of shape {list(value.shape)} matches no parameter of the model. Is it "
+            "an adapter of another model?"
         )
     return updates, whole
 
@@ -332,7 +339,8 @@ def check_exportable(config: AdapterConfig, model: ModelConfig) -> None:
     experts = expert_linears(model)
     if any(path in experts for path in config.modules(model)):
         raise ConfigError(
-            "adapter.targets holds experts, whose updates have no form in PEFT. Export the merged model: leave --adapter out."
+            "adapter.targets holds experts, whose updates have no form in PEFT. Export the merged "
+            "model: leave --adapter out."
         )
 
 

@@ -42,11 +42,6 @@ class StockModule:
     """Our path -> where its rows start and stop, in their order."""
     is_transposed: bool
 
-    @property
-    def is_joined(self) -> bool:
-        """It holds several of ours."""
-        return len(self.rows) > 1
-
 
 def stock_modules(model: ModelConfig) -> dict[str, StockModule]:
     """Their modules by their paths: those that join or transpose ours."""

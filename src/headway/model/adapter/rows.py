@@ -61,8 +61,8 @@ class RowAdaptedLinear(nn.Linear):
         """[B,T,O] of [B,T,I]."""
         y = F.linear(input, self.weight, self.bias)
         index = self.rows.index
-        # Decoding: each row has its adapter. Gathering A and B by row keeps one shape for any mix of
-        # adapters, so that a recorded step serves all of them.
+        # Decoding: each row has its adapter. Gathering A and B by row keeps one shape for any mix
+        # of adapters, so that a recorded step serves all of them.
         if index is not None:
             return y + (input @ self.down[index].mT) @ self.up[index].mT
         for span, number in self.rows.spans:
@@ -89,7 +89,8 @@ def load_adapters(
         linear = owner.get_submodule(leaf)
         if type(linear) is not nn.Linear:
             raise ConfigError(
-                f"adapters change {path}, which is a {type(linear).__name__}; only plain linears take an adapter per request."
+                f"adapters change {path}, which is a {type(linear).__name__}; only plain linears "
+                "take an adapter per request."
             )
         setattr(owner, leaf, RowAdaptedLinear(linear, rows, linear_updates))
         # A fused product of several linears (`Attention.fuse`) would not apply the updates.
@@ -106,7 +107,8 @@ def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
         folder = final
     if not is_adapter(folder):
         raise ConfigError(
-            f"adapter {name!r} is {str(folder)!r}, which has no adapter_config.json. Give a PEFT folder."
+            f"adapter {name!r} is {str(folder)!r}, which has no adapter_config.json. Give a PEFT "
+            "folder."
         )
     adapter = read_adapter(folder, config)
     modules = adapter.config.modules(config)
@@ -121,6 +123,7 @@ def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
         reason = "changes kv_b_proj, which makes keys and values from the shared cache of latents"
     if reason:
         raise ConfigError(
-            f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this folder as the model."
+            f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this "
+            "folder as the model."
         )
     return adapter

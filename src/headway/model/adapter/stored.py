@@ -83,7 +83,8 @@ def stored_adapter(
         if model.score_head and not has_score:
             if SCORE not in whole:
                 raise CheckpointError(
-                    f"{folder}: is an adapter of a reward model and has no {SCORE}. Fetch the whole adapter again."
+                    f"{folder}: is an adapter of a reward model and has no {SCORE}. Fetch the "
+                    "whole adapter again."
                 )
             yield SCORE, whole[SCORE]
 
@@ -103,7 +104,8 @@ def base_model_of(folder: Path) -> str:
     base = base_of(folder)
     if base is None:
         raise ConfigError(
-            f"{folder}: is an adapter and does not name its base model. Give the model, and this folder as init.adapter."
+            f"{folder}: is an adapter and does not name its base model. Give the model, and this "
+            "folder as init.adapter."
         )
     return base
 

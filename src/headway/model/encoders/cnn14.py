@@ -29,7 +29,8 @@ class Config(EncoderConfig):
 
     preprocessing: Literal["standard", "purrsight"] = setting(
         "standard",
-        "standard: log-mel and pooling of PANNs. purrsight: as PurrSight computes both (64 x 256 log-mel of magnitudes, mean over places, "
+        "standard: log-mel and pooling of PANNs. purrsight: as PurrSight computes both (64 x 256 "
+        "log-mel of magnitudes, mean over places, "
         "no ReLU), chosen by itself for an aligner.pt of PurrSight.",
     )
 
@@ -43,7 +44,8 @@ class Config(EncoderConfig):
         if self.preprocessing == "purrsight":
             if self.frames != FRAMES:
                 raise ConfigError(
-                    f"frames is {self.frames}; PurrSight's log-mel has {FRAMES}. Leave it out, or set preprocessing: standard."
+                    f"frames is {self.frames}; PurrSight's log-mel has {FRAMES}. Leave it out, or "
+                    "set preprocessing: standard."
                 )
             module = load_cnn14(path, key, is_purrsight=True)
             inputs = PurrSightMelInput(mel_filters_of(path, key))

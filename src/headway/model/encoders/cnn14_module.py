@@ -78,7 +78,8 @@ def load_cnn14(path: Path, key: str, *, is_purrsight: bool = False) -> Cnn14:
     last = tensors.get("fc1.weight")
     if len(channels) < BLOCKS or last is None or last.ndim != 2:
         raise CheckpointError(
-            f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth."
+            f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give "
+            "Cnn14_16k_mAP=0.438.pth."
         )
     with torch.device("meta"):
         network = Cnn14(channels, last.shape[0], is_purrsight=is_purrsight)
@@ -94,6 +95,7 @@ def mel_filters_of(path: Path, key: str) -> np.ndarray:
     if filters is None or tuple(filters.shape) != shape or not bool(filters.isfinite().all()):
         stored = "missing" if filters is None else f"of shape {list(filters.shape)}"
         raise CheckpointError(
-            f"{path}: {MEL_FILTERS} is {stored}; finite numbers of shape {list(shape)} are expected. Fetch the file again."
+            f"{path}: {MEL_FILTERS} is {stored}; finite numbers of shape {list(shape)} are "
+            "expected. Fetch the file again."
         )
     return filters.float().numpy()

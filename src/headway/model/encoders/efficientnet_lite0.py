@@ -40,7 +40,8 @@ class Config(EncoderConfig):
         files = [file for file in package_files(PACKAGE, setting_name) if file.suffix == ".pth"]
         if len(files) != 1:
             raise ConfigError(
-                f"the package {PACKAGE} holds {len(files)} .pth files; one is expected. Install version 0.1.0."
+                f"the package {PACKAGE} holds {len(files)} .pth files; one is expected. Install "
+                "version 0.1.0."
             )
         module = Lite0Encoder(load_lite0(files[0]), pooled=self.pool == "mean")
         identity = f"efficientnet_lite0 {files_identity(files)} pool={self.pool}"

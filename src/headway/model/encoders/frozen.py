@@ -18,18 +18,18 @@ from headway.store.checksums import Checksums
 
 
 class FrozenModule:
-    """An `FrozenMediaEncoder` around a module whose forward takes inputs [n, *input.shape] and
+    """A `FrozenMediaEncoder` around a module whose forward takes inputs [n, *input.shape] and
     gives [n, tokens, width]."""
 
     def __init__(
-        self, modality: str, module: nn.Module, source: MediaInputSpec, identity: str
+        self, modality: str, module: nn.Module, input_spec: MediaInputSpec, identity: str
     ) -> None:
         self.modality = modality
-        self.input = source
+        self.input = input_spec
         self.identity = identity
         self.module = module.eval().requires_grad_(False)
         # One item of zeros shows the shape of the features.
-        features = self.encode(np.zeros((1, *source.shape), source.dtype))
+        features = self.encode(np.zeros((1, *input_spec.shape), input_spec.dtype))
         self.tokens = int(features.shape[1])
         self.width = int(features.shape[2])
 

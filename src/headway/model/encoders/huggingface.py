@@ -26,7 +26,8 @@ class Config(EncoderConfig):
     )
     pool: Literal["auto", "mean", "cls", "none"] = setting(
         "auto",
-        "One vector per item: the model's own pooled output if it has one, else the mean (auto); the mean; or the first token (cls). "
+        "One vector per item: the model's own pooled output if it has one, else the mean (auto); "
+        "the mean; or the first token (cls). "
         "none: every vector, e.g. one per patch.",
     )
     layer: int = setting(

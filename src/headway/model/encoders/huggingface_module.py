@@ -63,7 +63,8 @@ def open_encoder(config: Config, modality: str) -> FrozenMediaEncoder:
     if not folder.is_dir():
         if not is_hub_id(config.path):
             raise ConfigError(
-                f"{key} is {config.path!r}, which is not a folder. Give a Hugging Face folder or a hub id."
+                f"{key} is {config.path!r}, which is not a folder. Give a Hugging Face folder or a "
+                "hub id."
             )
         folder = local_or_hub(config.path)
 
@@ -82,7 +83,8 @@ def open_encoder(config: Config, modality: str) -> FrozenMediaEncoder:
     part = PARTS.get(kind, {}).get(modality)
     if kind in PARTS and part is None:
         raise ConfigError(
-            f"{key} is {config.path!r}, a {kind} model, which encodes {' and '.join(PARTS[kind])}, not {modality}."
+            f"{key} is {config.path!r}, a {kind} model, which encodes {' and '.join(PARTS[kind])}, "
+            f"not {modality}."
         )
     module: Any = model if part is None else getattr(model, part)
     takes = "input_features"
@@ -90,7 +92,8 @@ def open_encoder(config: Config, modality: str) -> FrozenMediaEncoder:
         takes = str(getattr(module, "main_input_name", ""))
     if TAKES.get(takes) != modality:
         raise ConfigError(
-            f"{key} is {config.path!r}, a {kind} model, which takes {takes or 'something else'}, not {modality}."
+            f"{key} is {config.path!r}, a {kind} model, which takes {takes or 'something else'}, "
+            f"not {modality}."
         )
 
     source, forward = _prepared(config, modality, folder, module, kind, key)
@@ -136,7 +139,8 @@ def _prepared(
         )
     except (OSError, ValueError, KeyError, ImportError) as problem:
         raise ConfigError(
-            f"{key} is {config.path!r}; its feature extractor cannot be loaded: {first_line(problem)}"
+            f"{key} is {config.path!r}; its feature extractor cannot be loaded: "
+            f"{first_line(problem)}"
         ) from None
     rate = int(extractor.sampling_rate)
     samples = int(config.seconds * rate)

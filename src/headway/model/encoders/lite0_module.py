@@ -86,7 +86,7 @@ class Bottleneck(nn.Module):
 
 
 class EfficientNetLite0(nn.Module):
-    """Features of pictures, and the 1000 classes of ImageNet."""
+    """Features of pictures: EfficientNet-Lite0 without its classification."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +102,7 @@ class EfficientNetLite0(nn.Module):
         self._blocks = nn.ModuleList(blocks)
         self._conv_head = SameConv(channels, HEAD, 1)
         self._bn1 = nn.BatchNorm2d(HEAD, EPS)
+        # Not used: published files hold the head of ImageNet's classes, and all of a file is read.
         self._fc = nn.Linear(HEAD, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,10 +111,6 @@ class EfficientNetLite0(nn.Module):
         for block in self._blocks:
             x = block(x)
         return F.relu6(self._bn1(self._conv_head(x)))
-
-    def classify(self, x: Tensor) -> Tensor:
-        """Logits of the classes."""
-        return self._fc(self(x).mean((2, 3)))
 
 
 class Lite0Encoder(nn.Module):

@@ -35,7 +35,8 @@ class Config(EncoderConfig):
         folders = [file.parent for file in files if file.name == "model.safetensors"]
         if len(folders) != 1:
             raise ConfigError(
-                f"the package {PACKAGE} holds {len(folders)} models; one is expected. Install version 0.1.0."
+                f"the package {PACKAGE} holds {len(folders)} models; one is expected. Install "
+                "version 0.1.0."
             )
         config = FolderConfig(path=str(folders[0]), pool=self.pool, max_tokens=self.max_tokens)
         return config.build(modality)

@@ -35,7 +35,8 @@ class Config(EncoderConfig):
 
     preprocessing: Literal["standard", "purrsight"] = setting(
         "standard",
-        "How a picture becomes pixels; purrsight: as PurrSight prepares them, chosen by itself for an aligner.pt of PurrSight.",
+        "How a picture becomes pixels; purrsight: as PurrSight prepares them, chosen by itself "
+        "for an aligner.pt of PurrSight.",
     )
 
     def build(self, modality: str) -> FrozenMediaEncoder:

@@ -29,7 +29,8 @@ class Config(EncoderConfig):
     heads: int = setting(4, "Attention heads.", gt=0)
     stem: Literal["patches", "convolutions"] = setting(
         "patches",
-        "What makes a vector of each patch: one linear layer, or overlapping convolutions, which tell small shapes apart sooner.",
+        "What makes a vector of each patch: one linear layer, or overlapping convolutions, which "
+        "tell small shapes apart sooner.",
         on_resume="fixed",
     )
 
@@ -40,7 +41,8 @@ class Config(EncoderConfig):
         # Each convolution halves the picture, down to one place per patch.
         if self.stem == "convolutions" and (self.patch < 2 or self.patch & (self.patch - 1)):
             raise ValueError(
-                f"has patch={self.patch}; with stem: convolutions it must be a power of two: each one halves the picture"
+                f"has patch={self.patch}; with stem: convolutions it must be a power of two: each "
+                "one halves the picture"
             )
         if self.width % self.heads:
             raise ValueError(f"has heads={self.heads}; it must divide width={self.width}")

@@ -60,6 +60,7 @@ def fill_exactly(
     for name in {**expected, **stored}:
         if name not in stored or name not in expected or stored[name] != expected[name]:
             raise CheckpointError(
-                f"{path}: {name} is {stored.get(name, 'missing')}; {expected.get(name, 'nothing')} is expected."
+                f"{path}: {name} is {stored.get(name, 'missing')}; {expected.get(name, 'nothing')} "
+                "is expected."
             )
     network.load_state_dict(dict(check_finite(used.items(), path)), assign=True)

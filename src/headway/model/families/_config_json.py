@@ -42,7 +42,7 @@ ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-"""Kind of scaling -> the keys that it needs."""
+"""Kind of rotary scaling -> the keys that it needs."""
 OPTIONAL_ROPE_KEYS = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
     "longrope": ("factor", "attention_factor"),
@@ -188,7 +188,8 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             name = "rope_type" if key == "type" else key
             if rope.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling."
+                    f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of "
+                    "rope_parameters and rope_scaling."
                 )
 
     theta = rope.pop("rope_theta", 10000.0)
@@ -244,7 +245,8 @@ def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"rope_type is 'yarn' with factor {settings['factor']!r}; it must be a number above 0."
         )
-    # Latent attention takes its growths out before this (`_latent.py`): there they also scale scores.
+    # Latent attention takes its growths out before this (`_latent.py`): there they also scale
+    # scores.
     mscale = settings.pop("mscale", 0)
     mscale_all_dim = settings.pop("mscale_all_dim", 0)
     is_derived = "attention_factor" not in settings and "factor" in settings
@@ -313,7 +315,8 @@ def settings_of(
 def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: Any) -> None:
     """Refuse to write a config that a family's config.json cannot express.
 
-    What its table has may be anything.
+    A setting of the family's table `keys` may have any value, one in `needed` that value alone,
+    and all others must be as NEUTRAL says.
     """
     expressed = {name for ours in keys.values() for name in _names(ours)}
     fixed = {key: value for key, value in NEUTRAL.items() if key not in expressed}
@@ -321,17 +324,21 @@ def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: An
         value = getattr(config, key)
         if value != expected:
             raise ConfigError(
-                f"model.{key} is {_as_json(value)!r}, which the config.json of a Hugging Face {family} model cannot express; "
+                f"model.{key} is {_as_json(value)!r}, which the config.json of a Hugging Face "
+                f"{family} model cannot express; "
                 f"it is always {_as_json(expected)!r} there."
             )
+    # One key of config.json that stands for two settings cannot say two different values.
     for ours in keys.values():
         if isinstance(ours, str):
             continue
-        first = getattr(config, ours[0])
-        second = getattr(config, ours[1])
+        first_name, second_name = ours
+        first = getattr(config, first_name)
+        second = getattr(config, second_name)
         if first != second:
             raise ConfigError(
-                f"model.{ours[0]} is {first} and model.{ours[1]} is {second}; a Hugging Face "
+                f"model.{first_name} is {first} and model.{second_name} is {second}; a Hugging "
+                "Face "
                 f"{family} model has one switch for both."
             )
 
@@ -363,12 +370,14 @@ def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     for kind in types:
         if kind not in ("sliding_attention", "full_attention"):
             raise ConfigError(
-                f"layer_types holds {kind!r}; headway computes sliding_attention and full_attention."
+                f"layer_types holds {kind!r}; headway computes sliding_attention and "
+                "full_attention."
             )
     sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if sliding and window is None:
         raise ConfigError(
-            "layer_types holds 'sliding_attention', but use_sliding_window is false or sliding_window is not given."
+            "layer_types holds 'sliding_attention', but use_sliding_window is false or "
+            "sliding_window is not given."
         )
     if not sliding:
         return {"sliding_window": None, "window_layers": None}
@@ -392,18 +401,20 @@ def written_windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def as_it_is(config: ModelConfig) -> ModelConfig:
-    """For families that transformers has."""
+    """The config that is exported, for families that transformers has: the model's own."""
     return config
 
 
 def same_name(name: str) -> str:
-    """For families with Hugging Face's names, which are ours."""
+    """A tensor's name in an export, for families whose names in Hugging Face's files are ours."""
     return name
 
 
 def own_name_or_none(name: str) -> str | None:
-    """Our name of a tensor; old checkpoints carry rotary frequencies, which follow from the
-    config."""
+    """Our name of a tensor of such a family; None for one that is not read.
+
+    Old checkpoints carry rotary frequencies, which follow from the config.
+    """
     if name.endswith("rotary_emb.inv_freq"):
         return None
     return name

@@ -45,7 +45,8 @@ METADATA = frozenset((
     "max_context_len", "onnx_safe", "is_chat_model", "is_llama_config", "is_mistral_config", "is_qwen_config",
 ))  # fmt: skip
 
-# Keys of which only these values are what headway computes, in every family. The first one is named in the error.
+# Keys of which only these values are what headway computes, in every family. The first one is named
+# in the error.
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), ("silu", "swish")),
     "activation": ("swiglu", "silu"),

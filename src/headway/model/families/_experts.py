@@ -120,7 +120,8 @@ def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -
     for key, value in {"router_bias": False, "bias": False, "swiglu_limit": None, **always}.items():
         if getattr(experts, key) != value:
             raise ConfigError(
-                f"model.experts.{key} is {getattr(experts, key)!r}, which the config.json of a Hugging Face {family} model cannot "
+                f"model.experts.{key} is {getattr(experts, key)!r}, which the config.json of a "
+                f"Hugging Face {family} model cannot "
                 f"express; it is always {value!r} there."
             )
     return experts

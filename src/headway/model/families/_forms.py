@@ -67,7 +67,8 @@ def read_both_ropes(settings: dict[str, Any], theta: float, local: float | None)
     kind = windowed.get("rope_type", windowed.get("type", "default"))
     if kind != "default" or set(windowed) - {"rope_type", "type", "rope_theta"}:
         raise ConfigError(
-            f"rope_parameters of sliding_attention is {shown(dict(windowed))}; headway rotates windowed layers unscaled."
+            f"rope_parameters of sliding_attention is {shown(dict(windowed))}; headway rotates "
+            "windowed layers unscaled."
         )
 
     # The scaling of full layers does not apply to windowed ones, so a scaled model has two sets of

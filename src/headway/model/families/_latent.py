@@ -72,11 +72,13 @@ def read_latent(settings: dict[str, Any], **more: Any) -> dict[str, Any]:
         raise ConfigError(f"{absent[0]} is null; a number is expected.")
     if settings["moe_layer_freq"] not in (None, 1):
         raise ConfigError(
-            f"moe_layer_freq is {shared.shown(settings['moe_layer_freq'])}; transformers and headway compute only 1."
+            f"moe_layer_freq is {shared.shown(settings['moe_layer_freq'])}; transformers and "
+            "headway compute only 1."
         )
     if settings["num_key_value_heads"] not in (None, settings["num_attention_heads"]):
         raise ConfigError(
-            f"num_key_value_heads is {settings['num_key_value_heads']}; latent attention has as many as "
+            f"num_key_value_heads is {settings['num_key_value_heads']}; latent attention has as "
+            "many as "
             f"num_attention_heads={settings['num_attention_heads']}."
         )
     # Their head_dim is the rotated part; ours follows from latent_attention.
@@ -130,12 +132,14 @@ def written_latent(
     shared.require(config, family, shared.ATTENTION_BIAS, **free, **fixed)
     if latent is None:
         raise ConfigError(
-            f"model.latent_attention is null; a Hugging Face {family} model has it. Use another family."
+            f"model.latent_attention is null; a Hugging Face {family} model has it. Use another "
+            "family."
         )
     checked = check_experts(config, family, {**always, "every": 1})
     if checked.shared_ffn_size == 0 or checked.shared_ffn_size % config.expert_size:
         raise ConfigError(
-            f"model.experts.shared_ffn_size is {checked.shared_ffn_size}; a Hugging Face {family} model has shared experts of "
+            f"model.experts.shared_ffn_size is {checked.shared_ffn_size}; a Hugging Face {family} "
+            "model has shared experts of "
             f"{config.expert_size}, one or more of them."
         )
 

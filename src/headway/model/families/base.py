@@ -189,8 +189,10 @@ def family_of(name: str) -> Family:
     if name.startswith(STORED):
         module_name = name.removeprefix(STORED)
         raise ConfigError(
-            f"the checkpoint names the family {module_name!r}, a user's module. headway does not import code because a checkpoint names it. "
-            f"If you trust it, set model.family={module_name} in a recipe, or --family {module_name} in `headway export hf`."
+            f"the checkpoint names the family {module_name!r}, a user's module. headway does not "
+            "import code because a checkpoint names it. "
+            f"If you trust it, set model.family={module_name} in a recipe, or --family "
+            f"{module_name} in `headway export hf`."
         )
 
     names = family_names()
@@ -200,7 +202,8 @@ def family_of(name: str) -> Family:
         if close:
             hint = f" Did you mean {close[0]!r}?"
         raise ConfigError(
-            f"model.family is {name!r}; it must be one of {', '.join(names)}, the dotted name of your own module, or a file such as "
+            f"model.family is {name!r}; it must be one of {', '.join(names)}, the dotted name of "
+            "your own module, or a file such as "
             f"./my_family.py.{hint}"
         )
 
@@ -212,7 +215,8 @@ def family_of(name: str) -> Family:
     absent = [member for member in MEMBERS if member not in vars(module)]
     if absent:
         raise ConfigError(
-            f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}."
+            f"model.family is {name!r}, but that module has no {absent[0]}; a family needs "
+            f"{', '.join(MEMBERS)}."
         )
     return cast(Family, module)
 
@@ -253,7 +257,8 @@ def classifier_of(config: ModelConfig) -> str:
     if "CLASSIFIER" not in members or "build" in members:
         having = ", ".join(name for name in family_names() if "CLASSIFIER" in vars(family_of(name)))
         raise ConfigError(
-            f"model.family is {config.family}; a reward model needs one with a sequence classification class in transformers: {having}."
+            f"model.family is {config.family}; a reward model needs one with a sequence "
+            f"classification class in transformers: {having}."
         )
     return members["CLASSIFIER"]
 
@@ -274,7 +279,8 @@ def with_head(hf_config: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     labels = hf_config.get("num_labels", default)
     if labels != 1:
         raise ConfigError(
-            f"{classes[0]} has {str(labels)[:20]} labels; headway reads reward models, which have one."
+            f"{classes[0]} has {str(labels)[:20]} labels; headway reads reward models, which have "
+            "one."
         )
     config = config.with_(score_head=True)
     classifier_of(config)  # refuses a family that has no such class
@@ -293,7 +299,8 @@ def to_hf_config_with_code(config: ModelConfig) -> tuple[ModelConfig, dict[str, 
         target = family_of(config.family).to_hf_model(config)
     else:
         raise ConfigError(
-            f"--remote-code is given; transformers already has a class for this {target.family} model. Remove the flag."
+            f"--remote-code is given; transformers already has a class for this {target.family} "
+            "model. Remove the flag."
         )
     members = vars(family_of(target.family))
     if "write_with_code" not in members or not config.no_rope_layers:
@@ -326,10 +333,12 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         return wrapped
     if isinstance(hf_config.get("auto_map"), dict):
         raise ConfigError(
-            f"model_type is {str(model_type)[:80]!r}, whose code lies in the folder. If you trust it, train with model.family=transformers "
+            f"model_type is {str(model_type)[:80]!r}, whose code lies in the folder. If you trust "
+            "it, train with model.family=transformers "
             "model.trust_remote_code=true."
         )
     raise ConfigError(
-        f"model_type is {str(model_type)[:80]!r}; headway reads {', '.join(families)}, and what the installed transformers (5 or newer) knows. "
+        f"model_type is {str(model_type)[:80]!r}; headway reads {', '.join(families)}, and what "
+        "the installed transformers (5 or newer) knows. "
         "Your own family module can read others."
     )

@@ -54,7 +54,8 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     ):
         if settings[key] is not None and settings[key] not in computed:
             raise ConfigError(
-                f"{key} is {shared.shown(settings[key])}; headway computes only {' or '.join(map(repr, computed))} here."
+                f"{key} is {shared.shown(settings[key])}; headway computes only "
+                f"{' or '.join(map(repr, computed))} here."
             )
     groups = {}
     if settings["topk_method"] == GROUPED:

@@ -58,7 +58,8 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     for key in ("scoring_func", "topk_method"):
         if settings[key] not in (None, DEFAULTS[key]):
             raise ConfigError(
-                f"{key} is {shared.shown(settings[key])}; headway computes only {DEFAULTS[key]!r} in this family."
+                f"{key} is {shared.shown(settings[key])}; headway computes only {DEFAULTS[key]!r} "
+                "in this family."
             )
     # bias_rate 0: the published biases choose experts and stay, unless a recipe trains them.
     groups = latent.read_groups(settings, "top2")

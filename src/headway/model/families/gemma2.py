@@ -100,7 +100,8 @@ def write_common(config: ModelConfig, family: str) -> dict[str, Any]:
         scalar = config.attention_scale**-2
     if abs(scalar - round(scalar)) > 1e-6 * scalar:
         raise ConfigError(
-            f"model.attention_scale is {config.attention_scale}; a Hugging Face {family} model needs 1 / sqrt(a whole number)."
+            f"model.attention_scale is {config.attention_scale}; a Hugging Face {family} model "
+            "needs 1 / sqrt(a whole number)."
         )
     activation = forms.WRITTEN_ACTIVATIONS[config.activation]
     return {

@@ -98,7 +98,8 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     former_key = settings["experts_per_token"]
     if former_key is not None and former_key != per_token:
         raise ConfigError(
-            f"experts_per_token is {former_key} and num_experts_per_tok is {per_token}; they are the same. Remove one of them."
+            f"experts_per_token is {former_key} and num_experts_per_tok is {per_token}; they are "
+            "the same. Remove one of them."
         )
     # transformers adds the balancing loss only with this switch.
     if not settings["output_router_logits"]:
@@ -136,7 +137,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     assert config.experts is not None
     if config.experts.swiglu_limit is None:
         raise ConfigError(
-            "model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is clamped. Use another family."
+            "model.experts.swiglu_limit is null; the SwiGLU of a Hugging Face gpt_oss model is "
+            "clamped. Use another family."
         )
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),

@@ -23,7 +23,8 @@ DEFAULTS = {
     "rotary": None,
     "auto_map": None,
 }
-# Dynamic frequencies differ beyond max_position_embeddings alone; there headway keeps the plain ones.
+# Dynamic frequencies differ beyond max_position_embeddings alone; there headway keeps the plain
+# ones.
 ROTARY_TYPES = ("origin", "dynamic")
 
 to_hf_name = same_name
@@ -37,7 +38,8 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     base = rotary["base"]
     if rotary["type"] not in ROTARY_TYPES or len(rotary) > 2 or not isinstance(base, (int, float)):
         raise ConfigError(
-            f"rotary is {settings['rotary']}; headway computes a base and one of the types {', '.join(ROTARY_TYPES)}."
+            f"rotary is {settings['rotary']}; headway computes a base and one of the types "
+            f"{', '.join(ROTARY_TYPES)}."
         )
     # `rotary` is InternLM's own form; converted files have rope_theta.
     if settings["rope_theta"] is None:

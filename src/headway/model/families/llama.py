@@ -50,6 +50,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     require(config, "llama", KEYS, qk_norm=False, sliding_window=None)
     if config.hidden_size % config.num_heads:
         raise ConfigError(
-            f"model.num_heads is {config.num_heads}; in a Hugging Face llama it must divide hidden_size={config.hidden_size}."
+            f"model.num_heads is {config.num_heads}; in a Hugging Face llama it must divide "
+            f"hidden_size={config.hidden_size}."
         )
     return settings_of(config, MODEL_TYPE, ARCHITECTURE, KEYS)

@@ -70,7 +70,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if scaling is not None:
         if scaling.kind != "longrope":
             raise ConfigError(
-                f"model.rope_scaling.kind is {scaling.kind!r}; a Hugging Face phi3 model has longrope or no scaling."
+                f"model.rope_scaling.kind is {scaling.kind!r}; a Hugging Face phi3 model has "
+                "longrope or no scaling."
             )
         # transformers 4 knows no keys here but the lists, and derives the factor from the two
         # lengths. A model with another factor is written for transformers 5 alone.

@@ -60,7 +60,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 3 config.json of a ModelConfig."""
     if config.no_rope_layers:
         raise ConfigError(
-            f"model.no_rope_layers is {list(config.no_rope_layers)}, which the config.json of a Hugging Face qwen3 model "
+            f"model.no_rope_layers is {list(config.no_rope_layers)}, which the config.json of a "
+            "Hugging Face qwen3 model "
             "cannot express. `headway export hf --remote-code` writes a model class with it."
         )
     shared.require(config, "qwen3", shared.ATTENTION_BIAS, qk_norm=True, ffn_bias=False)

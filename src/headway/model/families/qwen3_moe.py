@@ -54,7 +54,8 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     step = settings["decoder_sparse_step"]
     if dense and (dense != list(range(len(dense))) or step != 1):
         raise ConfigError(
-            f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the first layers, and step 1."
+            f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the "
+            "first layers, and step 1."
         )
     size = settings["moe_intermediate_size"]
     experts = read_experts(settings, EXPERT_KEYS, ffn_size=size, first_dense=len(dense))
@@ -84,7 +85,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     assert config.experts is not None
     if config.experts.first_dense and config.experts.every > 1:
         raise ConfigError(
-            "model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe model has one of them."
+            "model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe "
+            "model has one of them."
         )
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),

@@ -62,12 +62,14 @@ def _rotates(settings: Mapping[str, Any]) -> list[bool]:
     if listed is None:
         if not settings["no_rope_layer_interval"]:
             raise ConfigError(
-                "no_rope_layer_interval is 0 or null without no_rope_layers; give the list of 1 (rotates) and 0."
+                "no_rope_layer_interval is 0 or null without no_rope_layers; give the list of 1 "
+                "(rotates) and 0."
             )
         return [(layer + 1) % settings["no_rope_layer_interval"] != 0 for layer in range(layers)]
     if len(listed) < layers or any(flag not in (0, 1) for flag in listed):
         raise ConfigError(
-            f"no_rope_layers is {listed}; it must say 1 (rotates) or 0 for each of num_hidden_layers={layers}."
+            f"no_rope_layers is {listed}; it must say 1 (rotates) or 0 for each of "
+            f"num_hidden_layers={layers}."
         )
     # A list may be longer than the model has layers: transformers reads the first ones.
     return [bool(flag) for flag in listed[:layers]]

@@ -69,7 +69,8 @@ def read(hf_config: Mapping[str, Any], trust_remote_code: bool = False) -> Model
     classes = hf_config.get("architectures")
     if isinstance(classes, list) and any("Classification" in str(name) for name in classes):
         raise ConfigError(
-            f"architectures is {str(classes)[:80]}; model.family transformers wraps models that predict tokens."
+            f"architectures is {str(classes)[:80]}; model.family transformers wraps models that "
+            "predict tokens."
         )
     facts = read_facts(hf_config, trust_remote_code=trust_remote_code)
 

@@ -5,8 +5,8 @@ own     the masks its trained gates give, or without gates, masks.tsv in its Hug
 none    every head keeps the whole past
 FILE    masks.tsv of `headway masks export`, or DuoAttention's file or folder
 
-Every result is checked against the model's shape and has a window and sinks. The command line imports this module for every help, so it
-imports nothing large.
+Every result is checked against the model's shape and has a window and sinks. The command line
+imports this module for every help, so it imports nothing large.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class MaskSource:
         gates = self.read_gates()
         if gates is None:
             raise ConfigError(
-                f"model is {self.model!r}, which has no head gates. Train them with objective head_sparsity, or give a mask file "
+                f"model is {self.model!r}, which has no head gates. Train them with objective "
+                "head_sparsity, or give a mask file "
                 "with --masks."
             )
         return gates
@@ -69,7 +70,8 @@ class MaskChoice:
 
     masks: str | None = option(
         None,
-        "Head masks; a head at 0 keeps only sinks and a window. own: from the model's gates (the default if it has gates); "
+        "Head masks; a head at 0 keeps only sinks and a window. own: from the model's gates (the "
+        "default if it has gates); "
         "none; or a file (masks.tsv, or DuoAttention's file or folder).",
         metavar="own|none|FILE",
     )
@@ -84,15 +86,18 @@ class MaskChoice:
     def __post_init__(self) -> None:
         if self.stream_window is not None and not 1 <= self.stream_window <= MAX_REACH:
             raise ConfigError(
-                f"--stream-window is {self.stream_window}; it must be 1 (a token sees itself) or more, and at most {MAX_REACH}."
+                f"--stream-window is {self.stream_window}; it must be 1 (a token sees itself) or "
+                f"more, and at most {MAX_REACH}."
             )
         if self.stream_sinks is not None and not 0 <= self.stream_sinks <= MAX_REACH:
             raise ConfigError(
-                f"--stream-sinks is {self.stream_sinks}; it must be 0 or more, and at most {MAX_REACH}."
+                f"--stream-sinks is {self.stream_sinks}; it must be 0 or more, and at most "
+                f"{MAX_REACH}."
             )
         if self.masks == NONE and (flag := self.first_flag()) is not None:
             raise ConfigError(
-                f"{flag} is given with --masks none; it needs masks. Give --masks own or --masks FILE, or leave it out."
+                f"{flag} is given with --masks none; it needs masks. Give --masks own or --masks "
+                "FILE, or leave it out."
             )
 
     def first_flag(self) -> str | None:
@@ -122,7 +127,8 @@ class MaskChoice:
         masks = self.own(source)
         if masks is None and (flag := self.first_flag()) is not None:
             raise ConfigError(
-                f"{flag} is given without --masks, and the model has no masks. Give --masks FILE, or leave it out."
+                f"{flag} is given without --masks, and the model has no masks. Give --masks FILE, "
+                "or leave it out."
             )
         return masks
 
@@ -137,7 +143,8 @@ class MaskChoice:
             return self.read(source.file, source.config)
         if self.masks == OWN:
             raise ConfigError(
-                f"--masks is own; {source.model} was trained without head gates and has no masks. Give a mask file, or leave --masks out."
+                f"--masks is own; {source.model} was trained without head gates and has no masks. "
+                "Give a mask file, or leave --masks out."
             )
         return None
 
@@ -173,7 +180,8 @@ def _warn_if_different(gates: TrainedGates, file: Path | None) -> None:
         is_same = False
     if not is_same:
         log.warning(
-            "%s: differs from the gates of the model, which are used. Give --masks %s to use the file.",
+            "%s: differs from the gates of the model, which are used. Give --masks %s to use the "
+            "file.",
             file,
             file,
         )
@@ -221,7 +229,8 @@ class MaskSpec:
         if has_repeats or any(not 0 < sparsity <= 1 for sparsity in self.sparsities):
             listed = ", ".join(map(str, self.sparsities))
             raise ConfigError(
-                f"--sparsities is {listed}; give different shares above 0 and up to 1. The model without masks is always evaluated."
+                f"--sparsities is {listed}; give different shares above 0 and up to 1. The model "
+                "without masks is always evaluated."
             )
         if self.choice.masks == NONE and (self.sparsities or self.random):
             flag = "--sparsities" if self.sparsities else "--random-masks"
@@ -236,7 +245,8 @@ class MaskSpec:
             flag = "--random-masks" if self.random else self.choice.first_flag()
             if flag is not None:
                 raise ConfigError(
-                    f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, or remove {flag}."
+                    f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, "
+                    f"or remove {flag}."
                 )
 
         variants = [MaskVariant(FULL, None)]

@@ -50,11 +50,13 @@ def prepare_output(path: Path) -> None:
     """Refuse a path that cannot be a mask table; make its folder."""
     if path.is_dir():
         raise ConfigError(
-            f"out is {str(path)!r}, which is a folder. Give the name of a file, such as {path / 'masks.tsv'}."
+            f"out is {str(path)!r}, which is a folder. Give the name of a file, such as "
+            f"{path / 'masks.tsv'}."
         )
     if path.suffix == ".json":
         raise ConfigError(
-            f"out is {str(path)!r}; window and sinks are written to a .json file next to the masks. Give a name that ends in .tsv."
+            f"out is {str(path)!r}; window and sinks are written to a .json file next to the "
+            "masks. Give a name that ends in .tsv."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -94,13 +96,17 @@ def _refuse_decided(file: Path, hard: HeadMasks, sparsity: float | None) -> NoRe
     layers."""
     if sparsity is not None:
         raise ConfigError(
-            f"{file}: holds only 0 and 1 at sparsity {hard.sparsity:.4f}, so heads cannot be ranked for sparsity {sparsity}. "
-            f"Leave the sparsity out, or export again with --sparsity {sparsity} from the run that trained them."
+            f"{file}: holds only 0 and 1 at sparsity {hard.sparsity:.4f}, so heads cannot be "
+            f"ranked for sparsity {sparsity}. "
+            f"Leave the sparsity out, or export again with --sparsity {sparsity} from the run that "
+            "trained them."
         )
     counts = ", ".join(str(sum(row)) for row in hard.full)
     raise ConfigError(
-        f"{file}: holds only 0 and 1 with {counts} full heads in its layers, so heads cannot be ranked for --equal-per-layer. "
-        "Leave it out, or export again with `headway masks export --equal-per-layer` from the run that trained them."
+        f"{file}: holds only 0 and 1 with {counts} full heads in its layers, so heads cannot be "
+        "ranked for --equal-per-layer. "
+        "Leave it out, or export again with `headway masks export --equal-per-layer` from the run "
+        "that trained them."
     )
 
 
@@ -110,7 +116,8 @@ def read_table(path: Path) -> tuple[tuple[float, ...], ...]:
         lines = read_bounded(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(
-            f"{path}: cannot be read as a mask table ({problem}). Give a file that `headway masks export` wrote."
+            f"{path}: cannot be read as a mask table ({problem}). Give a file that `headway masks "
+            "export` wrote."
         ) from None
     rows = [
         _row(path, number, line)
@@ -124,7 +131,8 @@ def read_table(path: Path) -> tuple[tuple[float, ...], ...]:
     for number, row in enumerate(rows, 1):
         if len(row) != len(rows[0]):
             raise DataError(
-                f"{path}: row {number} has {len(row)} numbers and the first has {len(rows[0])}; a mask table is a rectangle."
+                f"{path}: row {number} has {len(row)} numbers and the first has {len(rows[0])}; a "
+                "mask table is a rectangle."
             )
     return tuple(rows)
 
@@ -132,7 +140,8 @@ def read_table(path: Path) -> tuple[tuple[float, ...], ...]:
 def _row(path: Path, number: int, line: str) -> tuple[float, ...]:
     if line.startswith("layer\t"):
         raise DataError(
-            f"{path}: is a raw export (--raw), which holds no masks. Export masks with --sparsity instead."
+            f"{path}: is a raw export (--raw), which holds no masks. Export masks with --sparsity "
+            "instead."
         )
     try:
         values = tuple(float(text) for text in line.split())
@@ -144,7 +153,8 @@ def _row(path: Path, number: int, line: str) -> tuple[float, ...]:
         # Written so that NaN is refused too.
         if not -ROUNDING <= value <= 1 + ROUNDING:
             raise DataError(
-                f"{path}: line {number} contains {value}; masks must be between 0 (streaming) and 1 (full)."
+                f"{path}: line {number} contains {value}; masks must be between 0 (streaming) and "
+                "1 (full)."
             )
     return tuple(min(max(value, 0.0), 1.0) for value in values)
 
@@ -157,7 +167,8 @@ def find_masks(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     raise ConfigError(
-        f"masks is {str(path)!r}; there is no such file, nor a folder that holds {' or '.join(FILE_NAMES)}."
+        f"masks is {str(path)!r}; there is no such file, nor a folder that holds "
+        f"{' or '.join(FILE_NAMES)}."
     )
 
 
@@ -173,7 +184,8 @@ def _read_reach(file: Path) -> tuple[int | None, int | None]:
             fields: Any = load_json(path)
         except (OSError, ValueError) as problem:
             raise DataError(
-                f"{path}: cannot be read as JSON ({problem}); it holds the window and sinks of {file.name}."
+                f"{path}: cannot be read as JSON ({problem}); it holds the window and sinks of "
+                f"{file.name}."
             ) from None
         if isinstance(fields, dict) and (window_key in fields or sinks_key in fields):
             window = _count(path, window_key, fields.get(window_key), least=1)

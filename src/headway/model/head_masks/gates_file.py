@@ -110,12 +110,14 @@ def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
         gates = HeadGatesConfig(window=fields["window"], sinks=fields["sinks"])
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as problem:
         raise CheckpointError(
-            f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run without gates."
+            f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run "
+            "without gates."
         ) from None
     # A file that was copied beside another model would otherwise decide about its heads.
     if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
         raise CheckpointError(
-            f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "
+            f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has "
+            f"{config.num_layers} layers of {config.kv_heads} KV "
             "heads. The file belongs to another model; delete it."
         )
     return TrainedGates(gates, log_alpha)

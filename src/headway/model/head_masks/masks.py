@@ -82,15 +82,18 @@ class HeadMasks:
         """Refuse masks of another model, and any for a model without KV heads."""
         if config.hf_config is not None:
             raise ConfigError(
-                f"{what} is given for a model of family transformers, which has no head masks. Leave it out."
+                f"{what} is given for a model of family transformers, which has no head masks. "
+                "Leave it out."
             )
         if config.latent_attention is not None:
             raise ConfigError(
-                f"{what} is given for a model with latent attention, which has no KV heads to mask. Leave it out."
+                f"{what} is given for a model with latent attention, which has no KV heads to "
+                "mask. Leave it out."
             )
         if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):
             raise ConfigError(
-                f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model has {config.num_layers} layers of "
+                f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model "
+                f"has {config.num_layers} layers of "
                 f"{config.kv_heads}. Use masks made for this model."
             )
 
@@ -139,14 +142,6 @@ def select_heads(scores: Table, num_full: int, *, equal_per_layer: bool = False)
     return HeadMasks(_highest(scores, num_full))
 
 
-def select_at_sparsity(
-    scores: Table, sparsity: float, *, equal_per_layer: bool = False
-) -> HeadMasks:
-    """`select_heads` with as many full heads as a sparsity leaves in the whole model."""
-    num_full = num_full_heads(len(scores) * len(scores[0]), sparsity)
-    return select_heads(scores, num_full, equal_per_layer=equal_per_layer)
-
-
 def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -> None:
     """Say which sparsity equal layers cannot have: each keeps a whole number of its heads.
 
@@ -159,7 +154,8 @@ def warn_if_unreached(masks: HeadMasks, sparsity: float | None, num_full: int) -
         return
     per_layer = sum(masks.full[0])
     log.warning(
-        "--equal-per-layer: sparsity %.4g cannot be reached with %d KV heads in every layer, which go in steps of %.4g. "
+        "--equal-per-layer: sparsity %.4g cannot be reached with %d KV heads in every layer, which "
+        "go in steps of %.4g. "
         "%d of %d heads stay full in each: sparsity %.4g.",
         sparsity,
         heads,

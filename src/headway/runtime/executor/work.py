@@ -13,6 +13,7 @@ the driver was started again.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -20,12 +21,12 @@ import secrets
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from headway.errors import (
     ConfigError,
@@ -35,7 +36,7 @@ from headway.errors import (
     LaunchError,
     Terminated,
 )
-from headway.runtime.executor.base import Executor, executor_for
+from headway.runtime.executor import KINDS
 from headway.runtime.executor.task import DONE, TaskOutcome, WorkTask, place_token
 from headway.runtime.progress import progress
 from headway.runtime.run_lock import RunLock, read_holder
@@ -50,6 +51,46 @@ TAKEOVER_SECONDS = 10.0
 """How long the lock of a driver on another machine must stand still before it counts as dead."""
 TASK_BYTES = 32 << 20
 """Input of a task without --task-size."""
+
+
+class Executor(Protocol):
+    """Runs tasks on some workers.
+
+    It never looks into a task: what a task writes is in the work folder, which all workers share.
+    """
+
+    def start(self, work: Path) -> None:
+        """Connect, and refuse in one line what cannot work: no such cluster, other versions, a
+        folder that a worker does not see.
+        """
+        ...
+
+    def run(self, work: Path, tasks: Sequence[WorkTask]) -> Generator[TaskOutcome, None, None]:
+        """Run every task once; outcomes come as they happen, about in the order of the tasks.
+
+        Closing the generator stops the rest.
+        """
+        ...
+
+    def describe(self) -> str:
+        """Where the tasks run, in a few words."""
+        ...
+
+    def close(self) -> None:
+        """Give back what `start` took."""
+        ...
+
+
+def executor_for(on: str, workers: int | None) -> Executor:
+    """The executor of `--on`: `local`, `ray`, `ray://HOST:PORT`, `ray:HOST:PORT`, `slurm` or
+    `slurm:KEY=VALUE,...`.
+    """
+    kind, _, suffix = on.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(
+            f"--on is {on!r}; it must be local, ray, ray://HOST:PORT, slurm or slurm:KEY=VALUE,..."
+        )
+    return importlib.import_module(f"headway.runtime.executor.{kind}").build(suffix, workers)
 
 
 @dataclass(frozen=True)

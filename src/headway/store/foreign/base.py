@@ -25,7 +25,6 @@ import numpy as np
 from headway.errors import DataError
 from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
-from headway.store.memory_map import map_file
 from headway.store.source import Flags, Ids, Longs, TokenDocument, TokenSource
 
 PROBE_BYTES = 1 << 16
@@ -33,17 +32,6 @@ PROBE_BYTES = 1 << 16
 LARGEST_ID = (1 << 32) - 1
 """What uint32 holds."""
 WRITE_BUFFER_BYTES = 1 << 20
-
-__all__ = [
-    "LARGEST_ID",
-    "FilePart",
-    "ForeignStore",
-    "ForeignWriter",
-    "PendingFile",
-    "TokenFile",
-    "as_ids",
-    "map_file",
-]
 
 
 class FilePart(ABC):
@@ -306,6 +294,7 @@ def as_ids(values: np.ndarray[Any, Any], where: str) -> Ids:
 
 
 def _ends(path: Path) -> bytes:
+    """The size of a file and the bytes at both of its ends, for the content key."""
     # Hashing all bytes would take minutes at every start. Lengths of documents are in the key, too.
     size = path.stat().st_size
     with open(path, "rb") as file:

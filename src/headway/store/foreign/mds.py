@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.base import FilePart, ForeignStore, as_ids, map_file
+from headway.store.foreign.base import FilePart, ForeignStore, as_ids
+from headway.store.memory_map import map_file
 from headway.store.source import Flags, Ids, Longs
 from headway.text.formats.mds import Column, MdsShardEntry, check_shard, decode_value, mds_shards
 from headway.text.raw import RawFile
@@ -354,7 +355,8 @@ def array_lengths(
     if parameters:
         item_sizes = np.full(len(starts), itemsize, np.int64)
     else:
-        # The code of a dtype is its bits plus 0 to 2 (DTYPE_CODES), so an eighth of it is its bytes.
+        # The code of a dtype is its bits plus 0 to 2 (DTYPE_CODES), so an eighth of it is its
+        # bytes.
         item_sizes = np.maximum(1, data[starts].astype(np.int64) >> 3)
     if (
         bool((shape >> 2 != 1).any())

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.base import ForeignStore, TokenFile, map_file
+from headway.store.foreign.base import ForeignStore, TokenFile
+from headway.store.memory_map import map_file
 
 KIND = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"

@@ -36,9 +36,9 @@ from headway.store.foreign.base import (
     ForeignWriter,
     PendingFile,
     TokenFile,
-    map_file,
 )
 from headway.store.foreign.internlm import bin_files
+from headway.store.memory_map import map_file
 from headway.store.source import Flags, Ids, Longs
 
 KIND = "zero2all"

@@ -7,7 +7,8 @@ conversations only when a row is laid out.
 
 Invariant: no row holds half a pair. A pair that does not fit a row is left out
 (`Selection.max_length`), never cut. In the methods of a source `document` is the number of a pair;
-documents of the store are its conversations."""
+documents of the store are its conversations.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class PairSource(StoreGroups):
             [int(self.store.lengths(2 * pair, 2 * pair + 1)[0]) for pair in documents.tolist()],
             np.int64,
         )
-        # A span lies in one of the two conversations: what starts behind the chosen one is of the rejected one.
+        # A span lies in one of the two conversations: what starts behind the chosen one is of the
+        # rejected one.
         is_rejected = starts >= chosen_lengths
         conversations = 2 * documents + is_rejected
         starts_inside = starts - chosen_lengths * is_rejected
@@ -112,19 +114,23 @@ class PairReader(DocumentReader):
         """Raise a ConfigError if the settings do not allow a pair in a row."""
         if config.train is None:
             raise ConfigError(
-                "data.train is null (generated data), but objective dpo needs pairs. Set sources with kind: preference."
+                "data.train is null (generated data), but objective dpo needs pairs. Set sources "
+                "with kind: preference."
             )
         if config.packing not in ("best_fit", "pad"):
             raise ConfigError(
-                f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with objective dpo."
+                f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with "
+                "objective dpo."
             )
         if config.documents_per_row < 3:
             raise ConfigError(
-                f"data.max_documents is {config.max_documents}; a row must hold a pair and padding. Use 3 or more."
+                f"data.max_documents is {config.max_documents}; a row must hold a pair and "
+                "padding. Use 3 or more."
             )
         if config.seq_len < MIN_ROW_TOKENS:
             raise ConfigError(
-                f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_ROW_TOKENS} or more."
+                f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_ROW_TOKENS} "
+                "or more."
             )
 
     def read(self, source: TokenSource) -> TokenSource:
@@ -133,7 +139,8 @@ class PairReader(DocumentReader):
             # A store of labelled answers has a message of its own, which this raises.
             super().read(source)
             raise ConfigError(
-                f"data: {source.name} holds no preference pairs, which objective dpo needs. Raw files: set kind: preference. "
+                f"data: {source.name} holds no preference pairs, which objective dpo needs. Raw "
+                "files: set kind: preference. "
                 "Stores: make them with `headway data tokenize --kind preference`."
             )
         pairs = PairSource(source, self._num_pairs)
@@ -150,10 +157,12 @@ def num_pairs(store: Store) -> int:
     """How many pairs a store holds; an error if it does not hold pairs."""
     if not is_preference(store):
         raise DataError(
-            f"{store.name}: holds no preference pairs. Make them with `headway data tokenize --kind preference`."
+            f"{store.name}: holds no preference pairs. Make them with `headway data tokenize "
+            "--kind preference`."
         )
     if store.num_documents % 2:
         raise DataError(
-            f"{store.name}: has {store.num_documents} documents, but pairs need an even number. Build the store again."
+            f"{store.name}: has {store.num_documents} documents, but pairs need an even number. "
+            "Build the store again."
         )
     return store.num_documents // 2

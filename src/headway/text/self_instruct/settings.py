@@ -1,6 +1,8 @@
-"""What self-instruct takes, and the options of `headway data self-instruct`: the endpoint, and the tasks to generate.
+"""What self-instruct takes, and the options of `headway data self-instruct`: the endpoint, and the
+tasks to generate.
 
-A module of its own, because the command line imports it for every help, without the client and the filters.
+A module of its own, because the command line imports it for every help, without the client and the
+filters.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Endpoint:
 
     url: str = option(
         ...,
-        "An OpenAI-compatible server, e.g. http://localhost:8000/v1. The API key is read from OPENAI_API_KEY only.",
+        "An OpenAI-compatible server, e.g. http://localhost:8000/v1. The API key is read from "
+        "OPENAI_API_KEY only.",
         "--endpoint",
     )
     model: str = option(..., "The model's name on that server.")
@@ -50,7 +53,8 @@ class Endpoint:
             port_is_valid = False
         if parts.username is not None or parts.password is not None:
             raise ConfigError(
-                f"--endpoint holds a user name or password; put the key into the environment variable {KEY_VARIABLE} instead."
+                "--endpoint holds a user name or password; put the key into the environment "
+                f"variable {KEY_VARIABLE} instead."
             )
         if (
             parts.scheme not in ("http", "https")
@@ -60,13 +64,15 @@ class Endpoint:
             or " " in self.url
         ):
             raise ConfigError(
-                f"--endpoint is {self.url!r}; it must be an address such as http://localhost:8000/v1."
+                f"--endpoint is {self.url!r}; it must be an address such as "
+                "http://localhost:8000/v1."
             )
         if self.key is not None and not (
             self.key.isascii() and self.key.isprintable() and " " not in self.key
         ):
             raise ConfigError(
-                f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). Set it again."
+                f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). "
+                "Set it again."
             )
 
     @property
@@ -86,7 +92,8 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class SelfInstruct:
-    """How many tasks to generate, in which language, from which seed tasks, and in requests of which size."""
+    """How many tasks to generate, in which language, from which seed tasks, and in requests of
+    which size."""
 
     num: int = option(..., "Total number of tasks to keep.")
     out: Path = option(

@@ -86,7 +86,7 @@ def run_multimodal_demo(out: Path, sizes: MediaDemo = MediaDemo()) -> dict[str, 
     return summary
 
 
-def _part(out: Path, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _part(out: Path, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result of a part, from its file if it was done before."""
     path = out / f"{name}.json"
     if path.is_file():
@@ -94,7 +94,7 @@ def _part(out: Path, name: str, work: Callable[[], dict[str, Any]]) -> dict[str,
     log.info("demo: %s", name)
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    result = work()
+    result = run()
     result[f"{name}_seconds"] = round(time.monotonic() - began, 1)
     # Written when the part is complete, so that one that was interrupted is done again.
     write_atomic(path, json.dumps(result) + "\n")

@@ -207,12 +207,12 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     held_out = in_valid(np.arange(store.num_documents), VALID_MODULES)
     train = [store.document(index) for index in np.flatnonzero(~held_out).tolist()]
     valid = [store.document(index) for index in np.flatnonzero(held_out).tolist()]
-    pieces: list[EvalDocument] = []
+    documents: list[EvalDocument] = []
     for document in valid:
         ids = document.tolist()
         num_bytes = len(tokenizer.decode_bytes(ids, skip_special=True))
-        pieces.append(EvalDocument(ids, num_bytes))
-    result = perplexity(loaded, pieces, stride=STRIDE_TOKENS)
+        documents.append(EvalDocument(ids, num_bytes))
+    result = perplexity(loaded, documents, stride=STRIDE_TOKENS)
     assert result.num_bytes is not None
 
     # Both score every token of a document but its first, so that both losses are about the same

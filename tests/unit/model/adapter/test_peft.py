@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.initial_weights import initialize
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import CheckpointError, ConfigError
@@ -18,7 +19,6 @@ from headway.model.adapter.config import AdapterConfig, linears
 from headway.model.adapter.lora import AdaptedLinear, adapt, merged, with_updates
 from headway.model.adapter.peft import PREFIX, read_adapter
 from headway.model.config import ModelConfig
-from headway.model.init import initialize
 from headway.model.transformer import Transformer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "peft"

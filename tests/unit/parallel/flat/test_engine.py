@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from support.batches import make_batch, make_step
 from support.engines import Setup, make_engine, train_steps
+from support.initial_weights import initialize
 from torch import nn
 
 from headway.data.batch import Batch, StepBatch
 from headway.kernels.attention import mask_of
 from headway.model.config import ModelConfig
-from headway.model.init import initial_value, initialize
+from headway.model.init import initial_value
 from headway.model.layout import ParamSpec, param_specs
 from headway.model.transformer import Transformer
 from headway.optim.adamw import Config as AdamW

@@ -153,11 +153,11 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     config = Config(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     out, batch = scored([0.5, 2.0, 0.75, 0.5], [1, 1, 1, 0])
     # mismatches of the step: gains 3 and -1, a record without a mismatch does not count; six good answers and two bad ones
-    survey = torch.tensor(
+    first_pass = torch.tensor(
         [[3.0, 1, 1, 0], [-1.0, 1, 0, 1], [9.0, 0, 0, 0]] + [[0.0, 0, 1, 0]] * 5 + [[0.0, 0, 0, 1]]
     )
     loss = config.build().loss(
-        out, batch, StepInfo(0, 1, seen={KL_COMPLETIONS: SeenRows(survey)}), None
+        out, batch, StepInfo(0, 1, seen={KL_COMPLETIONS: SeenRows(first_pass)}), None
     )  # type: ignore[arg-type]
 
     def bad(x: float) -> float:
@@ -180,7 +180,7 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
         .loss(
             out,
             batch,
-            StepInfo(0, 1, training=False, seen={KL_COMPLETIONS: SeenRows(survey)}),
+            StepInfo(0, 1, training=False, seen={KL_COMPLETIONS: SeenRows(first_pass)}),
             None,
         )
         .metrics["loss"]
@@ -188,7 +188,7 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     assert (float(valid[0]), float(valid[1])) == (pytest.approx(expected, rel=1e-6), 4.0)
 
 
-def test_a_survey_holds_gain_and_label_of_every_slot() -> None:
+def test_a_first_pass_holds_gain_and_label_of_every_slot() -> None:
     out, batch = scored([0.5, 2.0], [1, 0])
     rows = Config().build().read_kl_completions(out, batch)
     assert rows[:2].tolist() == [pytest.approx([0.5, 1, 1, 0]), pytest.approx([2.0, 1, 0, 1])]

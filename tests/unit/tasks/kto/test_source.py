@@ -14,7 +14,8 @@ from headway.data.open import open_data
 from headway.data.selection import Selection, split_side
 from headway.diagnose.data_checks import length_check
 from headway.errors import DataError, HeadwayError
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 from headway.tasks.kto.source import LABEL, RECORD, UnpairedReader, UnpairedSource, kl_completions
 from headway.tasks.preference.source import PairReader
 

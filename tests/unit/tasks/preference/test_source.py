@@ -15,7 +15,8 @@ from headway.data.open import open_data
 from headway.data.row_stream import Windows
 from headway.data.selection import Selection
 from headway.errors import DataError
-from headway.store.reader import StoreWriter, open_store
+from headway.store.reader import open_store
+from headway.store.writer import StoreWriter
 from headway.tasks.preference.source import PAIR, PairReader, PairSource
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model
 
-from headway.store.reader import StoreWriter
+from headway.store.writer import StoreWriter
 from headway.workflows.demo.run import Demo, evaluate
 
 

@@ -9,8 +9,7 @@ from support.setting_runs import BASE
 
 from headway.config.load import load
 from headway.track.base import flatten
-from headway.track.console import Console
-from headway.track.internlm_line import internlm_line
+from headway.track.console import Console, internlm_line
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
