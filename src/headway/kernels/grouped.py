@@ -17,6 +17,8 @@ the reference that tests compare with; it is one operation for the compiler.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
