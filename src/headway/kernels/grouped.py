@@ -17,8 +17,6 @@ the reference that tests compare with; it is one operation for the compiler.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -76,32 +74,6 @@ def _linear(x: Tensor, weight: Tensor, ends: Tensor, by_outputs: bool) -> Tensor
 def _(x: Tensor, weight: Tensor, ends: Tensor, by_outputs: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2 if by_outputs else 1])
 
-
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ends, by_outputs = inputs
-    ctx.save_for_backward(x, weight, ends)
-    ctx.by_outputs = by_outputs
-
-
-def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    x, weight, ends = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    by_x = None
-    by_weight = None
-    if needs_x:
-        by_x = _linear(dy, weight, ends, not ctx.by_outputs)
-    if needs_weight:
-        pair = (x, dy) if ctx.by_outputs else (dy, x)
-        by_weight = _weights(*pair, ends)
-    return by_x, by_weight, None, None
-
-
-# Expert products have a backward of their own, which calls these operations. The compiler of torch
-# 2.11 traces its forward and takes results of an operation without a backward for constants: all
-# gradients of a compiled mixture in fp32 were zero on CUDA.
-torch.library.register_autograd(
-    "headway::grouped_linear", _linear_backward, setup_context=_keep_inputs
-)
 
 GROUPED = torch.ops.headway.grouped_linear.default
 """The loop over experts as the compiler and selective recompute know it."""

@@ -144,7 +144,7 @@ def expert_products(
 
 
 def sum_slots(values: Tensor, places: Tensor, k: int) -> Tensor:
-    """fp32 [N,D]: each token's k rows of sorted values [N*k,D], added in the order of its
+    """[N,D]: each token's k rows of sorted values [N*k,D], added in fp32 in the order of its
     choices."""
     token_places = places.view(-1, k)
     # One term after the other: as a reduction over k, neighbouring threads of the compiled kernel
@@ -152,7 +152,12 @@ def sum_slots(values: Tensor, places: Tensor, k: int) -> Tensor:
     total = values[token_places[:, 0]].float()
     for choice in range(1, k):
         total = total + values[token_places[:, choice]].float()
-    return total
+    # A cast that does nothing would give one tensor two names. Where it is the result of an autograd
+    # function, the compiler of torch 2.11 then sends the gradient to the wrong one
+    # (pytorch#180642): all gradients of a compiled mixture in fp32 were zero.
+    if total.dtype == values.dtype:
+        return total
+    return total.to(values.dtype)
 
 
 class ExpertProducts(torch.autograd.Function):
@@ -193,7 +198,7 @@ class ExpertProducts(torch.autograd.Function):
         ctx.clamp = clamp
         ctx.forms = forms
         ctx.save_for_backward(x, weights, order, places, ends, gate, up, *tensors)
-        return sum_slots(result, places, k).to(x.dtype)
+        return sum_slots(result, places, k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -223,7 +228,7 @@ class ExpertProducts(torch.autograd.Function):
         # instead of computing it again.
         inputs = x[(order // k).clamp(max=len(x) - 1)]
         by_inputs = m_gate.by_inputs(by_gate, ends) + m_up.by_inputs(by_up, ends)
-        by_x = sum_slots(by_inputs, places, k).to(x.dtype)
+        by_x = sum_slots(by_inputs, places, k)
 
         # No gradients of order, places, ends, clamp and forms.
         without_gradient = (None,) * 5

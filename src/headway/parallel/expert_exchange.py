@@ -100,7 +100,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         slots, scale = grads
-        by_x = sum_slots(slots, places, ctx.shape[1]).to(slots.dtype)
+        by_x = sum_slots(slots, places, ctx.shape[1])
         return by_x, scale[places].view(ctx.shape), None, None
 
 
@@ -111,7 +111,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, results: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k = k
-        return sum_slots(results, places, k).to(results.dtype)
+        return sum_slots(results, places, k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
