@@ -6,8 +6,8 @@ clients do not wait for anything.
     matrix products, chosen by token count     `lengths`: one prompt of each size, up to a round
     cuDNN's plan of a regular length           `lengths`: every multiple of REGULAR of a round, and
                                                a prompt of several rounds
-    Triton's and the compiler's variants       one token, one piece, many pieces, with and without a
-                                               past, 16 of them
+    Triton's and the compiler's variants       one token, one piece, many short pieces, some long
+                                               ones, with and without a past, 16 of them
     kernels and memory of the sampler          `rules`: each rule in one row and in all rows
     media, adapters, guesses, scores, vectors  a request of each kind
 
@@ -33,6 +33,8 @@ NEW_TOKENS = 3
 read. Guesses come on top."""
 SHORT = 8
 """Tokens of a prompt that is there for its answer."""
+LONG_PIECES = (2, 4)
+"""Prompts that share a round, each of them long."""
 ROUNDS = 2
 """Of the longest prompt: the second one has a past."""
 SAMPLED = (
@@ -124,6 +126,10 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
     # A whole round of many pieces, twice: the second time the pages are shared and rings copied.
     whole = batch(rows, max(1, min(can.round_tokens // rows, longest)))
     batches += [whole, whole]
+    # Rounds of some prompts that are longer than a window: with windows and sinks they take another
+    # way than one long prompt and than many short ones.
+    for pieces in LONG_PIECES:
+        batches.append(batch(pieces, max(1, min(can.round_tokens // pieces, longest))))
     # The end of one prompt and the beginning of the next in one round.
     batches.append(batch(2, min(longest, can.round_tokens + max(1, can.round_tokens // 2))))
     batches += [batch(size, short) for size in reversed(can.sizes)]
