@@ -33,7 +33,7 @@ NEW_TOKENS = 3
 read. Guesses come on top."""
 SHORT = 8
 """Tokens of a prompt that is there for its answer."""
-LONG_PIECES = (2, 4)
+LONG_PIECES = 4
 """Prompts that share a round, each of them long."""
 ROUNDS = 2
 """Of the longest prompt: the second one has a past."""
@@ -126,12 +126,18 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
     # A whole round of many pieces, twice: the second time the pages are shared and rings copied.
     whole = batch(rows, max(1, min(can.round_tokens // rows, longest)))
     batches += [whole, whole]
-    # Rounds of some prompts that are longer than a window: with windows and sinks they take another
+    # A round of some prompts that are longer than a window: with windows and sinks they take another
     # way than one long prompt and than many short ones.
-    for pieces in LONG_PIECES:
-        batches.append(batch(pieces, max(1, min(can.round_tokens // pieces, longest))))
-    # The end of one prompt and the beginning of the next in one round.
-    batches.append(batch(2, min(longest, can.round_tokens + max(1, can.round_tokens // 2))))
+    pieces = min(LONG_PIECES, rows)
+    part = max(1, min(can.round_tokens // pieces, longest))
+    batches.append(batch(pieces, part))
+    # The end of one prompt and the beginnings of the next in one round.
+    several = [min(longest, can.round_tokens + part), *[part] * (pieces - 1)]
+    while len(several) > 1 and sum(several) + len(several) * new_tokens > can.room:
+        several.pop()
+    batches.append(
+        WarmUpBatch(tuple(request(number, length) for number, length in enumerate(several)))
+    )
     batches += [batch(size, short) for size in reversed(can.sizes)]
 
     for count in counts:
