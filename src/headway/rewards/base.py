@@ -187,11 +187,13 @@ def column_value(record: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def require_column(kind: str, columns: Collection[str], paths: Sequence[str]) -> None:
+def require_column(
+    kind: str, columns: Collection[str], paths: Sequence[str], setting_name: str = "column"
+) -> None:
     """Refuse records that have none of these columns."""
     if any(path in columns or path.split(".")[0] in columns for path in paths):
         return
     raise ConfigError(
         f"reward kind {kind} needs one of the columns {', '.join(paths)}; the records have "
-        f"{', '.join(sorted(columns)) or 'none'}. Name the column: reward.N.column=NAME."
+        f"{', '.join(sorted(columns)) or 'none'}. Name the column: reward.N.{setting_name}=NAME."
     )

@@ -102,7 +102,15 @@ def user_scorer(settings: Mapping[str, Any]) -> Scorer:
     return score
 
 
+def program_scorer(settings: Mapping[str, Any]) -> Scorer:
+    """Runs programs in sandboxes."""
+    from headway.rewards.sandbox.scorer import code_scorer
+
+    return code_scorer(settings)
+
+
 SCORERS: dict[str, Callable[[Mapping[str, Any]], Scorer]] = {
+    "code": program_scorer,
     "format": format_scorer,
     "math": math_scorer,
     "user": user_scorer,

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from headway.errors import ConfigError
 from headway.rewards.base import RewardAnswer, RewardOutcome, RewardSettings, RewardTools
-from headway.rewards.worker_process import LENGTH
+from headway.rewards.messages import LENGTH
 from headway.runtime.process import start_module
 
 START_SECONDS = 120.0
@@ -166,14 +166,21 @@ class WorkerReward:
         tools: RewardTools,
         inputs: Callable[[RewardAnswer], dict[str, Any]],
         digest: str,
+        *,
+        seconds: float | None = None,
+        memory_gib: float | None = None,
     ) -> None:
+        """`seconds`, `memory_gib`: limits of the worker itself, where those of the settings are for
+        what it runs.
+        """
         self.settings = settings
+        self._seconds = seconds or settings.timeout
         self.inputs = inputs
         self._digest = digest
         setup = {
             "scorer": scorer,
             "settings": settings.model_dump(mode="json"),
-            "memory_bytes": int(settings.memory_gib * 2**30),
+            "memory_bytes": int((memory_gib or settings.memory_gib) * 2**30),
             "parent": os.getpid(),
             "path": sys.path,
         }
@@ -207,7 +214,7 @@ class WorkerReward:
             return RewardOutcome(None, "stopped")
         worker = self._idle.get()
         try:
-            answer = worker.ask(inputs, self.settings.timeout)
+            answer = worker.ask(inputs, self._seconds)
         except WorkerFailure as failure:
             return RewardOutcome(None, str(failure)[:SHOWN_CHARACTERS])
         finally:

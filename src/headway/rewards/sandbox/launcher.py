@@ -255,6 +255,11 @@ class Sandbox:
         plain = kernel.MOUNT_NO_SETUID | kernel.MOUNT_NO_DEVICES
         folders = self._visible_folders()
         kernel.mount("tmpfs", ROOT, "tmpfs", plain, ROOT_OPTIONS)
+        # Before the folders: one of the user may lie below /tmp.
+        for folder in ("/tmp", "/dev"):
+            os.makedirs(ROOT + folder)
+        size = f"size={self.limits['disk_bytes']},nr_inodes=4k,mode=1777"
+        kernel.mount("tmpfs", f"{ROOT}/tmp", "tmpfs", plain, size)
         restricted = kernel.ATTRIBUTE_NO_SETUID | kernel.ATTRIBUTE_NO_DEVICES
         for path in folders:
             if os.path.islink(path):
@@ -264,11 +269,6 @@ class Sandbox:
             _mount_again(path, restricted)
         for path in DEVICES:
             _mount_again(path, kernel.ATTRIBUTE_NO_SETUID)
-
-        for folder in ("/tmp", "/dev"):
-            os.makedirs(ROOT + folder, exist_ok=True)
-        size = f"size={self.limits['disk_bytes']},nr_inodes=4k,mode=1777"
-        kernel.mount("tmpfs", f"{ROOT}/tmp", "tmpfs", plain, size)
         # Semaphores of multiprocessing are files there.
         os.symlink("/tmp", f"{ROOT}/dev/shm")
         kernel.pivot_to(ROOT)
