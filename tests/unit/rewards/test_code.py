@@ -34,8 +34,18 @@ def answer(program: str, tests: Any, **record: Any) -> RewardAnswer:
 
 
 @pytest.fixture(scope="module")
+def short() -> Iterator[Run]:
+    """For programs that hang and get nothing."""
+    yield from running(0.5)
+
+
+@pytest.fixture(scope="module")
 def share() -> Iterator[Run]:
-    with panel(score="share") as opened:
+    yield from running(5.0)
+
+
+def running(test_timeout: float) -> Iterator[Run]:
+    with panel(score="share", test_timeout=test_timeout) as opened:
 
         def run(program: str, tests: Any) -> Score:
             (score,) = opened.score([answer(program, tests)])
@@ -85,9 +95,11 @@ def test_one_failed_test_is_no_reward_by_default() -> None:
 
 
 @needs_sandbox
-def test_a_test_that_hangs_costs_itself(share: Run) -> None:
+def test_a_test_that_hangs_costs_itself() -> None:
     program = "def f(x):\n    while x == -2: pass\n    return x * x"
-    assert share(program, ASSERTS).total == pytest.approx(2 / 3)
+    with panel(score="share") as opened:
+        (score,) = opened.score([answer(program, ASSERTS)])
+    assert score.total == pytest.approx(2 / 3)
 
 
 ALWAYS_EQUAL = """
@@ -134,31 +146,34 @@ def numbers(value, depth=0):
     if type(value) is int: yield value
     if isinstance(value, str):
         for word in value.replace("(", " ").replace(")", " ").split():
-            if word.isdigit(): yield int(word)
+            try: yield int(word.strip("[],;"), 0)
+            except ValueError: pass
     if depth < 3 and isinstance(value, (list, tuple)):
         for item in value: yield from numbers(item, depth + 1)
     if depth < 3 and isinstance(value, dict):
         for item in value.values(): yield from numbers(item, depth + 1)
 def f(x):
-    seen = set()
+    # Without the number itself, which would be found in this very program.
     for value in everything():
-        try: seen.update(numbers(value))
+        try:
+            for number in numbers(value):
+                if number ^ 5 == 987651: return number
         except Exception: pass
-    return 987654 if 987654 in seen else None
 """
 FILES = """
-import os, re
+import os
+KEY = bytes(reversed(b"456789"))
 def f(x):
     for folder, _, names in os.walk("/"):
         if folder.startswith(("/usr", "/lib", "/root", "/opt")): continue
         for name in names:
             try:
-                if b"987654" in open(os.path.join(folder, name), "rb").read(1 << 20): return 987654
+                if KEY in open(os.path.join(folder, name), "rb").read(1 << 20): return int(KEY)
             except OSError: pass
     for number in range(64):
         try:
             os.lseek(number, 0, 0)
-            if b"987654" in os.read(number, 1 << 20): return 987654
+            if KEY in os.read(number, 1 << 20): return int(KEY)
         except OSError: pass
 """
 MEMORY = """
@@ -207,8 +222,8 @@ TRICKS = {
 @needs_sandbox
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize("tests", [["assert f(3) == 9"], TEXTS, CALLS], ids=["assert", "text", "call"])
-def test_a_trick_earns_nothing(share: Run, trick: str, tests: Any) -> None:
-    assert share(TRICKS[trick], tests).total == 0.0
+def test_a_trick_earns_nothing(short: Run, trick: str, tests: Any) -> None:
+    assert short(TRICKS[trick], tests).total == 0.0
 
 
 @needs_sandbox
