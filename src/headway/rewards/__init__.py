@@ -11,4 +11,4 @@ recipe's `reward` may choose; a file such as ./mine.py is one of the user.
 SETTING = "reward"
 """The setting of a recipe that lists rewards."""
 
-KINDS = ("code", "format", "judge", "length", "math", "number")
+KINDS = ("code", "format", "judge", "length", "math", "model", "number")

@@ -18,8 +18,8 @@ from pydantic import model_validator
 from headway.config.section import setting
 from headway.rewards.base import (
     RewardAnswer,
-    RewardSettings,
     RewardTools,
+    WorkerSettings,
     column_value,
     require_column,
     settings_digest,
@@ -47,7 +47,7 @@ VERSION = 1
 """Of how programs are run and compared; a new one makes kept results void."""
 
 
-class Config(RewardSettings):
+class Config(WorkerSettings):
     """Settings of the code reward."""
 
     kind: str = setting("code", "code.", on_resume="fixed")

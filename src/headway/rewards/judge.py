@@ -25,8 +25,8 @@ from headway.errors import ConfigError
 from headway.rewards.base import (
     RewardAnswer,
     RewardOutcome,
-    RewardSettings,
     RewardTools,
+    WorkerSettings,
     column_value,
     settings_digest,
 )
@@ -56,7 +56,7 @@ PATTERN_SECONDS = 10.0
 CHECK_SECONDS = 10.0
 
 
-class Config(RewardSettings):
+class Config(WorkerSettings):
     """Settings of the judge."""
 
     kind: str = setting("judge", "judge.", on_resume="fixed")

@@ -19,6 +19,7 @@ from pathlib import Path
 from headway.errors import ConfigError, GaveUpError
 from headway.rewards.base import (
     BuiltReward,
+    OpenModel,
     RewardAnswer,
     RewardOutcome,
     RewardSettings,
@@ -89,13 +90,14 @@ class RewardPanel:
         settings: Sequence[RewardSettings],
         cache: Path | None = None,
         workers: int = 1,
+        open_model: OpenModel | None = None,
     ) -> None:
         if not settings:
             raise ConfigError("reward is empty; name at least one, e.g. reward=math.")
         if workers < 1:
             raise ConfigError(f"workers of rewards is {workers}; it must be at least 1.")
         self.settings = tuple(settings)
-        tools = RewardTools(workers)
+        tools = RewardTools(workers, open_model)
         names = unique_names(self.settings)
         self._members = [
             _Member(name, each, each.build(tools))

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from headway.errors import ConfigError
-from headway.rewards.base import RewardAnswer, RewardOutcome, RewardSettings, RewardTools
+from headway.rewards.base import RewardAnswer, RewardOutcome, RewardTools, WorkerSettings
 from headway.rewards.messages import LENGTH
 from headway.runtime.process import start_module
 
@@ -161,7 +161,7 @@ class WorkerReward:
 
     def __init__(
         self,
-        settings: RewardSettings,
+        settings: WorkerSettings,
         scorer: str,
         tools: RewardTools,
         inputs: Callable[[RewardAnswer], dict[str, Any]],
