@@ -18,8 +18,8 @@ from headway.config.section import setting
 from headway.config.user_code import is_file_name
 from headway.errors import ConfigError
 from headway.rewards.base import RewardAnswer, RewardTools, WorkerSettings, settings_digest
+from headway.rewards.source_digest import code_digest
 from headway.rewards.worker import WorkerReward
-from headway.runtime.storage import sha256_file
 
 
 class UserFileReward(WorkerSettings):
@@ -63,7 +63,7 @@ class UserFileReward(WorkerSettings):
                 path = Path(spec.origin)
         try:
             if path is not None:
-                return sha256_file(path)
+                return code_digest(path)
         except OSError:
             pass
         raise ConfigError(

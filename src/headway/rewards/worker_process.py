@@ -27,6 +27,8 @@ NEW_USER = 0x10000000
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.5
 """How often the guard looks for its parent, where its pipe does not say."""
+LARGEST_FILE = 1 << 30
+"""Bytes of a file that a reward may write."""
 DETAILS = 32
 """Further numbers that a reward may return."""
 
@@ -196,12 +198,14 @@ def _number(value: Any) -> float | None:
 
 
 def bound_memory(most_bytes: int) -> None:
-    """Let allocations above a limit fail, where the system has such a limit."""
+    """Let allocations and files above a limit fail, where the system has such limits."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # A file that grows without end is an OSError of the reward, not a full disk of the run.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     except (ImportError, ValueError, OSError):
         return
 
