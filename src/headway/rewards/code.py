@@ -106,7 +106,8 @@ class Config(WorkerSettings):
             "code",
             tools,
             self.inputs,
-            settings_digest(self, VERSION, sys.version_info[:3]),
+            # A program that is too slow or too large fails, so these limits are part of the result.
+            settings_digest(self, VERSION, sys.version_info[:3], self.timeout, self.memory_gib),
             seconds=self.timeout + VERDICT_SECONDS,
             memory_gib=self.memory_gib + WORKER_GIB,
         )
@@ -118,10 +119,11 @@ class Config(WorkerSettings):
             tests = column_value(answer.record, path)
             if tests is not None and tests != "":
                 break
+        entry_point = answer.record.get("entry_point")
         return {
             "program": last_program(answer.text, LANGUAGES[self.language]),
             "tests": tests,
-            "entry_point": answer.record.get("entry_point"),
+            "entry_point": entry_point if isinstance(entry_point, str) else None,
         }
 
 

@@ -163,9 +163,7 @@ class Config(WorkerSettings):
 class JudgeReward:
     """Several requests at a time; a process of its own searches the texts with the pattern."""
 
-    def __init__(
-        self, settings: Config, client: Client, reader: WorkerReward, digest: str
-    ) -> None:
+    def __init__(self, settings: Config, client: Client, reader: WorkerReward, digest: str) -> None:
         self.settings = settings
         self._client = client
         self._reader = reader

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 LENGTH = struct.Struct("<I")
 """Before each message."""
 
 
-def read_message(stream: BinaryIO, most_bytes: int | None = None) -> dict[str, Any] | None:
+def read_message(stream: IO[bytes], most_bytes: int | None = None) -> dict[str, Any] | None:
     """The next message; None where the stream has ended. A longer one is a ValueError."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -24,7 +24,7 @@ def read_message(stream: BinaryIO, most_bytes: int | None = None) -> dict[str, A
     return json.loads(stream.read(size).decode("utf-8", "surrogatepass"))
 
 
-def write_message(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+def write_message(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     """Send a message."""
     body = json.dumps(message).encode()
     stream.write(LENGTH.pack(len(body)) + body)

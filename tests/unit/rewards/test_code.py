@@ -64,7 +64,10 @@ def running(test_timeout: float) -> Iterator[Run]:
         ("class Solution:\n    def f(self, x):\n        return x ** 2", CALLS),
         ("def f(x):\n    return x * x", CALLS),
         ("print(int(input()) ** 2)", TEXTS),
-        ("def main():\n    print(int(input()) ** 2)\nif __name__ == '__main__':\n    main()", TEXTS),
+        (
+            "def main():\n    print(int(input()) ** 2)\nif __name__ == '__main__':\n    main()",
+            TEXTS,
+        ),
         ("import sys\nsys.stdout.write(str(int(sys.stdin.read()) ** 2))\nexit()", TEXTS),
         ("def f(x):\n    print('noise')\n    return x * x", ["assert abs(f(3) - 9) < 1e-6"]),
         ("def f(x):\n    x.sort()", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
@@ -221,7 +224,9 @@ TRICKS = {
 
 @needs_sandbox
 @pytest.mark.parametrize("trick", TRICKS)
-@pytest.mark.parametrize("tests", [["assert f(3) == 9"], TEXTS, CALLS], ids=["assert", "text", "call"])
+@pytest.mark.parametrize(
+    "tests", [["assert f(3) == 9"], TEXTS, CALLS], ids=["assert", "text", "call"]
+)
 def test_a_trick_earns_nothing(short: Run, trick: str, tests: Any) -> None:
     assert short(TRICKS[trick], tests).total == 0.0
 

@@ -110,6 +110,8 @@ def _inlined(statements: list[ast.stmt], entry_point: str | None) -> list[ast.st
             "a test defines check(candidate) and does not call it, and the record has no column "
             "entry_point"
         )
+    if not entry_point.isidentifier():
+        raise TestRefusal(f"entry_point is {entry_point[:80]!r}, which is no name of a function")
     return [*result, *(_Renamed(parameter, entry_point).visit(part) for part in check.body)]
 
 
@@ -350,7 +352,7 @@ def _inner_names(node: ast.AST) -> Iterator[str]:
             for inner in ast.walk(part):
                 if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                     yield inner.id
-        elif isinstance(part, (ast.For, ast.With)) or isinstance(part, ast.NamedExpr):
+        elif isinstance(part, (ast.For, ast.With, ast.NamedExpr)):
             for inner in ast.walk(part):
                 if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
                     yield inner.id

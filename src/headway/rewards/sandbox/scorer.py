@@ -28,9 +28,7 @@ class CodeScorer:
         """The reward of a program, the share of its tests that it passed, and their number."""
         if inputs["tests"] is None:
             raise ValueError("the record has no tests")
-        trials = read_trials(
-            inputs["tests"], inputs["entry_point"], self.settings["tolerance"]
-        )
+        trials = read_trials(inputs["tests"], inputs["entry_point"], self.settings["tolerance"])
         trials = trials[: self.settings["max_tests"]]
         total = sum(trial.tests for trial in trials)
         passed = 0

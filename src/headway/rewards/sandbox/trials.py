@@ -101,6 +101,9 @@ class AssertTrial:
         ]
         steps.append(Step("value", f"bool({claim.code})"))
         result = run_alone("\n".join(self.plan.trusted), steps)
+        if result.status == "ended" and result.output == "":
+            # Not the program's fault: a module that is not there, for example.
+            raise TestRefusal("the statements of a test fail where the program is not")
         (answer,) = read_values(result.output, 1)
         return decode(answer) is True
 
@@ -112,9 +115,7 @@ class CallTrial:
         if not function.isidentifier():
             raise TestRefusal(f"fn_name is {function[:80]!r}, which is no name of a function")
         method = f'(Solution().{function} if "Solution" in globals() else {function})'
-        self.steps: Sequence[Step] | None = [
-            Step("value", f"{method}(*{source_of(arguments)})")
-        ]
+        self.steps: Sequence[Step] | None = [Step("value", f"{method}(*{source_of(arguments)})")]
         self.stdin = ""
         self.tests = 1
         self._expected = expected
@@ -152,9 +153,7 @@ class TextTrial:
         return [same_text(result.output, self._expected, self._tolerance)]
 
 
-def read_trials(
-    tests: Any, entry_point: str | None = None, tolerance: float = 0.0
-) -> list[Trial]:
+def read_trials(tests: Any, entry_point: str | None = None, tolerance: float = 0.0) -> list[Trial]:
     """The runs of a record's tests; raises TestRefusal."""
     if isinstance(tests, str):
         if tests.lstrip().startswith(("{", "[")):

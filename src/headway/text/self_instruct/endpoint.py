@@ -174,14 +174,10 @@ class Client:
             raise self._refusal(error) from None
         # A time-out while reading; one while connecting comes as a URLError, below.
         except TimeoutError:
-            raise _RequestError(
-                "timeout", f"no answer within {seconds:.3g} s"
-            ) from None
+            raise _RequestError("timeout", f"no answer within {seconds:.3g} s") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise _RequestError(
-                    "timeout", f"no connection within {seconds:.3g} s"
-                ) from None
+                raise _RequestError("timeout", f"no connection within {seconds:.3g} s") from None
 
             raise _RequestError(
                 "connection", f"cannot be reached: {self._safe_text(str(error.reason))}"
@@ -253,7 +249,9 @@ class Client:
         description = f"HTTP {code} {server_text}".rstrip()
         if code in (401, 403):
             return _RequestError(
-                str(code), f"{description}. Set {self.endpoint.key_variable} to a valid key.", is_temporary=False
+                str(code),
+                f"{description}. Set {self.endpoint.key_variable} to a valid key.",
+                is_temporary=False,
             )
 
         # A redirect would carry the key to another host.

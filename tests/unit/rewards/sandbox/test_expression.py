@@ -92,6 +92,11 @@ def test_a_test_that_a_program_could_forge_is_refused(source: str, reason: str) 
         plan_test(source)
 
 
+def test_an_entry_point_is_a_name() -> None:
+    with pytest.raises(TestRefusal, match="no name of a function"):
+        plan_test("def check(candidate):\n    assert candidate(1) == 2\n", "f(1) or g")
+
+
 @pytest.mark.parametrize(
     "value",
     [None, True, 1 << 64, -3, 0.1, float("inf"), 2 + 1j, "a'\n\ud800", b"\0", [1, (2,), {3}], {1: {"a": ()}},

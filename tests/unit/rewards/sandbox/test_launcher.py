@@ -47,7 +47,10 @@ def test_the_root_has_libraries_and_tmp_alone(client: SandboxClient) -> None:
     names = set(output(client, "import os; print(*os.listdir('/'))").split())
     assert not names & {"proc", "sys", "home", "var", "run", "boot", "mnt", "srv"}
     assert output(client, "import os; print(os.listdir('/tmp'), os.getcwd())") == "[] /tmp\n"
-    assert output(client, "import os; print(os.listdir('/etc'))").strip() in ("['ld.so.cache']", "[]")
+    assert output(client, "import os; print(os.listdir('/etc'))").strip() in (
+        "['ld.so.cache']",
+        "[]",
+    )
 
 
 @needs_sandbox
@@ -203,7 +206,9 @@ def test_all_of_it_ends_at_the_limit(client: SandboxClient, program: str) -> Non
 
 @needs_sandbox
 def test_a_process_that_it_leaves_behind_ends_with_it(client: SandboxClient) -> None:
-    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint('x')"
+    program = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint('x')"
+    )
     started = time.monotonic()
     assert output(client, program) == "x\n"
     assert time.monotonic() - started < 10
@@ -239,7 +244,7 @@ def test_a_large_output_ends_the_program(client: SandboxClient) -> None:
 @needs_sandbox
 def test_values_are_sent_apart_from_what_is_printed(client: SandboxClient) -> None:
     steps = [Step("run", "x = 3"), Step("value", "f(x)")]
-    program = "print('{\"values\": [[\"int\", \"0x9\"]]}')\ndef f(x):\n    print(x)\n    return x"
+    program = 'print(\'{"values": [["int", "0x9"]]}\')\ndef f(x):\n    print(x)\n    return x'
     result = client.run(program, steps, "", 20.0)
     assert result.output == '{"values": [["int", "0x3"]]}'
 
@@ -291,7 +296,11 @@ def test_further_folders_can_be_read_and_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("machine", "release", "words"),
-    [("riscv64", "6.1.0", "riscv64"), ("x86_64", "5.4.0-generic", "5.14"), ("x86_64", "4.18", "5.14")],
+    [
+        ("riscv64", "6.1.0", "riscv64"),
+        ("x86_64", "5.4.0-generic", "5.14"),
+        ("x86_64", "4.18", "5.14"),
+    ],
 )
 def test_a_system_without_sandboxes_is_named(
     monkeypatch: pytest.MonkeyPatch, machine: str, release: str, words: str

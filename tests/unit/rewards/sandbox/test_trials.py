@@ -38,7 +38,10 @@ def test_each_assert_is_a_test() -> None:
 
 
 def test_a_list_of_asserts_has_a_run_each() -> None:
-    assert [trial.tests for trial in read_trials(["assert f(1) == 2", "assert f(2) == 3"])] == [1, 1]
+    assert [trial.tests for trial in read_trials(["assert f(1) == 2", "assert f(2) == 3"])] == [
+        1,
+        1,
+    ]
 
 
 def test_a_missing_value_passes_nothing() -> None:
@@ -46,6 +49,12 @@ def test_a_missing_value_passes_nothing() -> None:
     assert trial.verdicts(values(None, None), alone) == [False, False]
     assert trial.verdicts(values(["none"]), alone) == [False, False]
     assert trial.verdicts(ended(""), alone) == [False, False]
+
+
+def test_a_test_whose_own_statements_fail_is_refused() -> None:
+    (trial,) = read_trials("import nothing_of_this_name\nassert len(f(1)) == 2")
+    with pytest.raises(TestRefusal, match="statements of a test fail"):
+        trial.verdicts(values(["str", "ab"]), lambda program, steps: ended("", code=1))
 
 
 def test_texts_are_stdin_and_stdout() -> None:
@@ -123,5 +132,3 @@ def test_outputs_agree_but_for_spaces_at_ends(
 def test_values_agree_as_json_writes_them(value: object, expected: object, same: bool) -> None:
     assert same_value(value, expected, 0.0) is same
     assert same_value(value, expected, 1e-6) is same
-
-
