@@ -3,7 +3,7 @@ Hugging Face with one label.
 
     messages of the prompt + answer -> the model's chat template -> score -> scale * score + bias
 
-This package knows no torch: whoever makes the panel hands over how models are opened
+This package knows no torch: the caller that makes the panel says how models are opened
 (`RewardTools.open_model`; `eval/reward_scorer.py` is that of headway).
 """
 

@@ -86,7 +86,7 @@ class _Member:
                 "failures are counted.",
                 self.name,
                 self.settings.default,
-                problem,
+                problem.rstrip("."),
             )
 
     def report_failures(self) -> None:
@@ -108,7 +108,7 @@ class _Member:
         raise GaveUpError(
             f"reward {self.name} failed on {count} of the last {len(self.failures)} answers; "
             f"reward.N.max_failures is {self.settings.max_failures:g}. The last reason: "
-            f"{self.last_problem}. Correct it and resume the run."
+            f"{self.last_problem.rstrip('.')}. Correct it and resume the run."
         )
 
 

@@ -68,7 +68,10 @@ def judge_scorer(settings: Mapping[str, Any]) -> Scorer:
         if not matches:
             end = " ".join(inputs["text"].split())[-80:]
             raise ValueError(f"the judge wrote no number that the pattern finds: ...{end!r}")
-        number = float(matches[-1])
+        try:
+            number = float(matches[-1])
+        except ValueError:
+            raise ValueError(f"the pattern finds {matches[-1][:40]!r}, no number") from None
         if not low <= number <= high:
             raise ValueError(f"the judge wrote {number:g}; it must be from {low:g} to {high:g}")
         return (number - low) / (high - low)

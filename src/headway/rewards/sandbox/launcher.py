@@ -53,7 +53,7 @@ ROOT_OPTIONS = "size=1m,nr_inodes=1k,mode=755"
 MIB = 1 << 20
 
 
-class Refusal(Exception):
+class SystemRefusal(Exception):
     """The system does not offer what a sandbox needs; says what."""
 
 
@@ -72,8 +72,8 @@ def main() -> int:
     while (job := read_message(messages)) is not None:
         try:
             check_system()
-            result = Sandbox(job, harness).run()
-        except (Refusal, OSError) as problem:
+            result = SandboxRun(job, harness).run()
+        except (SystemRefusal, OSError) as problem:
             result = {"refused": str(problem)}
         write_message(answers, result)
     return 0
@@ -82,18 +82,18 @@ def main() -> int:
 def check_system() -> None:
     """Refuse systems on which no sandbox can be made."""
     if not sys.platform.startswith("linux"):
-        raise Refusal(f"programs run on Linux only, and this is {sys.platform}")
+        raise SystemRefusal(f"programs run on Linux only, and this is {sys.platform}")
     if platform.machine() not in kernel.NUMBERS:
-        raise Refusal(
+        raise SystemRefusal(
             f"the processor is {platform.machine()}; it must be {' or '.join(kernel.NUMBERS)}"
         )
     release = platform.release().split(".")
     version = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in release[:2])
     if version < kernel.OLDEST:
-        raise Refusal(f"Linux is {platform.release()}; it must be 5.14 or newer")
+        raise SystemRefusal(f"Linux is {platform.release()}; it must be 5.14 or newer")
 
 
-class Sandbox:
+class SandboxRun:
     """One run of a program, seen from the launcher."""
 
     def __init__(self, job: dict[str, Any], harness: str) -> None:
@@ -157,9 +157,9 @@ class Sandbox:
             elif word == "first":
                 first = int(text)
             else:
-                raise Refusal(text)
+                raise SystemRefusal(text)
         if first is None:
-            raise Refusal("the process that makes it ended early")
+            raise SystemRefusal("the process that makes it ended early")
         return first
 
     def _map_users(self, builder: str) -> None:
@@ -413,7 +413,7 @@ def _next_line(file: int, received: bytearray, deadline: float) -> str | None:
     while b"\n" not in received:
         remaining = deadline - time.monotonic()
         if remaining <= 0 or not select.select([file], [], [], remaining)[0]:
-            raise Refusal(f"it was not ready within {START_SECONDS:g} s")
+            raise SystemRefusal(f"it was not ready within {START_SECONDS:g} s")
         piece = os.read(file, 4096)
         if not piece:
             return None
@@ -428,7 +428,7 @@ def _write(path: str, text: str) -> None:
         with open(path, "w", encoding="ascii") as file:
             file.write(text)
     except OSError as problem:
-        raise Refusal(f"users of a new user namespace ({path}): {problem.strerror}") from None
+        raise SystemRefusal(f"users of a new user namespace ({path}): {problem.strerror}") from None
 
 
 def _make_parents(path: str) -> None:

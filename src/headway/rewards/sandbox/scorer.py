@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.rewards.sandbox.client import SandboxClient, SandboxRefusal
 from headway.rewards.sandbox.expression import Step
-from headway.rewards.sandbox.trials import RunResult, Trial, read_trials
+from headway.rewards.sandbox.trials import RunResult, CodeTrial, read_trials
 
 LEAST_OUTPUT = 1 << 20
 SHORTEST_SECONDS = 0.05
@@ -40,7 +40,7 @@ class CodeScorer:
             reward = float(passed == total)
         return {"reward": reward, "passed": share, "tests": float(total)}
 
-    def _passed(self, program: str, trials: Sequence[Trial]) -> int:
+    def _passed(self, program: str, trials: Sequence[CodeTrial]) -> int:
         deadline = time.monotonic() + self.settings["timeout"]
         passed = 0
         for trial in trials:

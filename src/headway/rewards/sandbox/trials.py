@@ -46,7 +46,7 @@ RunAlone = Callable[[str, Sequence[Step]], RunResult]
 """Runs trusted steps in a sandbox of their own, without the program."""
 
 
-class Trial(Protocol):
+class CodeTrial(Protocol):
     """One run of the program, and what is known of its result."""
 
     steps: Sequence[Step] | None
@@ -153,7 +153,7 @@ class TextTrial:
         return [same_text(result.output, self._expected, self._tolerance)]
 
 
-def read_trials(tests: Any, entry_point: str | None = None, tolerance: float = 0.0) -> list[Trial]:
+def read_trials(tests: Any, entry_point: str | None = None, tolerance: float = 0.0) -> list[CodeTrial]:
     """The runs of a record's tests; raises TestRefusal."""
     if isinstance(tests, str):
         if tests.lstrip().startswith(("{", "[")):
@@ -167,7 +167,7 @@ def read_trials(tests: Any, entry_point: str | None = None, tolerance: float = 0
     if isinstance(tests, dict):
         return _paired(cast(dict[str, Any], tests), tolerance)
     if isinstance(tests, list) and tests:
-        trials: list[Trial] = []
+        trials: list[CodeTrial] = []
         for test in cast(list[Any], tests):
             if isinstance(test, str):
                 trials.append(AssertTrial(plan_test(test, entry_point)))
@@ -185,7 +185,7 @@ def read_trials(tests: Any, entry_point: str | None = None, tolerance: float = 0
     )
 
 
-def _paired(tests: dict[str, Any], tolerance: float) -> list[Trial]:
+def _paired(tests: dict[str, Any], tolerance: float) -> list[CodeTrial]:
     inputs = tests.get("inputs")
     outputs = tests.get("outputs")
     if (
@@ -199,7 +199,7 @@ def _paired(tests: dict[str, Any], tolerance: float) -> list[Trial]:
             f"{', '.join(list(tests)[:8])}"
         )
     function = tests.get("fn_name")
-    trials: list[Trial] = []
+    trials: list[CodeTrial] = []
     for given, expected in zip(cast(list[Any], inputs), cast(list[Any], outputs), strict=True):
         if function is None:
             trials.append(TextTrial(_text(given), _text(expected), tolerance))

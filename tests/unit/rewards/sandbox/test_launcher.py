@@ -307,7 +307,7 @@ def test_a_system_without_sandboxes_is_named(
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(platform, "release", lambda: release)
-    with pytest.raises(launcher.Refusal, match=words):
+    with pytest.raises(launcher.SystemRefusal, match=words):
         launcher.check_system()
 
 
