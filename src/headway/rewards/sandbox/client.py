@@ -18,10 +18,9 @@ from headway.rewards.sandbox.trials import RunResult
 LARGEST_RESULT = 64 << 20
 PROBE = "print(len(input()))"
 REMEDY = (
-    "Programs of answers run only where Linux lets this user make namespaces: allow them "
-    "(sysctl user.max_user_namespaces=10000, kernel.apparmor_restrict_unprivileged_userns=0; for "
-    "Docker --privileged, or --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-    "--cap-add SYS_ADMIN), or score on another machine."
+    "Programs of answers run only where Linux lets this user make namespaces. Allow them (sysctl "
+    "user.max_user_namespaces=10000, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0, for "
+    "a container docker run --privileged), or score on another machine."
 )
 
 
