@@ -322,7 +322,7 @@ def test_tests_are_read_from_columns_of_data_sets() -> None:
 
 
 @needs_sandbox
-def test_two_workers_give_the_scores_of_one() -> None:
+def test_programs_on_two_workers_get_the_scores_of_one() -> None:
     answers = [answer(f"def f(x): return x * {number}", ASSERTS) for number in range(4)]
     settings = TypeAdapter(RewardList).validate_python([{"kind": "code", "score": "share"}])
     with RewardPanel(settings) as opened, RewardPanel(settings, workers=2) as double:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.rewards.sandbox.client import SandboxClient, SandboxRefusal
 from headway.rewards.sandbox.expression import Step
-from headway.rewards.sandbox.trials import RunResult, CodeTrial, read_trials
+from headway.rewards.sandbox.trials import CodeTrial, RunResult, read_trials
 
 LEAST_OUTPUT = 1 << 20
 SHORTEST_SECONDS = 0.05

@@ -153,7 +153,9 @@ class TextTrial:
         return [same_text(result.output, self._expected, self._tolerance)]
 
 
-def read_trials(tests: Any, entry_point: str | None = None, tolerance: float = 0.0) -> list[CodeTrial]:
+def read_trials(
+    tests: Any, entry_point: str | None = None, tolerance: float = 0.0
+) -> list[CodeTrial]:
     """The runs of a record's tests; raises TestRefusal."""
     if isinstance(tests, str):
         if tests.lstrip().startswith(("{", "[")):
