@@ -25,6 +25,8 @@ LONGEST_TEST = 1 << 20
 VALUE = "_headway_value"
 SCOPES = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+KEEPING = ("add", "append", "extend", "insert", "remove", "setdefault", "update")
+"""Methods that change their object alone."""
 
 
 class TestRefusal(ValueError):
@@ -49,6 +51,8 @@ class Claim:
     """Numbers of the `value` steps."""
     code: str
     """An expression over `_headway_value0` and so on."""
+    known: int = 0
+    """How many trusted statements come before it."""
     literal: ast.expr | None = None
     """The claim is `value == literal`, which needs no further process."""
 
@@ -83,7 +87,28 @@ def plan_test(source: str, entry_point: str | None = None) -> TestPlan:
 
 
 def _inlined(statements: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
-    """The body of `def check(candidate)` in place of its call, about the function of the call."""
+    """The bodies of `def test_...():` in their places, and that of `def check(candidate)` in place
+    of its call, about the function of the call.
+    """
+    flat: list[ast.stmt] = []
+    for statement in statements:
+        if _is_test_function(statement):
+            assert isinstance(statement, ast.FunctionDef)
+            flat += statement.body
+        # Tests in files of their own import the program by this name.
+        elif not (isinstance(statement, ast.ImportFrom) and statement.module == "solution"):
+            flat.append(statement)
+    return _with_check(flat, entry_point)
+
+
+def _is_test_function(statement: ast.stmt) -> bool:
+    """A test of pytest without fixtures and parameters."""
+    if not isinstance(statement, ast.FunctionDef) or statement.decorator_list:
+        return False
+    return statement.name.startswith("test") and ast.unparse(statement.args) == ""
+
+
+def _with_check(statements: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
     check = None
     for statement in statements:
         if isinstance(statement, ast.FunctionDef) and statement.name == "check":
@@ -144,7 +169,8 @@ class _Known:
     """A trusted statement, in its place among the steps."""
 
     code: str
-    binds: set[str]
+    changes: set[str]
+    """Names that it binds, and those whose values it may change."""
     reads: set[str]
 
 
@@ -173,7 +199,7 @@ class _Planner:
         for entry in reversed(self.entries):
             if isinstance(entry, Step):
                 steps.append(entry)
-            elif entry.binds & needed:
+            elif entry.changes & needed:
                 needed |= entry.reads
                 steps.append(Step("run", entry.code))
         known = [entry.code for entry in self.entries if isinstance(entry, _Known)]
@@ -200,7 +226,8 @@ class _Planner:
             self.trusted |= binds
             if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 self.constants |= binds
-            self.entries.append(_Known(code, binds, set(_loaded(statement))))
+            changes = binds | (set(_changed(statement)) & self.constants)
+            self.entries.append(_Known(code, changes, set(_loaded(statement))))
             return
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)):
             raise TestRefusal(
@@ -243,7 +270,8 @@ class _Planner:
                 literal = _literal(left)
             case _:
                 pass
-        self.claims.append(Claim(tuple(numbers), ast.unparse(claim), literal))
+        known = sum(isinstance(entry, _Known) for entry in self.entries)
+        self.claims.append(Claim(tuple(numbers), ast.unparse(claim), known, literal))
 
     def foreign(self, node: ast.AST) -> set[str]:
         """Names that come from the program."""
@@ -338,6 +366,36 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             yield part.id
         if isinstance(part, ast.alias):
             yield (part.asname or part.name).partition(".")[0]
+
+
+def _changed(statement: ast.stmt) -> Iterator[str]:
+    """Names whose values a statement may change: `x.append(1)`, `x[0] = 1`, `shuffle(x)`."""
+    if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
+        return
+    for part in ast.walk(statement):
+        if isinstance(part, (ast.Attribute, ast.Subscript)) and not isinstance(part.ctx, ast.Load):
+            yield _root_name(part)
+        if not isinstance(part, ast.Expr) or not isinstance(part.value, ast.Call):
+            continue
+        call = part.value
+        # A method changes its object; a function, what it is given.
+        if isinstance(call.func, (ast.Attribute, ast.Subscript)):
+            yield _root_name(call.func)
+        for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
+            if isinstance(argument, ast.Name) and not _is_method_of_value(call.func):
+                yield argument.id
+
+
+def _is_method_of_value(function: ast.expr) -> bool:
+    """Whether this is a method that keeps what it is given as it is: those of lists, sets, dicts."""
+    return isinstance(function, ast.Attribute) and function.attr in KEEPING
+
+
+def _root_name(node: ast.expr) -> str:
+    """x of `x.a[0].b`; empty where no name is the root."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _inner_names(node: ast.AST) -> Iterator[str]:

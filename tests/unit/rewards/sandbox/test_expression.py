@@ -56,6 +56,31 @@ def test_a_function_of_the_test_compares_where_the_program_is_not() -> None:
     assert plan.claims[0].code == "near(_headway_value0, 2)"
 
 
+def test_a_claim_is_about_the_names_before_it() -> None:
+    plan = plan_test("x = 5\nassert g(1) < x\nx = 6\nassert g(2) < x")
+    assert [claim.known for claim in plan.claims] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["x.append(1)", "x[0] = 1", "random.shuffle(x)", "x += [1]", "x[0] += 1", "for i in [1]:\n    x.append(i)", "del x[0]"],
+)  # fmt: skip
+def test_a_change_of_what_a_question_mentions_leaves_too(change: str) -> None:
+    plan = plan_test(f"import random\nx = [0]\n{change}\nassert f(x) == 1")
+    assert change in codes(plan)
+
+
+def test_an_expected_value_does_not_leave_with_what_was_put_into_it() -> None:
+    plan = plan_test("x = [1]\nwant = []\nwant.append(x)\nwant.append(9)\nassert f(x) == want")
+    assert codes(plan) == ["x = [1]", "f(x)"]
+
+
+def test_functions_of_pytest_are_read_like_statements() -> None:
+    source = "from solution import f\n\ndef test_one():\n    x = 1\n    assert f(x) == 2\n"
+    plan = plan_test(source + "\ndef test_two():\n    assert f(3) == 4\n")
+    assert codes(plan) == ["x = 1", "f(x)", "f(3)"]
+
+
 def test_and_is_two_claims() -> None:
     assert len(plan_test("assert f(1) == 1 and f(2) == 4").claims) == 2
 
@@ -80,6 +105,8 @@ def test_check_of_humaneval_is_about_its_argument() -> None:
         ("if f(1):\n    assert True", "inside of If"),
         ("assert all(f(i) == i for i in range(3))", "inside of GeneratorExp"),
         ("assert (lambda x: f(x))(1) == 1", "inside of Lambda"),
+        ("def test_it(fixture):\n    assert f(fixture) == 1", "inside of FunctionDef"),
+        ("from math import *\nassert isclose(f(1), 1.0)", "decide"),
         ("while f(1):\n    pass", "inside of While"),
         ("print(1)", "no assert"),
         ("assert f(1) ==", "no Python"),
