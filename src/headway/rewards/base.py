@@ -20,6 +20,7 @@ from typing import Annotated, Any, Protocol, cast
 from pydantic import BeforeValidator, ValidationError
 from pydantic_core import to_json
 
+import headway
 from headway.config.kinds import KindConfig, KindIn, NestedErrors
 from headway.config.section import setting
 from headway.config.user_code import is_file_name
@@ -193,7 +194,8 @@ def settings_digest(settings: RewardSettings, *more: Any) -> str:
     # These decide what is done with a result, not the result.
     for name in ("weight", "default", "timeout", "memory_gib", "max_failures"):
         values.pop(name, None)
-    return digest_of([values, *more])
+    # Another release may compute the same reward in another way.
+    return digest_of([values, headway.__version__, *more])
 
 
 def column_value(record: Mapping[str, Any], path: str) -> Any:

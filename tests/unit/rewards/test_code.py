@@ -1,9 +1,12 @@
 """Programs of answers: right ones pass, and no trick passes in their place."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,6 +369,50 @@ def test_a_system_without_sandboxes_is_refused_before_any_work() -> None:
     assert "reward kind code: no sandbox can be made: a new user namespace: " in line
     assert "sysctl" in line
     assert "score on another machine" in line
+
+
+KILLED = """
+import sys
+from pydantic import TypeAdapter
+from headway.rewards.base import RewardAnswer, RewardList
+from headway.rewards.panel import RewardPanel
+kind = {"kind": "code", "folders": [sys.argv[1]], "test_timeout": 600, "timeout": 600}
+panel = RewardPanel(TypeAdapter(RewardList).validate_python([kind]))
+program = f"f = open('{sys.argv[1]}/alive', 'w'); f.write('x'); f.flush()\\nwhile True: pass"
+panel.score([RewardAnswer(0, [], f"```\\n{program}\\n```", {"tests": {"inputs": [""], "outputs": [""]}})])
+"""
+
+
+@needs_sandbox
+def test_a_killed_trainer_leaves_no_program(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    fifo.chmod(0o666)
+    tmp_path.chmod(0o755)
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
+    # The program holds the pipe open as long as it lives.
+    with fifo.open() as pipe:
+        assert pipe.read(1) == "x"
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        assert pipe.read() == ""
+
+
+@needs_sandbox
+def test_a_closed_panel_leaves_no_program(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    fifo.chmod(0o666)
+    tmp_path.chmod(0o755)
+    opened = panel(folders=[str(tmp_path)], test_timeout=600.0, timeout=600.0)
+    program = f"f = open({str(fifo)!r}, 'w'); f.write('x'); f.flush()\nwhile True: pass"
+    thread = threading.Thread(target=opened.score, args=([answer(program, TEXTS)],))
+    thread.start()
+    with fifo.open() as pipe:
+        assert pipe.read(1) == "x"
+        opened.close()
+        assert pipe.read() == ""
+    thread.join()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,20 @@ def test_a_killed_trainer_leaves_no_worker(tmp_path: Path) -> None:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
         assert pipe.read() == ""
+
+
+def test_a_panel_that_is_closed_ends_a_reward_that_runs(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    body = f"f = open({str(fifo)!r}, 'w')\nf.write('x')\nf.flush()\ntime.sleep(600)"
+    opened = panel(user_reward(tmp_path, body, timeout=600.0))
+    thread = threading.Thread(target=opened.score, args=([answer("4")],))
+    thread.start()
+    with fifo.open() as pipe:
+        assert pipe.read(1) == "x"
+        opened.close()
+        assert pipe.read() == ""
+    thread.join()
 
 
 def test_settings_are_plain_data_again(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ class SandboxRun:
         if builder == 0:
             self._build()
         first: int | None = None
+        status = ""
         try:
             for end in (self.output_end, self.reports_end):
                 os.close(end)
@@ -126,8 +127,9 @@ class SandboxRun:
             status, output = self._read_output(builder)
         finally:
             # The end of the first process ends all others. Without one, nothing runs yet.
-            with suppress(ProcessLookupError):
-                os.kill(first or builder, signal.SIGKILL)
+            if status != "ended":
+                with suppress(ProcessLookupError):
+                    os.kill(first or builder, signal.SIGKILL)
             _, code = os.waitpid(builder, 0)
             for file in (
                 self.job_file,
