@@ -38,6 +38,8 @@ LISTED = {
     r"headway chat --url .*": "a server; tests/e2e/test_serve.py",
     r"headway data self-instruct .*": "a server with a model; tests/unit/text/self_instruct",
     r"headway data clean .* --simplified": "OpenCC, which is not among the developers' packages; tests/unit/text/test_clean.py",
+    r"headway eval rewards .*kind: judge.*": "a server with a model; tests/unit/rewards/test_judge.py",
+    r"headway eval rewards .*kind: code.*": "namespaces, which not every system has; tests/unit/rewards/test_code.py",
     r"headway eval harness .*": "lm-evaluation-harness, which is not among the developers' packages; tests/unit/eval/test_harness.py",
     r"headway eval (ppl|compare) .*--suite default.*": "data of a hub; tests/unit/eval",
     r"headway train .* --nnodes 2 .*": "two machines; tests/e2e/test_launch_nodes.py",

@@ -23,8 +23,9 @@ def rewards(
     ),
     reward: list[str] = typer.Option(
         ...,
-        help="math, number, format, length, a file ./mine.py, or settings: "
-        "'{kind: format, pattern: \"<think>.*\"}'; may be repeated.",
+        help="math, number, code, a file ./mine.py, or settings: "
+        "'{kind: format, pattern: \"<think>.*\"}', '{kind: model, path: runs/reward}'; may be "
+        "repeated (docs/rewards.md).",
     ),
     passes_at: float = typer.Option(
         1.0, "--pass", help="An answer passes if its total is at least this."

@@ -27,7 +27,7 @@ from headway.config.yaml_reader import parse_yaml
 from headway.errors import DataError
 from headway.eval.reward import output_lines
 from headway.infer.batch_files import ERROR, GENERATIONS, INDEX
-from headway.rewards.base import RewardAnswer, RewardList
+from headway.rewards.base import ModelScorer, RewardAnswer, RewardList
 from headway.rewards.panel import RewardPanel, Score
 from headway.runtime.progress import progress
 from headway.text.document import Record
@@ -134,7 +134,7 @@ def score_file(
     seen = _Totals()
     records = islice(read_records(path), limit)
     with (
-        RewardPanel(rewards.reward, cache, workers) as panel,
+        RewardPanel(rewards.reward, cache, workers, _open_model) as panel,
         output_lines(out, path) as file,
         progress("score", unit="answers") as advance,
     ):
@@ -167,6 +167,13 @@ def score_file(
                 "`headway generate --input prompts.jsonl --output FILE` writes them."
             )
     return _report(path, seen, passes_at, out)
+
+
+def _open_model(settings: Any) -> ModelScorer:
+    """The reward model of some settings. Rewards without one do without torch."""
+    from headway.eval.reward_scorer import open_reward_model
+
+    return open_reward_model(settings)
 
 
 def _answers(record: Record) -> list[RewardAnswer]:

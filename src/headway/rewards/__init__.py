@@ -6,9 +6,11 @@ recipe's `reward` may choose; a file such as ./mine.py is one of the user.
     kept.py            results that were computed before, on the disk
     worker.py          processes with limits that run what may hang or crash
     worker_process.py  the other end of them, and `scoring.py` what they compute
+    source_digest.py   what a user's code is made of
+    sandbox/           programs of answers, run apart from everything
 """
 
 SETTING = "reward"
 """The setting of a recipe that lists rewards."""
 
-KINDS = ("format", "length", "math", "number")
+KINDS = ("code", "format", "judge", "length", "math", "model", "number")

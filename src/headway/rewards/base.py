@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, cast
 
 from pydantic import BeforeValidator, ValidationError
 from pydantic_core import to_json
 
+import headway
 from headway.config.kinds import KindConfig, KindIn, NestedErrors
 from headway.config.section import setting
 from headway.config.user_code import is_file_name
@@ -84,12 +85,34 @@ class BuiltReward(Protocol):
         ...
 
 
+class ModelScorer(Protocol):
+    """A reward model that is loaded."""
+
+    def digest(self) -> str:
+        """Identifies weights, tokenizer and template."""
+        ...
+
+    def score(self, answers: Sequence[dict[str, Any]], /) -> list[float | str]:
+        """A number for each conversation, or the reason why it has none."""
+        ...
+
+    def close(self) -> None:
+        """Release the model."""
+        ...
+
+
+OpenModel = Callable[[Any], ModelScorer]
+"""Loads the reward model of the settings `headway.rewards.model.Config`."""
+
+
 @dataclass(frozen=True)
 class RewardTools:
     """What a reward is built with."""
 
     workers: int = 1
     """Processes that a reward may use."""
+    open_model: OpenModel | None = None
+    """How reward models are loaded; None: by nobody."""
 
 
 class RewardSettings(KindConfig):
@@ -97,8 +120,6 @@ class RewardSettings(KindConfig):
 
     weight: float = setting(1.0, "The factor of this reward in the sum.")
     default: float = setting(0.0, "What an answer gets when this reward fails on it.")
-    timeout: float = setting(10.0, "Seconds that one answer may take.", gt=0, le=3600)
-    memory_gib: float = setting(4.0, "Memory of the process that computes this reward.", gt=0)
     max_failures: float = setting(
         0.5, "Stop when more than this share of the last 200 answers failed.", ge=0, le=1
     )
@@ -114,6 +135,13 @@ class RewardSettings(KindConfig):
     def build(self, tools: RewardTools) -> BuiltReward:
         """Make the reward."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build(tools).")
+
+
+class WorkerSettings(RewardSettings):
+    """Base of the settings of rewards that run in worker processes."""
+
+    timeout: float = setting(10.0, "Seconds that one answer may take.", gt=0, le=3600)
+    memory_gib: float = setting(4.0, "Memory of the process that computes this reward.", gt=0)
 
 
 @dataclass(frozen=True)
@@ -166,7 +194,8 @@ def settings_digest(settings: RewardSettings, *more: Any) -> str:
     # These decide what is done with a result, not the result.
     for name in ("weight", "default", "timeout", "memory_gib", "max_failures"):
         values.pop(name, None)
-    return digest_of([values, *more])
+    # Another release may compute the same reward in another way.
+    return digest_of([values, headway.__version__, *more])
 
 
 def column_value(record: Mapping[str, Any], path: str) -> Any:
@@ -187,11 +216,13 @@ def column_value(record: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def require_column(kind: str, columns: Collection[str], paths: Sequence[str]) -> None:
+def require_column(
+    kind: str, columns: Collection[str], paths: Sequence[str], setting_name: str = "column"
+) -> None:
     """Refuse records that have none of these columns."""
     if any(path in columns or path.split(".")[0] in columns for path in paths):
         return
     raise ConfigError(
         f"reward kind {kind} needs one of the columns {', '.join(paths)}; the records have "
-        f"{', '.join(sorted(columns)) or 'none'}. Name the column: reward.N.column=NAME."
+        f"{', '.join(sorted(columns)) or 'none'}. Name the column: reward.N.{setting_name}=NAME."
     )

@@ -11,11 +11,11 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from headway.config.section import setting
-from headway.rewards.base import RewardAnswer, RewardSettings, RewardTools, settings_digest
+from headway.rewards.base import RewardAnswer, RewardTools, WorkerSettings, settings_digest
 from headway.rewards.worker import WorkerReward
 
 
-class Config(RewardSettings):
+class Config(WorkerSettings):
     """Settings of the format reward."""
 
     kind: str = setting("format", "format.", on_resume="fixed")

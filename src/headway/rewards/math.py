@@ -8,13 +8,13 @@ from collections.abc import Collection
 from importlib.metadata import version
 
 from headway.config.section import setting
-from headway.rewards.base import RewardTools, settings_digest
+from headway.rewards.base import RewardTools, WorkerSettings, settings_digest
 from headway.rewards.gold import GoldSettings
 from headway.rewards.worker import WorkerReward
 from headway.runtime.optional import need
 
 
-class Config(GoldSettings):
+class Config(GoldSettings, WorkerSettings):
     """Settings of the math reward."""
 
     kind: str = setting("math", "math.", on_resume="fixed")

@@ -10,6 +10,7 @@ that fails on too many ends the run with one line.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from headway.errors import ConfigError, GaveUpError
 from headway.rewards.base import (
     BuiltReward,
+    OpenModel,
     RewardAnswer,
     RewardOutcome,
     RewardSettings,
@@ -27,6 +29,8 @@ from headway.rewards.base import (
     digest_of,
 )
 from headway.rewards.kept import KeptRewards
+
+log = logging.getLogger("headway")
 
 WINDOW = 200
 """Answers over which failures are counted."""
@@ -44,6 +48,8 @@ class _Member:
         self.digest = source.digest()
         self.failures: deque[bool] = deque(maxlen=WINDOW)
         self.last_problem = ""
+        self.num_failures = 0
+        self.num_answers = 0
 
     def outcomes(self, answers: Sequence[RewardAnswer], kept: KeptRewards) -> list[RewardOutcome]:
         """One for each answer: those that are kept, and the others computed and kept."""
@@ -60,14 +66,39 @@ class _Member:
 
         for outcome in computed.values():
             self.failures.append(outcome.value is None)
-            if outcome.problem is not None:
-                self.last_problem = outcome.problem
+            self.num_answers += 1
+            if outcome.value is None:
+                self._note_failure(outcome.problem or "no value")
         outcomes: list[RewardOutcome] = []
         for key in keys:
             outcome = computed.get(key) or kept.get(key)
             assert outcome is not None
             outcomes.append(outcome)
         return outcomes
+
+    def _note_failure(self, problem: str) -> None:
+        """Count a failure; the first one is logged."""
+        self.num_failures += 1
+        self.last_problem = problem
+        if self.num_failures == 1:
+            log.warning(
+                "reward %s failed on an answer, which gets its default of %g: %s. Further "
+                "failures are counted.",
+                self.name,
+                self.settings.default,
+                problem.rstrip("."),
+            )
+
+    def report_failures(self) -> None:
+        """Log how many failures there were in the end."""
+        if self.num_failures > 1:
+            log.warning(
+                "reward %s failed on %d of %d answers; the last reason: %s",
+                self.name,
+                self.num_failures,
+                self.num_answers,
+                self.last_problem,
+            )
 
     def require_health(self) -> None:
         """End the run if the reward failed on too many of the last answers."""
@@ -77,7 +108,7 @@ class _Member:
         raise GaveUpError(
             f"reward {self.name} failed on {count} of the last {len(self.failures)} answers; "
             f"reward.N.max_failures is {self.settings.max_failures:g}. The last reason: "
-            f"{self.last_problem}. Correct it and resume the run."
+            f"{self.last_problem.rstrip('.')}. Correct it and resume the run."
         )
 
 
@@ -89,13 +120,14 @@ class RewardPanel:
         settings: Sequence[RewardSettings],
         cache: Path | None = None,
         workers: int = 1,
+        open_model: OpenModel | None = None,
     ) -> None:
         if not settings:
             raise ConfigError("reward is empty; name at least one, e.g. reward=math.")
         if workers < 1:
             raise ConfigError(f"workers of rewards is {workers}; it must be at least 1.")
         self.settings = tuple(settings)
-        tools = RewardTools(workers)
+        tools = RewardTools(workers, open_model)
         names = unique_names(self.settings)
         self._members = [
             _Member(name, each, each.build(tools))
@@ -110,6 +142,11 @@ class RewardPanel:
     def names(self) -> list[str]:
         """The names of the parts, in the order of the recipe."""
         return [member.name for member in self._members]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How many answers each reward failed on so far."""
+        return {member.name: member.num_failures for member in self._members}
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse what cannot work, before training starts: a column that records lack, a missing
@@ -160,6 +197,7 @@ class RewardPanel:
         """End all processes."""
         for member in self._members:
             member.source.close()
+            member.report_failures()
         self._threads.shutdown(cancel_futures=True)
         for kept in self._kept:
             kept.close()

@@ -56,6 +56,29 @@ def format_scorer(settings: Mapping[str, Any]) -> Scorer:
     return score
 
 
+def judge_scorer(settings: Mapping[str, Any]) -> Scorer:
+    """The last number in the text of a judge, as a share of its scale."""
+    pattern = re.compile(settings["pattern"])
+    low = settings["low"]
+    high = settings["high"]
+
+    def score(inputs: dict[str, Any]) -> float:
+        # The last one: a judge may weigh numbers, or cite the answer, before it decides.
+        matches = pattern.findall(inputs["text"])
+        if not matches:
+            end = " ".join(inputs["text"].split())[-80:]
+            raise ValueError(f"the judge wrote no number that the pattern finds: ...{end!r}")
+        try:
+            number = float(matches[-1])
+        except ValueError:
+            raise ValueError(f"the pattern finds {matches[-1][:40]!r}, no number") from None
+        if not low <= number <= high:
+            raise ValueError(f"the judge wrote {number:g}; it must be from {low:g} to {high:g}")
+        return (number - low) / (high - low)
+
+    return score
+
+
 def math_scorer(settings: Mapping[str, Any]) -> Scorer:
     """1 where math-verify finds the answer equal to the right one, else 0."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
@@ -102,8 +125,17 @@ def user_scorer(settings: Mapping[str, Any]) -> Scorer:
     return score
 
 
+def program_scorer(settings: Mapping[str, Any]) -> Scorer:
+    """Runs programs in sandboxes."""
+    from headway.rewards.sandbox.scorer import code_scorer
+
+    return code_scorer(settings)
+
+
 SCORERS: dict[str, Callable[[Mapping[str, Any]], Scorer]] = {
+    "code": program_scorer,
     "format": format_scorer,
+    "judge": judge_scorer,
     "math": math_scorer,
     "user": user_scorer,
 }

@@ -17,12 +17,12 @@ from typing import Any
 from headway.config.section import setting
 from headway.config.user_code import is_file_name
 from headway.errors import ConfigError
-from headway.rewards.base import RewardAnswer, RewardSettings, RewardTools, settings_digest
+from headway.rewards.base import RewardAnswer, RewardTools, WorkerSettings, settings_digest
+from headway.rewards.source_digest import code_digest
 from headway.rewards.worker import WorkerReward
-from headway.runtime.storage import sha256_file
 
 
-class UserFileReward(RewardSettings):
+class UserFileReward(WorkerSettings):
     """Settings of a reward of the user."""
 
     settings: dict[str, Any] = setting(
@@ -63,7 +63,7 @@ class UserFileReward(RewardSettings):
                 path = Path(spec.origin)
         try:
             if path is not None:
-                return sha256_file(path)
+                return code_digest(path)
         except OSError:
             pass
         raise ConfigError(

@@ -26,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from headway.errors import ConfigError
-from headway.rewards.base import RewardAnswer, RewardOutcome, RewardSettings, RewardTools
-from headway.rewards.worker_process import LENGTH
+from headway.rewards.base import RewardAnswer, RewardOutcome, RewardTools, WorkerSettings
+from headway.rewards.messages import LENGTH
 from headway.runtime.process import start_module
 
 START_SECONDS = 120.0
@@ -47,6 +47,9 @@ class RewardWorker:
         self.setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._messages = 0
+        self._in_use = threading.RLock()
+        """Held while the pipes are read: they are closed by the thread that reads them."""
+        self._is_closed = False
         self.refusal: str | None = None
         """Why the scorer could not be made, by the last start."""
 
@@ -61,6 +64,10 @@ class RewardWorker:
                 unread,
                 keeps_secrets=False,
             )
+        # Either `close` sees this process, or it was called before and this sees it.
+        if self._is_closed:
+            self.stop()
+            raise WorkerFailure("stopped")
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
@@ -72,8 +79,9 @@ class RewardWorker:
 
     def ask(self, inputs: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The worker's answer to some inputs; raises WorkerFailure."""
-        self.start()
-        return self._exchange(inputs, seconds, "answer")
+        with self._in_use:
+            self.start()
+            return self._exchange(inputs, seconds, "answer")
 
     def _exchange(self, message: dict[str, Any], seconds: float, step: str) -> dict[str, Any]:
         try:
@@ -119,21 +127,37 @@ class RewardWorker:
                     raise ValueError("the answer to another message")
                 return answer
 
+    def close(self) -> None:
+        """End the process, from any thread; one that waits for an answer fails at once."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            _kill(process)
+        with self._in_use:
+            self.stop()
+
     def stop(self) -> None:
         """End the process and all that it started."""
         process = self._process
         self._process = None
         if process is None:
             return
-        # The guard's group has the guard alone: its death kills the worker and its namespace.
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        _kill(process)
         process.wait()
         for stream in (process.stdin, process.stdout):
             assert stream is not None
             stream.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The guard's group has the guard alone: its death kills the worker and its namespace."""
+    # The number of a process that was waited for may be that of another one.
+    if process.returncode is not None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 def _unsendable(value: object) -> str:
@@ -161,19 +185,26 @@ class WorkerReward:
 
     def __init__(
         self,
-        settings: RewardSettings,
+        settings: WorkerSettings,
         scorer: str,
         tools: RewardTools,
         inputs: Callable[[RewardAnswer], dict[str, Any]],
         digest: str,
+        *,
+        seconds: float | None = None,
+        memory_gib: float | None = None,
     ) -> None:
+        """`seconds`, `memory_gib`: limits of the worker itself, where those of the settings are for
+        what it runs.
+        """
         self.settings = settings
+        self._seconds = seconds or settings.timeout
         self.inputs = inputs
         self._digest = digest
         setup = {
             "scorer": scorer,
             "settings": settings.model_dump(mode="json"),
-            "memory_bytes": int(settings.memory_gib * 2**30),
+            "memory_bytes": int((memory_gib or settings.memory_gib) * 2**30),
             "parent": os.getpid(),
             "path": sys.path,
         }
@@ -207,7 +238,7 @@ class WorkerReward:
             return RewardOutcome(None, "stopped")
         worker = self._idle.get()
         try:
-            answer = worker.ask(inputs, self.settings.timeout)
+            answer = worker.ask(inputs, self._seconds)
         except WorkerFailure as failure:
             return RewardOutcome(None, str(failure)[:SHOWN_CHARACTERS])
         finally:
@@ -218,7 +249,7 @@ class WorkerReward:
         """End the workers."""
         self._closing.set()
         for worker in self._workers:
-            worker.stop()
+            worker.close()
         self._threads.shutdown(cancel_futures=True)
 
 

@@ -11,25 +11,24 @@ as from a fork of the user's code, is never taken for that of the next input.
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import select
 import signal
-import struct
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
+from headway.rewards.messages import read_message, write_message
 from headway.rewards.scoring import SCORERS
 
-LENGTH = struct.Struct("<I")
-"""Before each message."""
 NEW_PIDS = 0x20000000
 NEW_USER = 0x10000000
 PR_SET_PDEATHSIG = 1
 LOOK_SECONDS = 0.5
 """How often the guard looks for its parent, where its pipe does not say."""
+LARGEST_FILE = 1 << 30
+"""Bytes of a file that a reward may write."""
 DETAILS = 32
 """Further numbers that a reward may return."""
 
@@ -137,7 +136,7 @@ def work() -> int:
     os.dup2(null, 0)
     os.dup2(null, 1)
 
-    setup = _next(messages)
+    setup = read_message(messages)
     if setup is None:
         return 0
     bound_memory(setup["memory_bytes"])
@@ -147,11 +146,11 @@ def work() -> int:
     try:
         scorer = SCORERS[setup["scorer"]](setup["settings"])
     except Exception as problem:
-        _send(answers, {"number": number, "problem": f"{problem}"})
+        write_message(answers, {"number": number, "problem": f"{problem}"})
         return 0
-    _send(answers, {"number": number, "problem": None})
+    write_message(answers, {"number": number, "problem": None})
 
-    while (inputs := _next(messages)) is not None:
+    while (inputs := read_message(messages)) is not None:
         number = inputs.pop("number")
         try:
             answer = checked(scorer(inputs))
@@ -161,7 +160,7 @@ def work() -> int:
             answer = {"problem": f"{type(problem).__name__}: {problem}"}
         if os.getpid() != worker:
             return 0  # a fork of the user's code, which came back as well
-        _send(answers, {"number": number, **answer})
+        write_message(answers, {"number": number, **answer})
     return 0
 
 
@@ -199,28 +198,16 @@ def _number(value: Any) -> float | None:
 
 
 def bound_memory(most_bytes: int) -> None:
-    """Let allocations above a limit fail, where the system has such a limit."""
+    """Let allocations and files above a limit fail, where the system has such limits."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # A file that grows without end is an OSError of the reward, not a full disk of the run.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     except (ImportError, ValueError, OSError):
         return
-
-
-def _next(messages: BinaryIO) -> dict[str, Any] | None:
-    head = messages.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    return json.loads(messages.read(size).decode("utf-8", "surrogatepass"))
-
-
-def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
-    body = json.dumps(answer).encode()
-    answers.write(LENGTH.pack(len(body)) + body)
-    answers.flush()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,23 @@ def user_reward(folder: Path, body: str, **settings: Any) -> dict[str, Any]:
         f"import os, sys, time, signal\n\ndef reward(prompt, answer, record):\n{lines}\n"
     )
     return {"kind": str(path), **settings}
+
+
+FILL = """
+with open("/dev/full", "wb", 0) as file:
+    file.write(bytes(1 << 20))
+"""
+LISTEN = """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+server.accept()
+"""
+FORKS = """
+for _ in range(20):
+    if os.fork() == 0:
+        time.sleep(600)
+time.sleep(600)
+"""
 
 
 def test_a_single_name_is_a_list_of_one_reward() -> None:
@@ -164,6 +182,18 @@ def test_further_numbers_of_a_mapping_are_parts_without_weight(tmp_path: Path) -
         ("return 'high'", "it must be a finite number"),
         ("return float('nan')", "it must be a finite number"),
         ("return None", "it must be a finite number"),
+        ("return float('-inf')", "it must be a finite number"),
+        ("return {'reward': 1, 'more': 'x'}", "its 'more' is no finite number"),
+        ("return True if False else [1]", "it must be a finite number"),
+        ("return type('N', (), {'__float__': lambda s: 1 / 0})()", "ZeroDivisionError"),
+        ("raise BaseException('x')", ""),
+        ("open(answer + '.bin', 'wb').truncate(1 << 50)", "OSError"),
+        (FILL, "OSError"),
+        (LISTEN, "no answer within"),
+        (FORKS, "no answer within"),
+        ("import threading\nthreading.stack_size(1 << 20)\nraise RecursionError", "RecursionError"),
+        ("sys.stdout.close(); sys.stderr.close(); os.closerange(3, 99); raise ValueError", ""),
+        ("sys.setrecursionlimit(1 << 30)\nf = lambda: f()\nf()", ""),
         ("return {'score': 1}", "without the key `reward`"),
         ("sys.exit(0)", "SystemExit"),
         ("os._exit(0)", "the process ended"),
@@ -175,9 +205,10 @@ def test_further_numbers_of_a_mapping_are_parts_without_weight(tmp_path: Path) -
     ],
 )
 def test_a_reward_that_fails_costs_its_answer_alone(
-    tmp_path: Path, body: str, problem: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
 ) -> None:
     bad_body = "if answer == 'good': return 1.0\n" + body
+    monkeypatch.chdir(tmp_path)
     rewards = user_reward(tmp_path, bad_body, default=-1.0, timeout=3.0)
     bad, good = scores(rewards, answer("bad"), answer("good"))
     assert bad.total == -1.0
@@ -228,6 +259,42 @@ def test_too_many_failures_end_the_run_with_the_last_reason(tmp_path: Path) -> N
     answers = [answer(str(number)) for number in range(60)]
     with pytest.raises(GaveUpError, match=r"reward mine failed on 60 of the last 60 .*broken"):
         scores(rewards, *answers)
+
+
+def test_a_file_that_grows_without_end_is_an_error_of_the_reward(tmp_path: Path) -> None:
+    body = f"open({str(tmp_path / 'big')!r}, 'wb').truncate(2 << 30)\nreturn 1.0"
+    (score,) = scores(user_reward(tmp_path, body), answer("x"))
+    assert "File too large" in score.problems[0]
+
+
+def test_failures_are_logged_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewards = user_reward(tmp_path, "return 1 / (int(answer) % 2)")
+    with panel(rewards) as opened:
+        opened.score([answer(str(number)) for number in range(6)])
+        opened.score([answer("8")])
+        assert opened.failures == {"mine": 4}
+        assert len(caplog.messages) == 1
+    assert "reward mine failed on an answer, which gets its default of 0" in caplog.messages[0]
+    assert caplog.messages[1].startswith("reward mine failed on 4 of 7 answers; the last reason:")
+    assert len(caplog.messages) == 2
+
+
+def test_a_changed_import_of_a_file_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewards = user_reward(tmp_path, "import worth_of_mine\nreturn worth_of_mine.VALUE")
+    for value in (1.0, 2.0):
+        (tmp_path / "worth_of_mine.py").write_text(f"VALUE = {value}\n")
+        with panel(rewards, tmp_path / "cache") as opened:
+            assert opened.score([answer("4")])[0].total == value
+
+
+def test_a_setting_that_a_kind_does_not_read_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        panel({"kind": "length", "max_tokens": 5, "timeout": 3.0})
 
 
 def test_two_workers_give_the_scores_of_one(tmp_path: Path) -> None:
@@ -313,6 +380,20 @@ def test_a_killed_trainer_leaves_no_worker(tmp_path: Path) -> None:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
         assert pipe.read() == ""
+
+
+def test_a_panel_that_is_closed_ends_a_reward_that_runs(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    body = f"f = open({str(fifo)!r}, 'w')\nf.write('x')\nf.flush()\ntime.sleep(600)"
+    opened = panel(user_reward(tmp_path, body, timeout=600.0))
+    thread = threading.Thread(target=opened.score, args=([answer("4")],))
+    thread.start()
+    with fifo.open() as pipe:
+        assert pipe.read(1) == "x"
+        opened.close()
+        assert pipe.read() == ""
+    thread.join()
 
 
 def test_settings_are_plain_data_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import email.utils
 import http.client
 import json
 import logging
+import math
 import random
 import threading
 import time
@@ -24,8 +25,8 @@ from email.message import Message
 from typing import Any
 
 from headway.errors import HeadwayError
-from headway.runtime.web import direct_opener
-from headway.text.self_instruct.settings import KEY_VARIABLE, Endpoint
+from headway.runtime.web import DeadlineOpener
+from headway.text.self_instruct.settings import Endpoint
 
 MAX_ANSWER_BYTES = 16 << 20
 PIECE_BYTES = 1 << 16
@@ -76,7 +77,7 @@ class Client:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._opener = direct_opener()
+        self._opener = DeadlineOpener()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._next_slot = 0.0
@@ -85,13 +86,16 @@ class Client:
         """End every waiting thread."""
         self._stopped.set()
 
-    def ask(self, prompt: str) -> Reply:
-        """The answer to a prompt; raises `EndpointError` after the last attempt."""
+    def ask(self, prompt: str, seconds: float = math.inf) -> Reply:
+        """The answer to a prompt; raises `EndpointError` after the last attempt, or when `seconds`
+        are over.
+        """
+        deadline = time.monotonic() + seconds
         retries: Counter[str] = Counter()
         for attempt in range(self.endpoint.max_retries + 1):
-            self._wait_for_slot()
+            self._wait_for_slot(deadline)
             try:
-                text, was_cut, usage = self._attempt(prompt)
+                text, was_cut, usage = self._attempt(prompt, deadline)
                 return Reply(text, was_cut, dict(retries), usage[0], usage[1])
             except _RequestError as failure:
                 if not failure.is_temporary:
@@ -106,11 +110,11 @@ class Client:
                     ) from None
 
                 retries[failure.kind] += 1
-                self._pause(failure, attempt)
+                self._pause(failure, attempt, deadline)
 
         raise AssertionError("the last attempt returns or raises")
 
-    def _pause(self, failure: _RequestError, attempt: int) -> None:
+    def _pause(self, failure: _RequestError, attempt: int, deadline: float) -> None:
         """Wait before the next attempt; a pause that the server requests holds for all threads."""
         # The random factor keeps threads that failed together from coming back together.
         longest = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS)
@@ -124,6 +128,12 @@ class Client:
                 )
 
             seconds = failure.pause_seconds
+        if time.monotonic() + seconds >= deadline:
+            raise EndpointError(
+                f"{self.endpoint.shown_address}: {failure.message} (no time for a retry)."
+            )
+
+        if failure.pause_seconds is not None:
             with self._lock:
                 self._next_slot = max(self._next_slot, time.monotonic() + seconds)
 
@@ -132,7 +142,7 @@ class Client:
         )
         self._sleep(seconds)
 
-    def _wait_for_slot(self) -> None:
+    def _wait_for_slot(self, deadline: float) -> None:
         """Wait until the rate limit allows a request, and reserve it."""
         while True:
             with self._lock:
@@ -143,6 +153,10 @@ class Client:
                         self._next_slot += 60.0 / self.endpoint.requests_per_minute
                     return
                 wait = self._next_slot - now
+            if now + wait >= deadline:
+                raise EndpointError(
+                    f"{self.endpoint.shown_address}: requests are paused for {wait:.0f} s."
+                )
 
             # Without the lock; another thread may take the slot, so the loop looks again.
             self._sleep(wait)
@@ -151,22 +165,19 @@ class Client:
         if self._stopped.wait(seconds):
             raise EndpointError(f"{self.endpoint.shown_address}: stopped.")
 
-    def _attempt(self, prompt: str) -> tuple[str, bool, tuple[int, int]]:
+    def _attempt(self, prompt: str, deadline: float) -> tuple[str, bool, tuple[int, int]]:
         """One request: the text, whether it was cut, and its tokens; raises `_RequestError`."""
+        seconds = min(self.endpoint.timeout_seconds, deadline - time.monotonic())
         try:
-            raw = self._post(prompt)
+            raw = self._post(prompt, seconds)
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         # A time-out while reading; one while connecting comes as a URLError, below.
         except TimeoutError:
-            raise _RequestError(
-                "timeout", f"no answer within {self.endpoint.timeout_seconds:g} s"
-            ) from None
+            raise _RequestError("timeout", f"no answer within {seconds:.3g} s") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise _RequestError(
-                    "timeout", f"no connection within {self.endpoint.timeout_seconds:g} s"
-                ) from None
+                raise _RequestError("timeout", f"no connection within {seconds:.3g} s") from None
 
             raise _RequestError(
                 "connection", f"cannot be reached: {self._safe_text(str(error.reason))}"
@@ -186,7 +197,7 @@ class Client:
                 f"{self._safe_text(raw.decode('utf-8', 'replace'))!r}",
             ) from None
 
-    def _post(self, prompt: str) -> bytes:
+    def _post(self, prompt: str, seconds: float) -> bytes:
         """Send a request and read its answer, within the time-out and `MAX_ANSWER_BYTES`."""
         body = {
             "model": self.endpoint.model,
@@ -205,18 +216,15 @@ class Client:
         request = urllib.request.Request(
             self.endpoint.address, json.dumps(body).encode(), headers, method="POST"
         )
-        # The socket's time-out is for each read. The deadline is for the whole answer.
-        deadline = time.monotonic() + self.endpoint.timeout_seconds
-        with self._opener.open(request, timeout=self.endpoint.timeout_seconds) as response:
+        # A pause of another thread may have taken all of the time.
+        if seconds <= 0:
+            raise TimeoutError
+        with self._opener.open(request, seconds) as response:
             raw = bytearray()
             announced = response.length
-            # Piece by piece: a server that sends a byte now and then would never run into the
-            # socket's time-out.
+            # Piece by piece, so that a large answer is noticed before it fills memory.
             while piece := response.read1(PIECE_BYTES):
                 raw += piece
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-
                 if len(raw) > MAX_ANSWER_BYTES:
                     raise _RequestError(
                         "nonsense", f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
@@ -237,25 +245,27 @@ class Client:
                 server_text = ""
 
         code = error.code
+        address, model, length = self.endpoint.names
         description = f"HTTP {code} {server_text}".rstrip()
         if code in (401, 403):
             return _RequestError(
-                str(code), f"{description}. Set {KEY_VARIABLE} to a valid key.", is_temporary=False
+                str(code),
+                f"{description}. Set {self.endpoint.key_variable} to a valid key.",
+                is_temporary=False,
             )
 
         # A redirect would carry the key to another host.
         if 300 <= code < 400:
             return _RequestError(
                 str(code),
-                f"HTTP {code}: redirects to another address. Give the final address as --endpoint.",
+                f"HTTP {code}: redirects to another address. Give the final address as {address}.",
                 is_temporary=False,
             )
 
         if code not in TEMPORARY_CODES and code < 500:
             return _RequestError(
                 str(code),
-                f"{description}. Check --endpoint, --model ({self.endpoint.model}) and "
-                "--max-tokens.",
+                f"{description}. Check {address}, {model} ({self.endpoint.model}) and {length}.",
                 is_temporary=False,
             )
 

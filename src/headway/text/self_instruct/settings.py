@@ -31,6 +31,10 @@ class Endpoint:
     )
     model: str = option(..., "The model's name on that server.")
     key: str | None = field(default=None, repr=False)
+    key_variable: str = field(default=KEY_VARIABLE)
+    """The environment variable that has the key, for messages."""
+    names: tuple[str, str, str] = field(default=("--endpoint", "--model", "--max-tokens"))
+    """What the settings of address, model and length are called, for messages."""
     temperature: float = option(1.0, "Sampling temperature.")
     max_tokens: int = option(3072, "Maximum tokens of an answer; a task cut off there is dropped.")
     timeout_seconds: float = option(
@@ -53,8 +57,8 @@ class Endpoint:
             port_is_valid = False
         if parts.username is not None or parts.password is not None:
             raise ConfigError(
-                "--endpoint holds a user name or password; put the key into the environment "
-                f"variable {KEY_VARIABLE} instead."
+                f"{self.names[0]} holds a user name or password; put the key into the environment "
+                f"variable {self.key_variable} instead."
             )
         if (
             parts.scheme not in ("http", "https")
@@ -64,15 +68,15 @@ class Endpoint:
             or " " in self.url
         ):
             raise ConfigError(
-                f"--endpoint is {self.url!r}; it must be an address such as "
+                f"{self.names[0]} is {self.url!r}; it must be an address such as "
                 "http://localhost:8000/v1."
             )
         if self.key is not None and not (
             self.key.isascii() and self.key.isprintable() and " " not in self.key
         ):
             raise ConfigError(
-                f"{KEY_VARIABLE} holds characters that no key has (blanks, line ends, not ASCII). "
-                "Set it again."
+                f"{self.key_variable} holds characters that no key has (blanks, line ends, not "
+                "ASCII). Set it again."
             )
 
     @property
