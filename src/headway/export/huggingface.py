@@ -298,6 +298,9 @@ def _exported_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config)
         for piece in pieces:
+            if piece.join is not None:
+                shapes[piece.name] = piece.join.shapes[piece.name]
+                continue
             # Several pieces: dim 0 of our parameter stacks experts, which the family stores one by
             # one.
             shape = spec.shape
@@ -350,6 +353,8 @@ def _exported_tensors(
     specs = {spec.name: spec for spec in param_specs(config)}
     # Name of an exported tensor -> the parts of it that have come, by where they begin in it.
     waiting: dict[str, dict[int, torch.Tensor]] = {}
+    # Our names that are written together -> the values of those that have come.
+    joining: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
     for name, value in weights:
         spec = specs.pop(name, None)
         shape = None if spec is None else spec.shape
@@ -358,6 +363,14 @@ def _exported_tensors(
         )
 
         pieces = pieces_of(family, spec, config)
+        join = pieces[0].join
+        if join is not None:
+            parts_of_join = joining.setdefault(join.ours, {})
+            parts_of_join[name] = value
+            if len(parts_of_join) == len(join.ours):
+                del joining[join.ours]
+                yield from join.to_theirs(parts_of_join).items()
+            continue
         values = (value,)
         if len(pieces) > 1:
             values = value.unbind(0)

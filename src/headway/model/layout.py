@@ -59,6 +59,7 @@ Group = Literal[
     "gates",
     "score",
     "router_bias",
+    "fixed",
     "objective",
 ]
 """What a parameter belongs to; it may be in several.
@@ -66,6 +67,7 @@ Group = Literal[
     linear        the matrix of a linear that an adapter may change
     expert        stacked over experts along dim 0
     router_bias   by which a router balances experts without a loss
+    fixed         numbers that a class of transformers stores with its weights and never trains
     aligner       a head that aligns media with text, trained by the contrastive task
 """
 
@@ -152,7 +154,8 @@ class ParamSpec:
     @property
     def keeps_float32(self) -> bool:
         """Always fp32 and, with fsdp, whole on every rank."""
-        return not self.groups.isdisjoint(WIDE)
+        # A number alone cannot be sharded, and its type changes no other.
+        return not self.shape or not self.groups.isdisjoint(WIDE)
 
 
 Specs = Mapping[str, ParamSpec]

@@ -25,7 +25,7 @@ from headway.model.families.base import (
     pieces_of,
     with_head,
 )
-from headway.model.layout import HEAD, param_specs
+from headway.model.layout import param_specs
 from headway.model.loading import mxfp4
 from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
 from headway.model.loading.unsupported import named_format, pointer, quantised
@@ -171,10 +171,10 @@ def _read_all(
         files = _open_all(folder, where, opened)
         _check_shapes(folder, config, where, files)
         for spec in param_specs(config):
-            value = _read(folder, files, where[spec.name])
+            value = _read(folder, files, spec.name, where[spec.name])
             # A folder may hold a tied head too. One that differs was trained by itself, and would be lost.
             if spec.tied_to in where:
-                head = _read(folder, files, where[spec.tied_to])
+                head = _read(folder, files, spec.tied_to, where[spec.tied_to])
                 if not torch.equal(value, head):
                     hf_name = where[spec.name][0].piece.name
                     raise CheckpointError(
@@ -239,6 +239,8 @@ def _check_shapes(
         for stored in pieces:
             file = stored.file
             piece = stored.piece
+            if piece.join is not None:
+                expected = piece.join.shapes[piece.name]
             whole, dtype = _shape_and_dtype(folder, files, file, piece.name)
             if stored.scales_file is not None and piece.scales is not None:
                 scales, scale_dtype = _shape_and_dtype(
@@ -300,10 +302,16 @@ def _shape_and_dtype(
         ) from None
 
 
-def _read(folder: Path, files: dict[str, Any], pieces: tuple[StoredPiece, ...]) -> torch.Tensor:
-    """One of our parameters, of one piece or stacked of several."""
+def _read(
+    folder: Path, files: dict[str, Any], name: str, pieces: tuple[StoredPiece, ...]
+) -> torch.Tensor:
+    """One of our parameters, of one piece or stacked or joined of several."""
     import torch
 
+    join = pieces[0].piece.join
+    if join is not None:
+        values = {stored.piece.name: _read_piece(folder, files, stored) for stored in pieces}
+        return join.to_ours(values)[name]
     if pieces[0].piece.scales is not None or pieces[0].piece.step > 1:
         return _read_expert_by_expert(folder, files, pieces[0])
 
@@ -418,7 +426,9 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
         # With the names of the folder: some families are published in several forms.
         pieces = pieces_of(family, spec, config, files)
         names = [name for piece in pieces for name in piece.names]
-        is_part = any(piece.dim is not None or piece.transposed for piece in pieces)
+        is_part = any(
+            piece.dim is not None or piece.transposed or piece.join is not None for piece in pieces
+        )
         if not (is_part or len(names) > 1) or not all(name in files for name in names):
             continue
         stored: list[StoredPiece] = []
@@ -447,7 +457,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
             f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
         )
     # Some tools write a tied head as well.
-    accepted = {HEAD} if config.ties_head else set()
+    accepted = {spec.tied_to for spec in param_specs(config) if spec.tied_to is not None}
     extra = sorted(where.keys() - expected - accepted)
     if extra:
         raise CheckpointError(

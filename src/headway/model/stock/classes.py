@@ -48,6 +48,10 @@ OURS = (
 """Keys of config.json that do not decide what the model computes."""
 IMPLEMENTATION = "headway"
 """The name of headway's attention among those of transformers."""
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+"""How stacked experts are computed, in the words of transformers: one product for all of them."""
+EXPERTS_ON_META = "batched_mm"
+"""The same where nothing is computed: a product whose shapes do not depend on values."""
 
 
 def check_installed() -> None:
@@ -122,10 +126,23 @@ def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
             attn_implementation="eager",
             dtype=torch.float32,
         )
-    # Layers look the name up at each call.
+    # Layers and experts look these names up at each call.
     model.config._attn_implementation = IMPLEMENTATION
+    model.config._experts_implementation = EXPERTS_IMPLEMENTATION
     model.config.use_cache = False
+    _buffers_to_parameters(model)
     return model.eval()
+
+
+def _buffers_to_parameters(model: PreTrainedModel) -> None:
+    """What a class stores with its weights without training it becomes a parameter without a
+    gradient: it is read, moved and written as all parameters are."""
+    for module in model.modules():
+        for name, value in list(module._buffers.items()):
+            is_stored = value is not None and name not in module._non_persistent_buffers_set
+            if is_stored and value.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
@@ -135,7 +152,7 @@ def _check_kind(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"num_hidden_layers is {str(layers)[:40]}; model.family transformers takes 1 to {MAX_LAYERS} layers."
         )
-    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+    if not _is_plain(config):
         raise ConfigError(
             f"model_type {config.model_type!r} has parts besides a text decoder; model.family transformers wraps decoders of text alone."
         )
@@ -151,6 +168,17 @@ def _check_kind(config: PreTrainedConfig) -> None:
                 f"rope_type is {section['rope_type']!r}; with model.family transformers, the rotation of a document would depend on "
                 "others in its row."
             )
+
+
+def _is_plain(config: PreTrainedConfig) -> bool:
+    """Whether a config describes one decoder and nothing else."""
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    try:
+        return config.get_text_config() is config
+    except ValueError:
+        # Several parts of it read text.
+        return False
 
 
 @contextmanager

@@ -13,7 +13,8 @@ is refused here, by name, before any work.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from headway.errors import ConfigError, first_line
-from headway.model.layout import HEAD, ParamSpec, Stage, spec_by_name
+from headway.model.layout import (
+    HEAD,
+    STACKED,
+    ParamSpec,
+    Stage,
+    in_groups,
+    spec_by_name,
+)
 from headway.model.stock.attention import AttentionCall, StockMask, layer_of, passing, window_of
-from headway.model.stock.classes import FOREIGN, canonical, empty_model
+from headway.model.stock.classes import EXPERTS_ON_META, FOREIGN, canonical, empty_model
 from headway.model.stock.values import computed_values
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ PASSED_OVER = (
     "is_causal",
     "use_cache",
     "output_attentions",
+    "output_router_logits",
     "cache_position",
 )
 """Arguments that headway's attention does not need: the mask says what a token sees, and the cache
@@ -64,14 +73,23 @@ class StockFacts:
     num_heads: int
     kv_heads: int
     head_size: int
+    """Width of the keys and values in a cache."""
     hidden_size: int
     """Width of what the head reads."""
     softcap: float | None
     """Soft cap of attention scores."""
     logit_scale: float
     logit_softcap: float | None
+    head: str
+    """The module that turns hidden states into logits."""
+    head_bias: str | None
+    """The parameter that is added to the logits."""
     tied: str | None
-    """The parameter that is the head as well."""
+    """The parameter that is the head's matrix as well."""
+    position_start: int
+    """The first position, as the class counts them."""
+    training_problem: str | None
+    """Why it cannot be trained exactly, in one sentence, where it can be used."""
     is_random: bool
     """Layers draw random numbers while they train."""
     specs: tuple[ParamSpec, ...]
@@ -98,26 +116,31 @@ def _facts(key: str, trust_remote_code: bool) -> StockFacts:
         return _facts_of_class(model)
     except ConfigError as problem:
         raise ConfigError(
-            f"{type(model).__name__}: {problem} model.family transformers cannot train it exactly. "
+            f"{type(model).__name__}: {problem} model.family transformers cannot use it exactly. "
             "Start from a model of a family that `headway list families` shows, or of another class."
         ) from None
+
+
+def check_trainable(config: ModelConfig) -> None:
+    """Refuse to train a wrapped class that can only be used."""
+    facts = facts_of(config)
+    if facts.training_problem is not None:
+        raise ConfigError(
+            f"{facts.class_name} cannot be trained exactly: {facts.training_problem} "
+            "generate, chat, eval and serve can use it as it is."
+        )
 
 
 def _facts_of_class(model: PreTrainedModel) -> StockFacts:
     _check_modules(model)
     recorder = _Recorder()
     hidden_size = _forward(model, recorder)
-
-    # Once more with attention in training mode, where a class may ask for dropout. Only attention:
-    # other dropouts are slow to follow on the meta device.
-    for call in recorder.calls:
-        call.module.training = True
-    _forward(model, _Recorder())
-    model.eval()
+    training_problem = _training_problem(model, recorder)
 
     layers = _layers_of(model, recorder)
     trunk = layers.rstrip(".").rpartition(".")[0]
-    tied = _tied(model)
+    head = _head_path(model)
+    tied = _tied(model, head)
     scale, cap = _logits_of(model, model.get_submodule(trunk), hidden_size)
 
     # A tied head is left out: `named_parameters` lists a shared weight once, under the embedding's
@@ -126,7 +149,10 @@ def _facts_of_class(model: PreTrainedModel) -> StockFacts:
     linears = {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and names.get(id(module.weight)) == f"{path}.weight"
+        if isinstance(module, nn.Linear)
+        and names.get(id(module.weight)) == f"{path}.weight"
+        # A head inside of other modules is no place for an adapter: it is read, not called.
+        and (path != head or path == HEAD_MODULE)
     }
     specs: list[ParamSpec] = []
     for name, value in model.named_parameters():
@@ -134,31 +160,72 @@ def _facts_of_class(model: PreTrainedModel) -> StockFacts:
         stage = _stage(name, layers, is_table=value.dim() > 1 and not is_linear)
         spec = spec_by_name(name, tuple(value.shape), stage)
         if name == tied:
-            spec = replace(spec, tied_to=HEAD)
+            spec = replace(spec, tied_to=f"{head}.weight")
+        if not value.requires_grad:
+            spec = replace(spec, groups=spec.groups | in_groups("fixed"))
+        if value.dim() >= STACKED:
+            spec = replace(spec, groups=spec.groups | in_groups("expert"))
         specs.append(spec)
 
     computed_values(model)  # refuses a class whose buffers cannot be computed
 
-    # All layers have the shapes of the first (`_forward` has checked it). q, k and v are
-    # [batch, tokens, heads, head size].
-    first = recorder.calls[0]
+    bias = _head(model).bias
+    calls = recorder.calls
     return StockFacts(
         class_name=type(model).__name__,
         layers=layers,
         trunk=trunk,
         windows=tuple(recorder.windows),
-        num_heads=first.q.shape[2],
-        kv_heads=first.k.shape[2],
-        head_size=first.q.shape[3],
+        num_heads=calls[0].q.shape[2],
+        kv_heads=max(call.k.shape[2] for call in calls),
+        head_size=max(max(call.k.shape[3], call.v.shape[3]) for call in calls),
         hidden_size=hidden_size,
-        softcap=first.softcap,
+        softcap=calls[0].softcap,
         logit_scale=scale,
         logit_softcap=cap,
+        head=head,
+        head_bias=None if bias is None else names[id(bias)],
         tied=tied,
+        position_start=_position_start(model),
+        training_problem=training_problem,
         is_random=_draws(model),
         specs=tuple(specs),
         linears=linears,
     )
+
+
+def _training_problem(model: PreTrainedModel, recorder: _Recorder) -> str | None:
+    """Why a class that can be used cannot be trained exactly; None: it can."""
+    if getattr(model.config, "layerdrop", 0.0):
+        return (
+            f"layerdrop is {model.config.layerdrop}, and ranks would skip different layers. "
+            "Set it to 0 in model.hf_config."
+        )
+    # Once more with attention in training mode, where a class may ask for dropout. Only attention:
+    # other dropouts are slow to follow on the meta device.
+    in_training = _Recorder()
+    for call in recorder.calls:
+        call.module.training = True
+    try:
+        _forward(model, in_training)
+    finally:
+        model.eval()
+    dropout = max(call.dropout for call in in_training.calls)
+    if dropout:
+        return (
+            f"attention has dropout {dropout}, which headway's has not. "
+            "Set it to 0 in model.hf_config."
+        )
+    return None
+
+
+def _position_start(model: PreTrainedModel) -> int:
+    """The number of the first position. Classes with RoBERTa's embeddings count from behind the
+    id of padding."""
+    for module in model.modules():
+        if getattr(type(module), "create_position_ids_from_input_ids", None) is not None:
+            return int(module.padding_idx) + 1  # type: ignore[arg-type]
+    return 0
 
 
 def _check_modules(model: PreTrainedModel) -> None:
@@ -173,31 +240,31 @@ def _check_modules(model: PreTrainedModel) -> None:
             raise ConfigError(
                 f"{path} is a {type(module).__name__}, which would mix the documents of a row."
             )
-    # Stacked matrices are experts. Their balancing losses are inside of the class's own loss, which
-    # headway does not call.
-    stacked = [name for name, value in model.named_parameters() if value.dim() > 2]
-    if stacked or getattr(model.config, "output_router_logits", None) is not None:
-        raise ConfigError("it is a mixture of experts, whose balance losses would be left out.")
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     persistent = set(model.state_dict()) - parameters
     if persistent:
         raise ConfigError(
             f"{min(persistent)} is state that is neither trained nor computed from the config."
         )
+    _head_path(model)
+
+
+def _head_path(model: PreTrainedModel) -> str:
+    """The path of the linear that makes logits."""
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or getattr(model, HEAD_MODULE, None) is not head:
-        raise ConfigError(f"its head is not a linear named {HEAD_MODULE}.")
-    if getattr(model.config, "layerdrop", 0.0):
-        raise ConfigError(
-            f"layerdrop is {model.config.layerdrop}; ranks would skip different layers. Set hf_config.layerdrop to 0."
-        )
+    if isinstance(head, nn.Linear):
+        for path, module in model.named_modules():
+            if module is head:
+                return path
+    raise ConfigError("its head is not a linear.")
 
 
-def _tied(model: PreTrainedModel) -> str | None:
+def _tied(model: PreTrainedModel, path: str) -> str | None:
     """The embedding's parameter if it is the head's too; other ways of sharing are refused."""
     head = _head(model)
+    head_name = f"{path}.weight"
     shared = [name for name, value in model.named_parameters() if value is head.weight]
-    if shared == [HEAD]:
+    if shared == [head_name]:
         return None
     embedding = model.get_input_embeddings()
     is_embedding = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
@@ -206,7 +273,7 @@ def _tied(model: PreTrainedModel) -> str | None:
     others = {
         id(value)
         for name, value in model.named_parameters(remove_duplicate=False)
-        if name not in (HEAD, shared[0])
+        if name not in (head_name, shared[0])
     }
     if id(head.weight) in others:
         raise ConfigError("more than an embedding and the head share a matrix.")
@@ -233,10 +300,6 @@ class _Recorder:
             raise ConfigError(
                 f"{type(call.module).__name__} hands {strange[0]} to attention, which headway's does not know."
             )
-        if call.dropout:
-            raise ConfigError(
-                f"attention has dropout {call.dropout}, which headway's has not. Set it to 0 in model.hf_config."
-            )
         if layer_of(call.module) != len(self.calls):
             raise ConfigError(f"layer {layer_of(call.module)} attends out of order, or twice.")
         if call.others.get("is_causal") is False:
@@ -244,6 +307,17 @@ class _Recorder:
         self.calls.append(call)
         self.windows.append(window_of(mask.function))
         return call.q.new_empty(*call.q.shape[:3], call.v.shape[-1])
+
+
+@contextmanager
+def experts_on_meta(model: PreTrainedModel) -> Iterator[None]:
+    """Compute experts by a product that can be followed without values."""
+    usual = model.config._experts_implementation
+    model.config._experts_implementation = EXPERTS_ON_META
+    try:
+        yield
+    finally:
+        model.config._experts_implementation = usual
 
 
 class _Reached(TorchDispatchMode):
@@ -284,7 +358,12 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
     tokens = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
     visible = torch.ones(2, TOKENS, dtype=torch.bool, device="meta")
     try:
-        with torch.no_grad(), passing(recorder), _Reached(position) as reached:
+        with (
+            torch.no_grad(),
+            passing(recorder),
+            experts_on_meta(model),
+            _Reached(position) as reached,
+        ):
             model(input_ids=tokens, position_ids=position, attention_mask=visible, use_cache=False)
     except FOREIGN as error:
         raise ConfigError(_not_followed("forward", error)) from None
@@ -294,13 +373,7 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
         raise ConfigError(
             f"{len(recorder.calls)} of its {num_layers} layers use the attention interface of transformers."
         )
-    shapes = {
-        (call.q.shape[2:], call.k.shape[2:], call.v.shape[2:], call.softcap)
-        for call in recorder.calls
-    }
-    # Values narrower than keys are padded to their width (attention.py); wider ones cannot be.
-    if len(shapes) > 1 or recorder.calls[0].v.shape[-1] > recorder.calls[0].q.shape[-1]:
-        raise ConfigError("its layers have heads of different shapes.")
+    _check_heads(recorder.calls)
     # One ModelConfig.sliding_window for all layers that have one.
     sizes = sorted({window for window in recorder.windows if window is not None})
     if len(sizes) > 1:
@@ -314,6 +387,20 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
             "positions do not reach its attention, so documents of a row could not start anew."
         )
     return _head(model).in_features
+
+
+def _check_heads(calls: list[AttentionCall]) -> None:
+    """Refuse layers whose keys and values do not fit into one cache."""
+    if len({call.softcap for call in calls}) > 1:
+        raise ConfigError("its layers cap attention scores differently.")
+    # A cache has the KV heads of the layer that has most; `LayerPass` repeats those of others.
+    most = max(call.k.shape[2] for call in calls)
+    for call in calls:
+        heads = call.k.shape[2]
+        if call.v.shape[2] != heads or most % heads or call.q.shape[2] % most:
+            raise ConfigError(
+                f"its layers have {heads} and {most} KV heads, which do not fit into one cache."
+            )
 
 
 def _layers_of(model: PreTrainedModel, recorder: _Recorder) -> str:
@@ -354,16 +441,10 @@ def _logits_of(model: PreTrainedModel, trunk: nn.Module, width: int) -> tuple[fl
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
     hidden = torch.randn(1, TOKENS, width, generator=generator, device="cpu")
-    has_bias = _head(model).bias is not None
-    small = nn.Linear(width, 8, bias=has_bias, device="cpu")
-    with torch.no_grad():
-        # Products of about 4: large enough for a soft cap to show.
-        weight = torch.randn(8, width, generator=generator, device="cpu") * 4 / width**0.5
-        small.weight.copy_(weight)
-        if small.bias is not None:
-            small.bias.zero_()
-    products = F.linear(hidden, small.weight).detach()
-    logits = _through(model, trunk, hidden, small)
+    # Products of about 4: large enough for a soft cap to show.
+    weight = torch.randn(8, width, generator=generator, device="cpu") * 4 / width**0.5
+    products = F.linear(hidden, weight)
+    logits = _through(model, trunk, hidden, _SmallHead(weight, hidden))
 
     cap: float | None = None
     setting = getattr(model.config, "final_logit_softcapping", None)
@@ -390,8 +471,27 @@ def _logits_of(model: PreTrainedModel, trunk: nn.Module, width: int) -> tuple[fl
     return scale, cap
 
 
-def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: nn.Linear) -> Tensor:
-    """The logits of the class if its trunk returned `hidden` and its head were `small`."""
+class _SmallHead(nn.Module):
+    """A head of a few tokens on the CPU."""
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        super().__init__()
+        self.small = weight
+        self.hidden = hidden
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The products of what it is given. What a class makes of its trunk's output before its
+        head has no values; `StockModel` takes it in front of the head, so any stands for it."""
+        if hidden.device.type == "meta":
+            hidden = self.hidden
+        return F.linear(hidden, self.small)
+
+
+def _through(
+    model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: _SmallHead
+) -> Tensor:
+    """The logits of the class with another head, if its trunk returned `hidden`."""
+    path = _head_path(model)
 
     def replace_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -400,14 +500,16 @@ def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: nn
         return output
 
     # Both changes are undone, whatever happens: the model is used again.
-    head = model.get_submodule(HEAD_MODULE)
-    handle = trunk.register_forward_hook(replace_output)
-    setattr(model, HEAD_MODULE, small)
+    head = model.get_submodule(path)
+    model.set_submodule(path, small)
+    handle = None
+    if path == HEAD_MODULE:
+        handle = trunk.register_forward_hook(replace_output)
     try:
         tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
         visible = torch.ones(1, TOKENS, dtype=torch.bool, device="meta")
         position = torch.arange(TOKENS, device="meta")[None]
-        with torch.no_grad(), passing(_Recorder()):
+        with torch.no_grad(), passing(_Recorder()), experts_on_meta(model):
             output = model(
                 input_ids=tokens, attention_mask=visible, position_ids=position, use_cache=False
             )
@@ -415,5 +517,6 @@ def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: nn
     except FOREIGN as error:
         raise ConfigError(_not_followed("logits", error)) from None
     finally:
-        handle.remove()
-        setattr(model, HEAD_MODULE, head)
+        if handle is not None:
+            handle.remove()
+        model.set_submodule(path, head)

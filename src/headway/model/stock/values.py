@@ -44,8 +44,10 @@ def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
         try:
             for key, value in meta_parameters.items():
                 if value is not None:
+                    # What does not train is stored, or computed by the class: never zero by itself.
+                    start = 0.0 if value.requires_grad else float("nan")
                     module._parameters[key] = nn.Parameter(
-                        torch.zeros(value.shape, device="cpu"), requires_grad=False
+                        torch.full(value.shape, start, device="cpu"), requires_grad=False
                     )
             # The state of the default generator is restored: a run's other draws do not change.
             with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
@@ -53,6 +55,10 @@ def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
                 model._init_weights(module)
             drawn = module._parameters[leaf]
             assert drawn is not None
+            if bool(drawn.isnan().any()):
+                raise ConfigError(
+                    f"{type(model).__name__} does not say how {name} begins. Start from weights: set init.from."
+                )
             return drawn.detach()
         finally:
             module._parameters.update(meta_parameters)

@@ -1,0 +1,180 @@
+"""Every decoder of the installed transformers, small and random: can headway use it, and train it?
+
+    model type -> a tiny model with unusual settings, as transformers makes and saves it
+               -> headway reads the folder -> cached greedy text and logits, gradients packed and alone
+               -> `Verdict`
+
+The walk calls nothing of headway that a user's model would not go through.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.batches import make_batch
+from support.stock_cases import save_stock
+
+from headway.checkpoint.stored_model import find_model
+from headway.errors import HeadwayError
+from headway.model.base import build_frozen_model
+from headway.model.families.transformers import Wrapping
+from headway.model.paged_rows import PagedRows
+from headway.model.stock.facts import check_trainable
+
+LENGTHS = [[7, 9], [16], [3, 4, 5]]
+VOCAB = 61
+PROMPT = 11
+NEW = 9
+LARGEST = 5_000_000
+"""Parameters of a tiny model at most."""
+LOGITS = 1e-5
+GRADIENTS = 1e-4
+
+
+def odd_shape() -> dict[str, Any]:
+    """Sizes that no published model has: odd heads, a vocabulary that is no multiple of anything."""
+    return {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 3, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "n_positions": 64, "attention_bias": True, "sliding_window": 5, "tie_word_embeddings": False,
+        "num_experts": 5, "num_local_experts": 5, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "moe_num_experts": 5, "moe_k": 2,
+    }  # fmt: skip
+
+
+ODD: dict[str, dict[str, Any]] = {}
+"""model_type -> settings over `odd_shape`; None removes a key."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What headway can do with a class."""
+
+    kind: str
+    class_name: str
+    use: str | None = None
+    """Why it cannot be used; None: it can."""
+    train: str | None = None
+    """Why it cannot be trained; None: it can."""
+    logits: float = 0.0
+    gradients: float = 0.0
+
+
+def config_of(kind: str) -> Any:
+    """The tiny config of a model type, with those of the unusual settings that its class has."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[kind]
+    default = config_class()
+    known = {key for key in odd_shape() if key in config_class.attribute_map or key in default.__dict__}
+    settings = {key: value for key, value in odd_shape().items() if key in known} | ODD.get(kind, {})
+    return config_class(**{key: value for key, value in settings.items() if value is not ...})
+
+
+def build(kind: str) -> Any:
+    """A random model of transformers in evaluation mode."""
+    import transformers
+
+    config = config_of(kind)
+    with torch.device("meta"):
+        size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    assert size < LARGEST, f"{kind} has {size} parameters: give settings that make it small"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(sum(map(ord, kind)))
+    with torch.no_grad():
+        for value in dict.fromkeys(model.parameters()):
+            spread = 0.1 if value.dim() > 1 else 0.2
+            value.add_(torch.randn(value.shape, generator=generator) * spread)
+    return model.eval()
+
+
+def judge(kind: str) -> Verdict:
+    """Use and train one class, or say why not."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    class_name = str(NAMES[kind])
+    reference = build(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_stock(reference, Path(folder) / "model")
+        try:
+            stored = find_model(path, wrapping=Wrapping())
+            model = build_frozen_model(stored.config, stored.weights(), torch.device("cpu"), torch.float32)
+        except HeadwayError as error:
+            return Verdict(kind, class_name, use=str(error).split(": ", 1)[1], train="")
+        gap, problem = _use(reference, model)
+        if problem is not None:
+            return Verdict(kind, class_name, use=problem, train="", logits=gap)
+        try:
+            check_trainable(stored.config)
+        except HeadwayError as error:
+            return Verdict(kind, class_name, train=str(error), logits=gap)
+        worst, problem = _train(reference, model)
+        return Verdict(kind, class_name, train=problem, logits=gap, gradients=worst)
+
+
+@torch.no_grad()
+def _use(reference: Any, model: Any) -> tuple[float, str | None]:
+    tokens = torch.randint(3, VOCAB - 1, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    position = torch.arange(PROMPT).expand(2, -1)
+    wanted = reference(tokens).logits
+    plain = model.logits(model.hidden_states(tokens, position))
+    gap = float((plain - wanted).abs().max())
+    if not gap < LOGITS * max(1.0, float(wanted.abs().max())):
+        return gap, f"logits differ by {gap:.1e} of {float(wanted.abs().max()):.1e}"
+    text = reference.generate(tokens, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    rows = PagedRows(model, 2, PROMPT + NEW)
+    hidden = torch.cat([rows.read(tokens[:, :6]), rows.read(tokens[:, 6:])], 1)
+    again = float((model.logits(hidden) - wanted).abs().max())
+    if not again < LOGITS * max(1.0, float(wanted.abs().max())):
+        return again, f"logits through the cache differ by {again:.1e}"
+    hidden = hidden[:, -1]
+    for index in range(NEW):
+        logits = model.logits(hidden)
+        logits[:, 2] = -torch.inf
+        chosen = logits.argmax(-1)
+        if chosen.tolist() != text[:, PROMPT + index].tolist():
+            return gap, f"greedy text differs at token {index}"
+        hidden = rows.step(chosen)
+    return max(gap, again), None
+
+
+def _train(reference: Any, model: Any) -> tuple[float, str | None]:
+    batch = make_batch(LENGTHS, seq_len=16, vocab=VOCAB - 1)
+    model.train().requires_grad_(True)
+    out = model.forward_batch(batch)
+    loss = out.head.nll(batch.targets, batch.loss_weight).total
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    wanted = torch.zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            logits = reference(batch.tokens[row : row + 1, start : start + length]).logits[0, :-1]
+            wanted = wanted + F.cross_entropy(logits, batch.targets[row, start : start + length - 1], reduction="sum")
+            start += length
+    reference.zero_grad()
+    wanted.backward()
+    off = abs(float((loss - wanted).detach())) / float(wanted.detach())
+    if not off < GRADIENTS:
+        return off, f"the loss differs by {off:.1e}"
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    worst = 0.0
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            continue
+        mine = gradients.get(name)
+        if mine is None:
+            return 1.0, f"{name} has no gradient"
+        gap = (mine - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-3 * largest)
+        worst = max(worst, float(gap))
+    if not worst < GRADIENTS:
+        return worst, f"gradients differ by {worst:.1e}"
+    return worst, None
