@@ -149,16 +149,14 @@ class StockNames:
     def from_hf_name(self, name: str) -> str | None:
         """The name in the class; None for a tensor that holds no parameter."""
         ours, pattern = self._renamed(name)
-        if any(expression.search(name) for expression in self._left_out):
+        if pattern is None and ours in self._state:
+            return ours
+        if any(expression.search(name) or expression.search(ours) for expression in self._left_out):
             return None
         if pattern is not None:
             # Tensors of whole joins are found by `pieces`: this one belongs to none.
             return name
-        if ours in self._state:
-            return ours
         if ours in self._buffers or ours.endswith("rotary_emb.inv_freq"):
-            return None
-        if any(expression.search(ours) for expression in self._left_out):
             return None
         # Unknown: the caller refuses it by this name.
         return ours

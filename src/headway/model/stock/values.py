@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _ONE_AT_A_TIME = Lock()
 """A class draws from the default generator, and threads ask for values."""
-UNSET = -7_654_321
-"""Stands for a number that nobody has computed, where a type has no NaN."""
+STARTS = (0, 1)
+"""Values of a buffer before its class computes it; True and False where it is a mask."""
 
 
 def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
@@ -74,35 +74,33 @@ def computed_values(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     leaves open is a ConfigError."""
     computed: list[tuple[nn.Module, str]] = []
     for module in model.modules():
-        names = [name for name, value in module._buffers.items() if value is not None]
+        buffers = {name: value for name, value in module._buffers.items() if value is not None}
+        names = list(buffers)
         if not names:
             continue
-        for name in names:
-            module._buffers[name] = _unset(module._buffers[name])
         for parameter in module._parameters.values():
             # transformers leaves it alone then; it is on the meta device.
             parameter._is_hf_initialized = True  # type: ignore[union-attr]
-        with torch.no_grad(), torch.device("cpu"):
-            model._init_weights(module)
+        # From two starts: what the class computes is the same both times.
+        results: list[dict[str, Tensor]] = []
+        for start in STARTS:
+            for name in names:
+                module._buffers[name] = torch.full_like(
+                    buffers[name], start, device="cpu"
+                )
+            with torch.no_grad(), torch.device("cpu"):
+                model._init_weights(module)
+            results.append({name: module._buffers[name] for name in names})
         for name in names:
-            _detach(module, name)
+            _detach(module, name, results[0][name], results[1][name])
             computed.append((module, name))
     return computed
 
 
-def _unset(buffer: Any) -> Tensor:
-    """A buffer on the CPU whose values show whether the class has set them."""
-    if buffer.dtype == torch.bool:
-        raise ConfigError("it keeps a mask of its own.")
-    value = float("nan") if buffer.is_floating_point() else UNSET
-    return torch.full_like(buffer, value, device="cpu")
-
-
-def _detach(module: Any, name: str) -> None:
+def _detach(module: Any, name: str, value: Tensor, again: Tensor) -> None:
     """Make a buffer a plain attribute."""
-    value = module._buffers.pop(name)
+    module._buffers.pop(name)
     module._non_persistent_buffers_set.discard(name)
-    is_unset = value.isnan() if value.is_floating_point() else value == UNSET
-    if bool(is_unset.any()):
+    if not torch.equal(value, again):
         raise ConfigError(f"it does not say how {type(module).__name__}.{name} is computed.")
     object.__setattr__(module, name, value)
