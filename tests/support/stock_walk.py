@@ -90,8 +90,8 @@ BY_CLASS: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {"pad_token_id": 0},
     "zaya": {"num_experts_per_tok": 1, "moe_intermediate_size": 20, "head_dim": 8, "router_hidden_size": 16},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "mamba_n_heads": 12, "position_embedding_type": "rope"},
-    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["full_attention"] * 3},
-    "lfm2": {"layer_types": ["full_attention"] * 3},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["full_attention", "conv", "conv"]},
+    "lfm2": {"layer_types": ["full_attention", "conv", "conv"]},
     "llama4_text": {"intermediate_size_mlp": 40, "head_dim": 8, "moe_layers": [1]},
 }  # fmt: skip
 """model_type -> settings over `odd_shape`; ... leaves one out."""

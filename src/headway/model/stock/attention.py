@@ -15,10 +15,10 @@ q [B,H,T,hd] and k, v [B,KV,T,hd].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +76,7 @@ class StockMask:
 class LayerPass:
     """A forward of headway's: over documents of a batch, or over tokens that a cache is given."""
 
-    windows: tuple[int | None, ...]
+    windows: Mapping[int, int | None]
     """The sliding window of each layer."""
     rule: ScoreRule
     cached_heads: int
@@ -88,6 +88,8 @@ class LayerPass:
     """None with a cache, which decides what tokens see."""
     cache: AttentionCache | None = None
     position: Tensor | None = None
+    calls: list[int] = field(default_factory=lambda: [0])
+    """Calls of attention over the cache so far."""
 
     def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
         """o [B,T,H,width of v], under the window of the layer."""
@@ -128,7 +130,7 @@ class LayerPass:
             assert self.position is not None
             # q, k and v are transposed views here.
             o = self.cache.attend(
-                layer,
+                self._next_call(),
                 q.contiguous(),
                 k.contiguous(),
                 v.contiguous(),
@@ -138,6 +140,13 @@ class LayerPass:
         if value_width == width:
             return o
         return o[..., :value_width]
+
+    def _next_call(self) -> int:
+        """How many calls came before: each has its own place in the cache."""
+        # Nothing is recomputed over a cache, so calls come in the order of the first forward.
+        number = self.calls[0]
+        self.calls[0] += 1
+        return number
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -218,11 +227,17 @@ def window_of(function: MaskFunction) -> int | None:
     def sees(query: int, key: int) -> bool:
         zero = torch.tensor(0, device="cpu")
         positions = (torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu"))
-        return bool(function(zero, zero, *positions))
+        try:
+            return bool(function(zero, zero, *positions))
+        except NotImplementedError:
+            # It asks for numbers of the forward, which had none.
+            raise ConfigError("its mask is neither causal nor a sliding window.") from None
 
     far = 1 << 40
     if sees(far, far + 1) or not sees(far, far):
-        raise ConfigError("its mask lets tokens see later ones")
+        raise ConfigError(
+            "its mask lets tokens see later ones. Set is_decoder to true if config.json has it."
+        )
     if sees(far, 0):
         return None
 
@@ -240,5 +255,5 @@ def window_of(function: MaskFunction) -> int | None:
     for offset in (1, high // 2, high - 1):
         query = far + offset
         if not sees(query, query - low) or sees(query, query - high):
-            raise ConfigError("its mask is neither causal nor a sliding window")
+            raise ConfigError("its mask is neither causal nor a sliding window.")
     return high

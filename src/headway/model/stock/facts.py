@@ -70,6 +70,9 @@ class StockFacts:
     trunk: str
     """The module that owns them, from the embedding to the final norm."""
     windows: tuple[int | None, ...]
+    """The sliding window of each call of attention, in order: a layer may attend more than once."""
+    layer_windows: Mapping[int, int | None]
+    """The same by the number that a layer has."""
     num_heads: int
     kv_heads: int
     head_size: int
@@ -116,8 +119,8 @@ def _facts(key: str, trust_remote_code: bool) -> StockFacts:
         return _facts_of_class(model)
     except ConfigError as problem:
         raise ConfigError(
-            f"{type(model).__name__}: {problem} model.family transformers cannot use it exactly. "
-            "Start from a model of a family that `headway list families` shows, or of another class."
+            f"{type(model).__name__} can be neither used nor trained: {problem} "
+            "Take a model of a family that `headway list families` shows, or of another class."
         ) from None
 
 
@@ -126,8 +129,7 @@ def check_trainable(config: ModelConfig) -> None:
     facts = facts_of(config)
     if facts.training_problem is not None:
         raise ConfigError(
-            f"{facts.class_name} cannot be trained exactly: {facts.training_problem} "
-            "generate, chat, eval and serve can use it as it is."
+            f"{facts.class_name} can be used but not trained: {facts.training_problem}"
         )
 
 
@@ -175,7 +177,8 @@ def _facts_of_class(model: PreTrainedModel) -> StockFacts:
         class_name=type(model).__name__,
         layers=layers,
         trunk=trunk,
-        windows=tuple(recorder.windows),
+        windows=tuple(recorder.windows[layer_of(call.module)] for call in calls),
+        layer_windows=recorder.windows,
         num_heads=calls[0].q.shape[2],
         kv_heads=max(call.k.shape[2] for call in calls),
         head_size=max(max(call.k.shape[3], call.v.shape[3]) for call in calls),
@@ -230,7 +233,8 @@ def _position_start(model: PreTrainedModel) -> int:
 
 def _check_modules(model: PreTrainedModel) -> None:
     """Refuse what mixes tokens outside attention, and state that is no parameter."""
-    if getattr(model, "_is_stateful", False):
+    layer_types = getattr(model.config, "layer_types", None) or ()
+    if getattr(model, "_is_stateful", False) or "linear_attention" in layer_types:
         raise ConfigError(
             "it keeps a recurrent state, which would run across the documents of a row."
         )
@@ -292,7 +296,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
-        self.windows: list[int | None] = []
+        self.windows: dict[int, int | None] = {}
 
     def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
         strange = sorted(set(call.others) - set(PASSED_OVER))
@@ -300,12 +304,13 @@ class _Recorder:
             raise ConfigError(
                 f"{type(call.module).__name__} hands {strange[0]} to attention, which headway's does not know."
             )
-        if layer_of(call.module) != len(self.calls):
-            raise ConfigError(f"layer {layer_of(call.module)} attends out of order, or twice.")
         if call.others.get("is_causal") is False:
             raise ConfigError("its attention sees later tokens.")
         self.calls.append(call)
-        self.windows.append(window_of(mask.function))
+        layer = layer_of(call.module)
+        window = window_of(mask.function)
+        if self.windows.setdefault(layer, window) != window:
+            raise ConfigError(f"layer {layer} attends with two windows.")
         return call.q.new_empty(*call.q.shape[:3], call.v.shape[-1])
 
 
@@ -397,13 +402,13 @@ def _forward(model: PreTrainedModel, recorder: _Recorder) -> int:
         raise ConfigError(_not_followed("forward", error)) from None
 
     num_layers = int(model.config.num_hidden_layers)
-    if len(recorder.calls) != num_layers:
+    if sorted(recorder.windows) != list(range(num_layers)):
         raise ConfigError(
-            f"{len(recorder.calls)} of its {num_layers} layers use the attention interface of transformers."
+            f"{len(recorder.windows)} of its {num_layers} layers use the attention interface of transformers."
         )
     _check_heads(recorder.calls)
     # One ModelConfig.sliding_window for all layers that have one.
-    sizes = sorted({window for window in recorder.windows if window is not None})
+    sizes = sorted({window for window in recorder.windows.values() if window is not None})
     if len(sizes) > 1:
         raise ConfigError(
             f"its layers have windows of several sizes ({', '.join(map(str, sizes))})."
@@ -436,9 +441,14 @@ def _layers_of(model: PreTrainedModel, recorder: _Recorder) -> str:
     attention calls in order."""
     calls = [call.module for call in recorder.calls]
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) != len(calls):
+        if not isinstance(module, nn.ModuleList) or not len(module):
             continue
-        if all(call in list(layer.modules()) for call, layer in zip(calls, module, strict=True)):
+        owners = {id(part): index for index, layer in enumerate(module) for part in layer.modules()}
+        order = [owners.get(id(call)) for call in calls]
+        if None in order:
+            continue
+        # Every layer attends, once or more, before the next one does.
+        if list(dict.fromkeys(order)) == list(range(len(module))) and order == sorted(order):
             return f"{path}."
     raise ConfigError("its layers are not one list of modules.")
 

@@ -180,7 +180,7 @@ class StockModel(Model):
         facts = self.facts
         rule = ScoreRule(facts.softcap)
         self._pass = partial(
-            LayerPass, facts.windows, rule, facts.kv_heads, facts.head_size, backend
+            LayerPass, facts.layer_windows, rule, facts.kv_heads, facts.head_size, backend
         )
 
     def hidden_states(

@@ -52,7 +52,7 @@ def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
             # The state of the default generator is restored: a run's other draws do not change.
             with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
                 torch.manual_seed(derive(seed, "init", name))
-                model._init_weights(module)
+                _owner(model, path)._init_weights(module)
             drawn = module._parameters[leaf]
             assert drawn is not None
             if bool(drawn.isnan().any()):
@@ -73,7 +73,7 @@ def computed_values(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     """Give every buffer its value as a plain attribute, on the CPU; a buffer that the class
     leaves open is a ConfigError."""
     computed: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
+    for path, module in model.named_modules():
         buffers = {name: value for name, value in module._buffers.items() if value is not None}
         names = list(buffers)
         if not names:
@@ -89,12 +89,25 @@ def computed_values(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
                     buffers[name], start, device="cpu"
                 )
             with torch.no_grad(), torch.device("cpu"):
-                model._init_weights(module)
+                _owner(model, path)._init_weights(module)
             results.append({name: module._buffers[name] for name in names})
         for name in names:
             _detach(module, name, results[0][name], results[1][name])
             computed.append((module, name))
     return computed
+
+
+def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model of transformers that holds a module: it knows how the module begins."""
+    from transformers import PreTrainedModel
+
+    owner = model
+    module: Any = model
+    for part in path.split(".") if path else ():
+        module = getattr(module, part)
+        if isinstance(module, PreTrainedModel):
+            owner = module
+    return owner
 
 
 def _detach(module: Any, name: str, value: Tensor, again: Tensor) -> None:
