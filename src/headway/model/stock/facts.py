@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from headway.model.config import ModelConfig
+    from headway.model.experts_config import ExpertsConfig
 
 TOKENS = 5
 """Tokens of the forward."""
@@ -57,7 +58,23 @@ PASSED_OVER = (
 """Arguments that headway's attention does not need: the mask says what a token sees, and the cache
 is not that of transformers. `_Recorder` checks `is_causal`.
 """
+PLAIN_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers, in the words of transformers, that the attention interface alone computes."""
+ROUTER_LOGITS = "router_logits"
+"""What transformers calls the logits of routers among the outputs that a class can record."""
 HEAD_MODULE = HEAD.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class BalanceFacts:
+    """How a class balances its experts: `coefficient` times the loss of `tasks/balance.py` over
+    all layers together, of the logits of its routers."""
+
+    experts: ExpertsConfig
+    routers: tuple[str, ...]
+    """The modules that return them, in order."""
+    index: int
+    """Where in their outputs the logits are."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,8 @@ class StockFacts:
     """Why it cannot be trained exactly, in one sentence, where it can be used."""
     is_random: bool
     """Layers draw random numbers while they train."""
+    balance: BalanceFacts | None
+    """The balance loss of a mixture of experts, where its config.json asks for one."""
     specs: tuple[ParamSpec, ...]
     linears: dict[str, tuple[int, int]]
     """Path -> (outputs, inputs) of every nn.Linear, a tied head left out."""
@@ -191,7 +210,8 @@ def _facts_of_class(model: PreTrainedModel) -> StockFacts:
         tied=tied,
         position_start=_position_start(model),
         training_problem=training_problem,
-        is_random=_draws(model),
+        is_random=_draws(model) or _in_training(model)[1],
+        balance=_balance(model),
         specs=tuple(specs),
         linears=linears,
     )
@@ -204,22 +224,83 @@ def _training_problem(model: PreTrainedModel, recorder: _Recorder) -> str | None
             f"layerdrop is {model.config.layerdrop}, and ranks would skip different layers. "
             "Set it to 0 in model.hf_config."
         )
-    # Once more with attention in training mode, where a class may ask for dropout. Only attention:
-    # other dropouts are slow to follow on the meta device.
-    in_training = _Recorder()
-    for call in recorder.calls:
-        call.module.training = True
-    try:
-        _forward(model, in_training)
-    finally:
-        model.eval()
+    in_training = _in_training(model)[0]
     dropout = max(call.dropout for call in in_training.calls)
     if dropout:
         return (
             f"attention has dropout {dropout}, which headway's has not. "
             "Set it to 0 in model.hf_config."
         )
+    if _wants_balance(model) and _balance(model) is None:
+        return (
+            "output_router_logits is true, and headway cannot compute its balance loss. "
+            "Set it to false in model.hf_config to train without that loss."
+        )
     return None
+
+
+def _in_training(model: PreTrainedModel) -> tuple[_Recorder, bool]:
+    """A forward in training mode, and whether it draws random numbers."""
+    recorder = _Recorder()
+    draws = _Draws()
+    for module in model.modules():
+        # Dropouts are slow to follow on the meta device; `_draws` finds them in the config.
+        module.training = not isinstance(module, nn.Dropout)
+    try:
+        with draws:
+            _forward(model, recorder)
+    finally:
+        model.eval()
+    return recorder, draws.drew
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether any operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _wants_balance(model: PreTrainedModel) -> bool:
+    """Whether the config asks for a balance loss."""
+    weight = getattr(model.config, "router_aux_loss_coef", None)
+    return bool(getattr(model.config, "output_router_logits", False)) and bool(weight)
+
+
+def _balance(model: PreTrainedModel) -> BalanceFacts | None:
+    """The balance loss that the config asks for; None where it asks for none, or headway cannot
+    read the logits of routers."""
+    from headway.model.experts_config import ExpertsConfig
+
+    if not _wants_balance(model):
+        return None
+    recorded: Any = {}
+    for module in model.modules():
+        recorded = recorded or getattr(module, "_can_record_outputs", None) or {}
+    recorder = recorded.get(ROUTER_LOGITS)
+    router_class = getattr(recorder, "target_class", None)
+    if router_class is None:
+        return None
+    routers = tuple(
+        path for path, module in model.named_modules() if isinstance(module, router_class)
+    )
+    num = getattr(model, "num_experts", None)
+    per_token = getattr(model, "num_experts_per_tok", None)
+    if not routers or not isinstance(num, int) or not isinstance(per_token, int):
+        return None
+    experts = ExpertsConfig(
+        num=num,
+        per_token=per_token,
+        aux_loss=float(model.config.router_aux_loss_coef),
+        aux_layers="pooled",
+        aux_scope="step",
+    )
+    return BalanceFacts(experts, routers, int(recorder.index))
 
 
 def _position_start(model: PreTrainedModel) -> int:
@@ -238,6 +319,9 @@ def _check_modules(model: PreTrainedModel) -> None:
         raise ConfigError(
             "it keeps a recurrent state, which would run across the documents of a row."
         )
+    for kind in layer_types:
+        if kind not in PLAIN_LAYERS:
+            raise ConfigError(f"it has layers of {str(kind)[:40]}, which headway does not compute.")
     # Documents share a row; only attention knows where one ends.
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.RNNBase)):

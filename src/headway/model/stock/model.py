@@ -13,6 +13,8 @@ frequencies) are plain attributes: in fp32, whatever the weights are, on the dev
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +34,14 @@ from headway.model.base import (
     ModelOut,
 )
 from headway.model.layout import ParamSpec
+from headway.model.router import Routing, counted_tokens, stack_routings, summarize
 from headway.model.stock.attention import LayerPass, passing
 from headway.model.stock.classes import empty_model
 from headway.model.stock.facts import HEAD_MODULE, StockFacts, facts_of
 from headway.model.stock.values import computed_values
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from headway.data.batch import Batch
     from headway.model.config import ModelConfig
@@ -80,6 +83,10 @@ class StockModel(Model):
         for layer in self.blocks().values():
             layer.register_forward_hook(_own_memory)
         self.is_random = self.facts.is_random
+        if self.facts.balance is not None:
+            collect = partial(_collect, self.facts.balance.index)
+            for path in self.facts.balance.routers:
+                self.get_submodule(path).register_forward_hook(collect)
         self.use_attention("auto")
 
     def param_specs(self) -> list[ParamSpec]:
@@ -88,7 +95,8 @@ class StockModel(Model):
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Nothing is sampled besides dropout."""
-        hidden = self(batch.tokens, batch.position, self._pass(mask_of(batch)))
+        logits: list[Tensor] = []
+        hidden = self(batch.tokens, batch.position, self._pass(mask_of(batch)), logits)
         head = LMHead(
             hidden,
             self.head_weight,
@@ -96,10 +104,34 @@ class StockModel(Model):
             self.head_grad_buffer,
             softcap=self.facts.logit_softcap,
         )
-        return ModelOut(head)
+        return ModelOut(head, routing=self._routing(logits, batch))
 
-    def forward(self, tokens: Tensor, position: Tensor, layer_pass: LayerPass) -> Tensor:
-        """Hidden [B,T,D] as the head reads them: scaled, and with a column of ones for its bias."""
+    def _routing(self, logits: list[Tensor], batch: Batch) -> Routing | None:
+        """What routers did, for the balance loss that the class asks for."""
+        balance = self.facts.balance
+        if balance is None:
+            return None
+        counted = counted_tokens(batch)
+        routings: list[Routing] = []
+        for layer_logits in logits:
+            scores_in = layer_logits.float().view(*batch.tokens.shape, -1)
+            scores = torch.softmax(scores_in, dim=-1)
+            # As the class counts: the best of these, whatever its experts were chosen by.
+            chosen = scores.detach().topk(balance.experts.per_token, dim=-1).indices
+            taken = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+            routings.append(summarize(scores_in, scores, taken, counted))
+        return stack_routings(routings)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        layer_pass: LayerPass,
+        router_logits: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Hidden [B,T,D] as the head reads them: scaled, and with a column of ones for its bias.
+
+        `router_logits` receives those of every layer, where the class has a balance loss."""
         self._move_computed(tokens.device)
         # There is no padding; what a token sees, our mask function decides.
         all_visible = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
@@ -111,7 +143,7 @@ class StockModel(Model):
             "attention_mask": all_visible,
             "use_cache": False,
         }
-        with passing(layer_pass):
+        with passing(layer_pass), _collecting(router_logits):
             if self._inner is None:
                 hidden = self.get_submodule(self.facts.trunk)(**arguments)[0]
             else:
@@ -238,6 +270,27 @@ class _HeadReader(nn.Module):
         assert hidden is not None, "the class calls its head"
         self._hidden = None
         return hidden
+
+
+_LOGITS: ContextVar[list[Tensor] | None] = ContextVar("router_logits", default=None)
+
+
+@contextmanager
+def _collecting(logits: list[Tensor] | None) -> Iterator[None]:
+    """Routers that are called inside of this context add their logits to a list."""
+    # Outside of it, when a layer is recomputed in backward, nothing is collected twice.
+    token = _LOGITS.set(logits)
+    try:
+        yield
+    finally:
+        _LOGITS.reset(token)
+
+
+def _collect(index: int, _router: nn.Module, _inputs: Any, output: Any) -> None:
+    """The hook of a router."""
+    logits = _LOGITS.get()
+    if logits is not None:
+        logits.append(output[index] if isinstance(output, tuple) else output)
 
 
 def _own_memory(_layer: nn.Module, _inputs: Any, output: Any) -> Any:
