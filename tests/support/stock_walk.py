@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.batches import make_batch
-from support.stock_cases import save_stock
 
-from headway.checkpoint.stored_model import find_model
+from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.errors import HeadwayError
+from headway.export.huggingface import export_huggingface
 from headway.model.base import build_frozen_model
 from headway.model.families.transformers import Wrapping
 from headway.model.paged_rows import PagedRows
 from headway.model.stock.facts import check_trainable
+from support.batches import make_batch
+from support.stock_cases import save_stock
 
 LENGTHS = [[7, 9], [16], [3, 4, 5]]
 VOCAB = 61
@@ -49,6 +50,7 @@ def odd_shape() -> dict[str, Any]:
     }  # fmt: skip
 
 
+WINDOWED = ("sliding_attention", "full_attention", "sliding_attention")
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "v_head_dim": 14,
     "qk_nope_head_dim": 10, "head_dim": 8, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2,
@@ -91,6 +93,9 @@ BY_CLASS: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "moe_intermediate_size": 20, "head_dim": 8, "router_hidden_size": 16},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "mamba_n_heads": 12, "position_embedding_type": "rope"},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["full_attention", "conv", "conv"]},
+    "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "kolibri1": {"layer_types": list(WINDOWED)},
+    "afmoe": {"layer_types": list(WINDOWED)},
     "lfm2": {"layer_types": ["full_attention", "conv", "conv"]},
     "llama4_text": {"intermediate_size_mlp": 40, "head_dim": 8, "moe_layers": [1]},
 }  # fmt: skip
@@ -117,10 +122,27 @@ def config_of(kind: str) -> Any:
 
     config_class = transformers.CONFIG_MAPPING[kind]
     default = config_class()
-    known = {key for key in odd_shape() if key in config_class.attribute_map or key in default.__dict__}
+    known = {
+        key for key in odd_shape() if key in config_class.attribute_map or key in default.__dict__
+    }
     # Dropout is compared nowhere: its draws differ.
-    settings = {key: 0.0 for key in default.__dict__ if "drop" in key and isinstance(getattr(default, key), float)}
-    settings |= {key: value for key, value in odd_shape().items() if key in known} | BY_CLASS.get(kind, {})
+    settings = {
+        key: 0.0
+        for key in default.__dict__
+        if "drop" in key and isinstance(getattr(default, key), float)
+    }
+    settings |= {key: value for key, value in odd_shape().items() if key in known} | BY_CLASS.get(
+        kind, {}
+    )
+    # Layers with a window and layers without one, where a class has both.
+    kinds = set(getattr(default, "layer_types", None) or ())
+    if (
+        kinds
+        and kinds <= set(WINDOWED)
+        and "layer_types" not in settings
+        and settings.get("num_hidden_layers") == len(WINDOWED)
+    ):
+        settings["layer_types"] = list(WINDOWED) if len(kinds) > 1 else list(kinds) * len(WINDOWED)
     return config_class(**{key: value for key, value in settings.items() if value is not ...})
 
 
@@ -132,13 +154,38 @@ def build(kind: str) -> Any:
     with torch.device("meta"):
         size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     assert size < LARGEST, f"{kind} has {size} parameters: give settings that make it small"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     generator = torch.Generator().manual_seed(sum(map(ord, kind)))
     with torch.no_grad():
         for value in dict.fromkeys(model.parameters()):
             spread = 0.1 if value.dim() > 1 else 0.2
             value.add_(torch.randn(value.shape, generator=generator) * spread)
     return model.eval()
+
+
+def kinds() -> list[str]:
+    """Model types with a decoder whose layers call the attention interface of transformers, one part alone."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    listed: list[str] = []
+    for kind, names in NAMES.items():
+        model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+        if model_class._supports_attention_backend and not _has_parts(
+            transformers.CONFIG_MAPPING[kind]
+        ):
+            listed.append(kind)
+    return sorted(listed)
+
+
+def _has_parts(config_class: Any) -> bool:
+    """Whether a config holds others: of pictures or sounds beside the text, or of a second model."""
+    # These two have no config of a text part, but towers among their modules, or none of a decoder.
+    if config_class.model_type in ("phi4_multimodal", "gemma4_assistant"):
+        return True
+    return bool(config_class.sub_configs) and config_class.model_type != "dbrx"
 
 
 def judge(kind: str) -> Verdict:
@@ -154,18 +201,76 @@ def judge(kind: str) -> Verdict:
         path = save_stock(reference, Path(folder) / "model")
         try:
             stored = find_model(path, wrapping=Wrapping())
-            model = build_frozen_model(stored.config, stored.weights(), torch.device("cpu"), torch.float32)
+            model = build_frozen_model(
+                stored.config, stored.weights(), torch.device("cpu"), torch.float32
+            )
         except HeadwayError as error:
-            return Verdict(kind, class_name, use=str(error).split(": ", 1)[1], train="")
+            return Verdict(kind, class_name, use=_reason(error), train="")
         gap, problem = _use(reference, model)
         if problem is not None:
             return Verdict(kind, class_name, use=problem, train="", logits=gap)
         try:
             check_trainable(stored.config)
         except HeadwayError as error:
-            return Verdict(kind, class_name, train=str(error), logits=gap)
+            return Verdict(kind, class_name, train=_reason(error), logits=gap)
         worst, problem = _train(reference, model)
+        if problem is None:
+            problem = _written(stored, path, Path(folder) / "out")
         return Verdict(kind, class_name, train=problem, logits=gap, gradients=worst)
+
+
+def _reason(error: HeadwayError) -> str:
+    """What is wrong with a class, without its name and the remedy."""
+    text = str(error)
+    for start in ("nor trained: ", "not trained: ", "transformers cannot make this model: "):
+        _, found, rest = text.partition(start)
+        if found:
+            return rest.split(". ", 1)[0].split(": ", 1)[0].rstrip(".")
+    return text
+
+
+def _written(stored: StoredModel, path: Path, out: Path) -> str | None:
+    """What differs in a folder that headway writes; None: every tensor is the same."""
+    from safetensors.torch import load_file
+
+    export_huggingface(stored.config, stored.weights(), out, tokenizer=None)
+    theirs = load_file(path / "model.safetensors")
+    ours = load_file(out / "model.safetensors")
+    if theirs.keys() != ours.keys():
+        return f"an export has other tensors: {min(theirs.keys() ^ ours.keys())}"
+    for name, value in theirs.items():
+        if not torch.equal(value, ours[name]):
+            return f"an export changes {name}"
+    return None
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The table of docs/support.md."""
+    import transformers
+
+    trained = [verdict.kind for verdict in verdicts if verdict.train is None]
+    used = [verdict for verdict in verdicts if verdict.use is None and verdict.train is not None]
+    usable = len(trained) + len(used)
+    groups: dict[str, list[str]] = {}
+    for verdict in used:
+        groups.setdefault(f"use, not training: {verdict.train}", []).append(verdict.kind)
+    for verdict in verdicts:
+        if verdict.use is not None:
+            groups.setdefault(f"neither: {verdict.use}", []).append(verdict.kind)
+    lines = [
+        f"transformers {transformers.__version__} has {len(verdicts)} decoders of text whose layers call its attention interface.",
+        f"headway uses {usable} of them and trains {len(trained)}. A name is a `model_type`.",
+        "",
+        "| use and training | model types |",
+        "|---|---|",
+        _row("both", trained),
+        *(_row(reason, kinds) for reason, kinds in groups.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(reason: str, kinds: list[str]) -> str:
+    return f"| {reason} | {', '.join(f'`{kind}`' for kind in kinds)} |"
 
 
 @torch.no_grad()
@@ -175,8 +280,8 @@ def _use(reference: Any, model: Any) -> tuple[float, str | None]:
     wanted = reference(tokens).logits
     plain = model.logits(model.hidden_states(tokens, position))
     gap = float((plain - wanted).abs().max())
-    if not gap < LOGITS * max(1.0, float(wanted.abs().max())):
-        return gap, f"logits differ by {gap:.1e} of {float(wanted.abs().max()):.1e}"
+    if not gap < LOGITS:
+        return gap, f"its logits differ by {gap:.1e}"
     # Without their cache: `generate` numbers the positions of some classes otherwise than they do.
     text = tokens
     for _ in range(NEW):
@@ -186,7 +291,7 @@ def _use(reference: Any, model: Any) -> tuple[float, str | None]:
     rows = PagedRows(model, 2, PROMPT + NEW)
     hidden = torch.cat([rows.read(tokens[:, :6]), rows.read(tokens[:, 6:])], 1)
     again = float((model.logits(hidden) - wanted).abs().max())
-    if not again < LOGITS * max(1.0, float(wanted.abs().max())):
+    if not again < LOGITS:
         return again, f"logits through the cache differ by {again:.1e}"
     hidden = hidden[:, -1]
     for index in range(NEW):
@@ -211,7 +316,9 @@ def _train(reference: Any, model: Any) -> tuple[float, str | None]:
         start = 0
         for length in lengths:
             logits = reference(batch.tokens[row : row + 1, start : start + length]).logits[0, :-1]
-            wanted = wanted + F.cross_entropy(logits, batch.targets[row, start : start + length - 1], reduction="sum")
+            wanted = wanted + F.cross_entropy(
+                logits, batch.targets[row, start : start + length - 1], reduction="sum"
+            )
             start += length
     reference.zero_grad()
     wanted.backward()
@@ -226,7 +333,9 @@ def _train(reference: Any, model: Any) -> tuple[float, str | None]:
         mine = gradients.get(name)
         if mine is None:
             return 1.0, f"{name} has no gradient"
-        gap = (mine - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-3 * largest)
+        gap = (mine - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(
+            min=1e-3 * largest
+        )
         worst = max(worst, float(gap))
     if not worst < GRADIENTS:
         return worst, f"gradients differ by {worst:.1e}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ OURS = (
     "use_cache",
 )
 """Keys of config.json that do not decide what the model computes."""
+FLOAT = "__float__"
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 IMPLEMENTATION = "headway"
 """The name of headway's attention among those of transformers."""
 EXPERTS_IMPLEMENTATION = "grouped_mm"
@@ -85,7 +88,7 @@ def make_config(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
 
     kind = hf_config.get("model_type")
     is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
-    settings = {key: value for key, value in hf_config.items() if key not in OURS}
+    settings = {key: _with_floats(value) for key, value in hf_config.items() if key not in OURS}
     has_code = isinstance(hf_config.get("auto_map"), dict)
     if has_code and not is_known and not trust_remote_code:
         raise ConfigError(
@@ -105,6 +108,17 @@ def make_config(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
                 f"model_type is {str(kind)[:80]!r}, which the installed transformers does not know. Install a newer transformers."
             )
         return AutoConfig.for_model(**settings)
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of a config.json, in which transformers writes infinity as {"__float__": name}."""
+    if isinstance(value, dict):
+        if set(value) == {FLOAT} and value[FLOAT] in FLOATS:
+            return FLOATS[value[FLOAT]]
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(inner) for inner in value]
+    return value
 
 
 def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedModel:
@@ -139,8 +153,9 @@ def _buffers_to_parameters(model: PreTrainedModel) -> None:
     gradient: it is read, moved and written as all parameters are."""
     for module in model.modules():
         for name, value in list(module._buffers.items()):
-            is_stored = value is not None and name not in module._non_persistent_buffers_set
-            if is_stored and value.is_floating_point():
+            if value is None or name in module._non_persistent_buffers_set:
+                continue
+            if value.is_floating_point():
                 del module._buffers[name]
                 module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 

@@ -418,7 +418,9 @@ def _without_values(model: PreTrainedModel, recorder: _Recorder) -> Iterator[Non
             try:
                 return forward(*arguments, **options)
             except (NotImplementedError, RuntimeError) as error:
-                asks_for_values = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+                asks_for_values = isinstance(error, NotImplementedError) or "meta tensor" in str(
+                    error
+                )
                 if not asks_for_values or len(recorder.calls) != calls or not arguments:
                     raise
                 return arguments[0]
@@ -528,8 +530,8 @@ def _layers_of(model: PreTrainedModel, recorder: _Recorder) -> str:
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         owners = {id(part): index for index, layer in enumerate(module) for part in layer.modules()}
-        order = [owners.get(id(call)) for call in calls]
-        if None in order:
+        order = [owners[id(call)] for call in calls if id(call) in owners]
+        if len(order) < len(calls):
             continue
         # Every layer attends, once or more, before the next one does.
         if list(dict.fromkeys(order)) == list(range(len(module))) and order == sorted(order):
@@ -609,9 +611,7 @@ class _SmallHead(nn.Module):
         return F.linear(hidden, self.small)
 
 
-def _through(
-    model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: _SmallHead
-) -> Tensor:
+def _through(model: PreTrainedModel, trunk: nn.Module, hidden: Tensor, small: _SmallHead) -> Tensor:
     """The logits of the class with another head, if its trunk returned `hidden`."""
     path = _head_path(model)
 

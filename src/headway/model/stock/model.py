@@ -66,7 +66,7 @@ class StockModel(Model):
         self._computed = computed_values(wrapped)
         self._device = torch.device("cpu")
         """Where the computed values are."""
-        self._inner = None
+        self._inner: tuple[nn.Module, _HeadReader] | None = None
         has_tied_bias = self.facts.tied is not None and self.facts.head_bias is not None
         if self.facts.head != HEAD_MODULE or has_tied_bias:
             # Its head lies between other modules, or is a bias alone: the class itself is called

@@ -128,9 +128,7 @@ class StockNames:
         from transformers.core_model_loading import rename_source_key
 
         # The same function that transformers loads with, so that names cannot differ.
-        return rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._state
-        )
+        return rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
 
     def pieces(self, name: str, stored: Collection[str] | None) -> tuple[HfPiece, ...]:
         """The tensors of a folder that hold a parameter; `stored`: the names in the folder."""

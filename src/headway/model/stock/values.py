@@ -85,9 +85,7 @@ def computed_values(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
         results: list[dict[str, Tensor]] = []
         for start in STARTS:
             for name in names:
-                module._buffers[name] = torch.full_like(
-                    buffers[name], start, device="cpu"
-                )
+                module._buffers[name] = torch.full_like(buffers[name], start, device="cpu")
             with torch.no_grad(), torch.device("cpu"):
                 _owner(model, path)._init_weights(module)
             results.append({name: module._buffers[name] for name in names})
