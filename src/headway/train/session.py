@@ -43,6 +43,7 @@ from headway.train.loop import run_loop, train_step
 from headway.train.memory import describe_job, explain_out_of_memory
 from headway.train.resolve import Resolved, resolve
 from headway.train.run import Run, RunHook, Session
+from headway.model.loading.other_parts import keep_other_parts
 from headway.train.run_folder import lock_run, read_summary, save_tokenizer
 from headway.train.run_form import run_form
 from headway.train.start import agree_on_start
@@ -164,6 +165,8 @@ def _run(
             closing(run),
             _explain_out_of_memory(resolved, process, run),
         ):
+            if process.is_first and resolved.weights is not None and resolved.weights.parts:
+                keep_other_parts(resolved.weights.parts, start.folder)
             return _train(run, resolved.tokenizer)
     except (CommunicationError, RuntimeError) as error:
         # A signal may reach one rank before its loop begins and another one in its loop. The

@@ -95,7 +95,7 @@ def make_config(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
             f"model_type {str(kind)[:80]!r} is code in the model's folder. headway does not run it unless asked: if you trust it, set "
             "model.trust_remote_code=true."
         )
-    with _foreign("hf_config"):
+    with foreign("hf_config"):
         if has_code and trust_remote_code and "AutoConfig" in hf_config["auto_map"]:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -131,7 +131,7 @@ def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
     config = make_config(hf_config, trust_remote_code=trust_remote_code)
     register()
     _check_kind(config)
-    with _foreign("hf_config"), _quiet(), torch.device("meta"):
+    with foreign("hf_config"), quiet(), torch.device("meta"):
         # transformers checks the name against the class; ours is set after that.
         config._attn_implementation = "eager"
         model = AutoModelForCausalLM.from_config(
@@ -197,7 +197,7 @@ def _is_plain(config: PreTrainedConfig) -> bool:
 
 
 @contextmanager
-def _foreign(what: str) -> Iterator[None]:
+def foreign(what: str) -> Iterator[None]:
     """Turn what the code of a class raises into one line."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -211,7 +211,7 @@ def _foreign(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without remarks of transformers about a model that nobody has asked to generate."""
     logger = logging.getLogger("transformers")
     level = logger.level
