@@ -57,7 +57,7 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 DECODER: dict[str, Any] = {"is_decoder": True, "pad_token_id": 0}
 GEMMA4: dict[str, Any] = {
-    "head_dim": 8, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 10, "num_kv_shared_layers": 1,
+    "head_dim": 8, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 10, "num_kv_shared_layers": 1,
     "num_hidden_layers": 4, "final_logit_softcapping": 3.0,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}}, "num_experts": ..., "moe_intermediate_size": ...,
@@ -74,7 +74,7 @@ BY_CLASS: dict[str, dict[str, Any]] = {
     "dbrx": {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64, "attn_config": {"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 2.0},
              "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 3, "moe_top_k": 2, "hidden_size": 48},
              "num_key_value_heads": ...},
-    "gemma3n_text": {"head_dim": 8, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 10, "laurel_rank": 6,
+    "gemma3n_text": {"head_dim": 8, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 10, "laurel_rank": 6,
                      "num_kv_shared_layers": 2, "num_hidden_layers": 4, "intermediate_size": 40, "activation_sparsity_pattern": [0.0] * 4,
                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
     "gemma4_text": GEMMA4,
@@ -116,7 +116,7 @@ class Verdict:
     gradients: float = 0.0
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str, **changes: Any) -> Any:
     """The tiny config of a model type, with those of the unusual settings that its class has."""
     import transformers
 
@@ -126,7 +126,7 @@ def config_of(kind: str) -> Any:
         key for key in odd_shape() if key in config_class.attribute_map or key in default.__dict__
     }
     # Dropout is compared nowhere: its draws differ.
-    settings = {
+    settings: dict[str, Any] = {
         key: 0.0
         for key in default.__dict__
         if "drop" in key and isinstance(getattr(default, key), float)
@@ -134,6 +134,7 @@ def config_of(kind: str) -> Any:
     settings |= {key: value for key, value in odd_shape().items() if key in known} | BY_CLASS.get(
         kind, {}
     )
+    settings |= changes
     # Layers with a window and layers without one, where a class has both.
     kinds = set(getattr(default, "layer_types", None) or ())
     if (
@@ -146,11 +147,11 @@ def config_of(kind: str) -> Any:
     return config_class(**{key: value for key, value in settings.items() if value is not ...})
 
 
-def build(kind: str) -> Any:
+def build(kind: str, **changes: Any) -> Any:
     """A random model of transformers in evaluation mode."""
     import transformers
 
-    config = config_of(kind)
+    config = config_of(kind, **changes)
     with torch.device("meta"):
         size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     assert size < LARGEST, f"{kind} has {size} parameters: give settings that make it small"

@@ -485,7 +485,17 @@ def num_parameters(config: ModelConfig) -> int:
 def active_share(config: ModelConfig, spec: ParamSpec) -> float:
     """The part of a parameter that one token passes: a few of stacked experts, all of everything
     else."""
-    if config.experts is None or "expert" not in spec.groups:
+    if "expert" not in spec.groups:
+        return 1.0
+    if config.hf_config is not None:
+        from headway.model.stock.facts import facts_of
+
+        per_token = facts_of(config).experts_per_token
+        is_stacked = len(spec.shape) >= STACKED
+        if per_token is None or not is_stacked:
+            return 1.0
+        return min(1.0, per_token / spec.shape[0])
+    if config.experts is None:
         return 1.0
     return config.experts.per_token / config.experts.num
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint.stored_model import FINAL
 from headway.data.config import default_cache_dir
 from headway.errors import CommunicationError, ConfigError
+from headway.model.loading.other_parts import keep_other_parts
 from headway.parallel.collectives import RankGroup, start_group
 from headway.plan.memory import MemoryJob
 from headway.runtime.device import Compute, backend_of, choose_compute
@@ -43,7 +44,6 @@ from headway.train.loop import run_loop, train_step
 from headway.train.memory import describe_job, explain_out_of_memory
 from headway.train.resolve import Resolved, resolve
 from headway.train.run import Run, RunHook, Session
-from headway.model.loading.other_parts import keep_other_parts
 from headway.train.run_folder import lock_run, read_summary, save_tokenizer
 from headway.train.run_form import run_form
 from headway.train.start import agree_on_start

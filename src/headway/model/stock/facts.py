@@ -60,6 +60,8 @@ is not that of transformers. `_Recorder` checks `is_causal`.
 """
 PLAIN_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, in the words of transformers, that the attention interface alone computes."""
+PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+"""Names in config.json for the experts that a token passes."""
 ROUTER_LOGITS = "router_logits"
 """What transformers calls the logits of routers among the outputs that a class can record."""
 HEAD_MODULE = HEAD.removesuffix(".weight")
@@ -112,6 +114,8 @@ class StockFacts:
     """Why it cannot be trained exactly, in one sentence, where it can be used."""
     is_random: bool
     """Layers draw random numbers while they train."""
+    experts_per_token: int | None
+    """Experts that a token passes in a mixture; None: not known, or there is none."""
     balance: BalanceFacts | None
     """The balance loss of a mixture of experts, where its config.json asks for one."""
     specs: tuple[ParamSpec, ...]
@@ -211,6 +215,7 @@ def _facts_of_class(model: PreTrainedModel) -> StockFacts:
         position_start=_position_start(model),
         training_problem=training_problem,
         is_random=_draws(model) or _in_training(model)[1],
+        experts_per_token=_experts_per_token(model),
         balance=_balance(model),
         specs=tuple(specs),
         linears=linears,
@@ -264,6 +269,15 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def _experts_per_token(model: PreTrainedModel) -> int | None:
+    """Experts that a token passes, by the names that configs have for it."""
+    for key in PER_TOKEN:
+        number = getattr(model.config, key, None)
+        if isinstance(number, int):
+            return number
+    return None
 
 
 def _wants_balance(model: PreTrainedModel) -> bool:

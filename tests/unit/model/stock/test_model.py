@@ -285,6 +285,18 @@ def test_the_balance_loss_that_a_config_asks_for_is_that_of_the_class(
         assert gap < 1e-4, f"{name}: {gap}"
 
 
+def test_a_token_passes_a_few_of_the_experts_of_a_mixture() -> None:
+    settings = {**SHAPE, "model_type": "qwen2_moe", "num_experts": 8, "moe_intermediate_size": 16}
+    specs = {spec.name: spec for spec in param_specs(read({**settings, "num_experts_per_tok": 2}))}
+    experts = sum(spec.size for spec in specs.values() if len(spec.shape) == 3)
+    two, four = (
+        token_flops(read({**settings, "num_experts_per_tok": count}), 16).matrices
+        for count in (2, 4)
+    )
+    assert experts > 0
+    assert four - two == 6 * experts * (4 - 2) / 8
+
+
 def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
     config = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(config))
