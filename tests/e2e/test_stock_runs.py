@@ -244,7 +244,12 @@ def test_text_of_an_unusual_class_comes_out_of_the_engine_as_out_of_transformers
     kind: str, tmp_path: Path
 ) -> None:
     tokenizer = byte_tokenizer()
-    reference = build(kind, vocab_size=tokenizer.vocab_size, max_position_embeddings=128)
+    reference = build(
+        kind,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_id,
+    )
     save_stock(reference, tmp_path / "model")
     tokenizer.save(tmp_path / "model")
     wanted: list[list[int]] = []

@@ -155,6 +155,7 @@ def build(kind: str, **changes: Any) -> Any:
     with torch.device("meta"):
         size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     assert size < LARGEST, f"{kind} has {size} parameters: give settings that make it small"
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
@@ -195,7 +196,6 @@ def judge(kind: str) -> Verdict:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
     class_name = str(NAMES[kind])
     reference = build(kind)
     with tempfile.TemporaryDirectory() as folder:
