@@ -71,17 +71,25 @@ CASES: dict[str, dict[str, Any]] = {
 """model_type -> its settings."""
 
 
+OTHER_TEXT: dict[str, Any] = {
+    **CASES["mistral3"], "text_config": {
+        **TEXT, "model_type": "ministral3", "sliding_window": None,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+                            "llama_4_scaling_beta": 0.1},
+    },
+}  # fmt: skip
+"""A Mistral 3 whose text part headway has no family for."""
 SCALED = {
     "model_type": "aya_vision", "text_config": {**TEXT, "model_type": "cohere2", "sliding_window": 5}, "vision_config": SIGLIP,
 }  # fmt: skip
 """A model that leaves out the scale of its text part's logits."""
 
 
-def build_whole(kind: str) -> Any:
+def build_whole(kind: str, settings: dict[str, Any] | None = None) -> Any:
     """A model in evaluation mode, every parameter random."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(kind, **CASES[kind])
+    config = transformers.AutoConfig.for_model(kind, **(settings or CASES[kind]))
     model = transformers.AutoModelForMultimodalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )

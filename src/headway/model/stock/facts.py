@@ -443,7 +443,9 @@ def _without_values(model: PreTrainedModel, recorder: _Recorder) -> Iterator[Non
         patched.append(module)
 
     for module in model.modules():
-        if module is not model and not isinstance(module, nn.ModuleList):
+        # Code of a folder is followed in full, or refused.
+        is_theirs = type(module).__module__.startswith("transformers.")
+        if module is not model and is_theirs and not isinstance(module, nn.ModuleList):
             passed_over(module)
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.whole_cases import CASES, SCALED, TEXT, VISION, build_whole
+from support.whole_cases import CASES, OTHER_TEXT, SCALED, TEXT, VISION, build_whole
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import CheckpointError, ConfigError
@@ -99,6 +99,18 @@ def test_an_export_is_the_whole_model_again(whole: tuple[Any, Path], tmp_path: P
 def small(tmp_path: Path) -> Path:
     build_whole("qwen2_5_vl").save_pretrained(tmp_path / "whole")
     return tmp_path / "whole"
+
+
+@torch.no_grad()
+def test_a_text_part_without_a_family_is_computed_by_its_class(tmp_path: Path) -> None:
+    model = build_whole("mistral3", OTHER_TEXT)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.config.family == "transformers"
+    tokens = torch.randint(3, 50, (2, 40), generator=torch.Generator().manual_seed(1))
+    position = torch.arange(40).expand(2, -1)
+    ours = loaded.model.logits(loaded.model.hidden_states(tokens, position))
+    assert (ours - model(input_ids=tokens).logits).abs().max() < 1e-5
 
 
 def test_the_other_parts_keep_their_type_and_a_changed_setting_goes_into_the_text_part(
