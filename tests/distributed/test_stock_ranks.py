@@ -17,11 +17,17 @@ pytest.importorskip("transformers", minversion="5.0")
 DDP: dict[str, Any] = {"zero1": {"size": 1}}
 ZERO1: dict[str, Any] = {"zero1": {"size": "auto"}}
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+                 "head_dim": 8},
+}  # fmt: skip
+"""Mixtures of experts; one has biases that are stored and never trained."""
 WIDE = {"initializer_range": 0.3, "init_std": 0.3}
 
 
 def stock(kind: str) -> ModelConfig:
-    return read({**SHAPE, "model_type": kind, **CASES[kind], **WIDE})
+    return read({**SHAPE, "model_type": kind, **(CASES | OTHERS)[kind], **WIDE})
 
 
 def trials(kinds: tuple[str, ...], parallel: dict[str, Any], **more: Any) -> list[LayoutTrial]:
@@ -36,6 +42,8 @@ def test_wrapped_classes_on_two_ranks_train_like_one_process() -> None:
     listed += trials(("phi", "exaone4"), FSDP, memory={"recompute": "selective"})
     listed += trials(("starcoder2",), FSDP, adapter=LORA)
     listed += trials(("starcoder2",), ZERO1, pairs=True)
+    listed += trials(("qwen2_moe", "glm4_moe"), ZERO1, memory={"recompute": 1})
+    listed += trials(("qwen2_moe", "glm4_moe"), FSDP)
     sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
 
 

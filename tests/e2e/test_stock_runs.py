@@ -15,6 +15,7 @@ from support.byte_model import byte_tokenizer
 from support.preference_pairs import make_pair_store
 from support.runs import assert_same_run, headway, make_stores, start_headway, wait_for_step
 from support.stock_cases import CASES, build_stock, save_stock
+from support.stock_walk import build
 
 from headway.config.load import load
 from headway.errors import HeadwayError
@@ -236,3 +237,33 @@ def test_a_killed_run_ends_bit_for_bit_like_the_undisturbed_one(folder: Path) ->
     process.wait()
     assert headway("train", str(recipe), *killed).returncode == 0
     assert_same_run(folder / "undisturbed", folder / "killed", 12)
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "gemma4_text", "glm4_moe"])
+def test_text_of_an_unusual_class_comes_out_of_the_engine_as_out_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = byte_tokenizer()
+    reference = build(
+        kind,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_id,
+    )
+    save_stock(reference, tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    wanted: list[list[int]] = []
+    for prompt in (TEXT, "a"):
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        count = ids.shape[1]
+        while ids.shape[1] < count + 12 and int(ids[0, -1]) != tokenizer.eos_id:
+            with torch.no_grad():
+                ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], 1)
+        wanted.append(ids[0, count:].tolist())
+    out = headway(
+        "generate", "--model", str(tmp_path / "model"), "--prompt", TEXT, "--prompt", "a",
+        "--max-new-tokens", "12", "--json",
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    generations = json.loads(out.stdout)["generations"]
+    assert [generation["token_ids"] for generation in generations] == wanted

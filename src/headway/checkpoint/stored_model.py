@@ -36,10 +36,12 @@ from headway.model.loading.huggingface import (
     check_weights,
     has_weights,
     is_pretrained,
+    other_parts,
     read_config,
     read_end_ids,
     read_weights,
 )
+from headway.model.loading.other_parts import OtherParts, kept_parts
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
 from headway.model.media_files import FILES as MEDIA_FILES
@@ -79,6 +81,8 @@ class StoredModel:
     """The adapter that `weights` has merged."""
     masks_file: Path | None = None
     """A mask table in its Hugging Face folder."""
+    parts: OtherParts | None = None
+    """What it has besides text, kept for an export."""
 
     def mask_source(self) -> MaskSource:
         """What its own head masks are made from."""
@@ -303,6 +307,7 @@ def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
         weights,
         read_end_ids(folder),
         masks_file=masks_file if masks_file.is_file() else None,
+        parts=other_parts(folder) if has_weights(folder) else None,
     )
 
 
@@ -327,7 +332,11 @@ def _checkpoint(folder: AnyPath, wrapping: Wrapping | None) -> StoredModel:
         for spec in param_specs(config):
             yield spec.name, reader.weight(spec.name)
 
-    model = StoredModel(folder, config, reader.tokenizer_folder, weights)
+    parts = None
+    if isinstance(folder, Path):
+        # RUN/checkpoints/step-*: the run keeps what its model has besides text.
+        parts = kept_parts(folder.parents[1])
+    model = StoredModel(folder, config, reader.tokenizer_folder, weights, parts=parts)
     saved_adapter: Any = reader.scalars.get("adapter")
     if not isinstance(saved_adapter, dict):
         return model

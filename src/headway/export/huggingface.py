@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import resources
@@ -26,11 +26,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.checkpoint.stored_model import check_vocabulary, find_model_of_family
 from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
-from headway.model.families.base import family_of, pieces_of, to_hf_config, to_hf_config_with_code
+from headway.model.families.base import (
+    family_for,
+    family_of,
+    pieces_of,
+    to_hf_config,
+    to_hf_config_with_code,
+)
 from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
+from headway.model.loading.other_parts import OtherParts, text_config
 from headway.model.media_files import without_media, write_media_files
 from headway.runtime.digests import write_digests
 from headway.runtime.json_file import load_json
@@ -54,6 +61,7 @@ DTYPES: dict[str, Dtype] = {
     "fp16": "float16",
 }
 """Each dtype under the names people use."""
+DTYPE_KEYS = ("dtype", "torch_dtype")
 ROLE_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json for the tokens that have a role."""
 MARK = {"format": "pt", "written_by": "headway"}
@@ -73,6 +81,7 @@ def export_huggingface(
     remote_code: bool = False,
     end_ids: Collection[int] = (),
     model_folder: Path | None = None,
+    parts: OtherParts | None = None,
 ) -> None:
     """Write a Hugging Face folder; an earlier export at `out` is replaced; anything else there is
     refused.
@@ -81,7 +90,8 @@ def export_huggingface(
     With `remote_code`, a model that transformers has no class for gets its class in a file next to
     the weights. Head gates go into files of their own (model/head_masks/gates_file.py), and so do
     media inputs (model/media_files.py; `model_folder` is where the model was): the weights are
-    those of the plain model.
+    those of the plain model. `parts`: what the model that it began with had besides text; the folder
+    is that of the whole model then.
     """
     gates = config.head_gates
     media = config.media
@@ -95,6 +105,8 @@ def export_huggingface(
         code = None
     # Newer versions of transformers read `dtype`, older ones `torch_dtype`.
     settings |= {"dtype": dtype, "torch_dtype": dtype}
+    if parts is not None:
+        settings = _whole_settings(settings, parts) | {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
 
     # Filled while the weights stream by, so complete once the shards are written.
@@ -103,7 +115,11 @@ def export_huggingface(
 
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         ids = _write_tokenizer(tokenizer, folder, config, end_ids)
-        _write_json(folder / CONFIG, {**settings, **ids})
+        shown_ids = ids
+        if parts is not None:
+            # The whole model's config.json names them already.
+            shown_ids = {key: value for key, value in ids.items() if value is not None}
+        _write_json(folder / CONFIG, {**settings, **shown_ids})
         if code is not None:
             _write_code(code, folder)
         for file in code_files(config):
@@ -115,7 +131,9 @@ def export_huggingface(
 
         plain = without_media(_split_off_gates(weights, gate_values), media_weights)
         completed = _with_zero_biases(config, target, plain)
-        _write_shards(target, completed, folder, dtype, max_shard_bytes)
+        _write_shards(target, completed, folder, dtype, max_shard_bytes, parts)
+        if parts is not None:
+            parts.copy_files(folder)
         if gates is not None:
             write_gates(folder, gates, gate_values[0])
         if media is not None:
@@ -164,7 +182,21 @@ def export_model(
         remote_code=remote_code,
         end_ids=stored.end_ids,
         model_folder=model_folder,
+        parts=stored.parts,
     )
+
+
+def _whole_settings(settings: dict[str, Any], parts: OtherParts) -> dict[str, Any]:
+    """The config.json of a whole model, with what has changed in its text part."""
+    before = text_config(parts.hf_config)
+    family = family_for(before)
+    former = to_hf_config(family.read(before))[1]
+    changed = {
+        key: value
+        for key, value in settings.items()
+        if value != former.get(key) and key not in (*DTYPE_KEYS, *ROLE_KEYS)
+    }
+    return parts.config_with(changed)
 
 
 def _split_off_gates(
@@ -237,16 +269,25 @@ def _write_shards(
     folder: Path,
     dtype: Dtype,
     limit: int,
+    parts: OtherParts | None = None,
 ) -> None:
     """Write every tensor as it comes. Its file and its place there follow from the shapes, which
-    are known before any weight is.
+    are known before any weight is. The other parts of a whole model are one more file, unchanged.
     """
-    files = _plan_files(config, dtype, limit)
+    whole_names: Mapping[str, str] = {}
+    num_files = 0
+    if parts is not None:
+        whole_names = parts.names
+        num_files = 1
+    files = [
+        {whole_names.get(name, name): shape for name, shape in shapes.items()}
+        for shapes in _plan_files(config, dtype, limit)
+    ]
+    num_files += len(files)
     names = [WEIGHTS]
-    if len(files) > 1:
+    if num_files > 1:
         names = [
-            f"model-{number:05}-of-{len(files):05}.safetensors"
-            for number in range(1, len(files) + 1)
+            f"model-{number:05}-of-{num_files:05}.safetensors" for number in range(1, num_files + 1)
         ]
 
     # All files stay open: a tensor that joins several parameters comes with the last of them, and
@@ -256,16 +297,23 @@ def _write_shards(
         progress("export", total=num_parameters(config), unit="parameters") as advance,
         ExitStack() as opened,
     ):
-        for file_name, shapes in zip(names, files, strict=True):
+        for file_name, shapes in zip(names, files, strict=parts is None):
             writer = opened.enter_context(StreamedFile(folder / file_name, shapes, dtype, MARK))
             writer_of |= dict.fromkeys(shapes, writer)
-        for name, value in _exported_tensors(config, weights):
+        for text_name, value in _exported_tensors(config, weights):
+            name = whole_names.get(text_name, text_name)
             writer_of[name].write(name, converted(name, value, dtype))
             advance(value.numel())
 
-    if len(files) > 1:
+    if num_files > 1:
         total = sum(WIDTHS[dtype] * prod(shape) for shapes in files for shape in shapes.values())
         index = {name: writer.path.name for name, writer in writer_of.items()}
+        if parts is not None:
+            others = parts.values()
+            save_weights(others, folder / names[-1], MARK)
+            _sync(folder / names[-1])
+            total += sum(value.nbytes for value in others.values())
+            index |= dict.fromkeys(others, names[-1])
         _write_json(
             folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index}
         )
@@ -298,6 +346,9 @@ def _exported_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config)
         for piece in pieces:
+            if piece.join is not None:
+                shapes[piece.name] = piece.join.shapes[piece.name]
+                continue
             # Several pieces: dim 0 of our parameter stacks experts, which the family stores one by
             # one.
             shape = spec.shape
@@ -350,6 +401,8 @@ def _exported_tensors(
     specs = {spec.name: spec for spec in param_specs(config)}
     # Name of an exported tensor -> the parts of it that have come, by where they begin in it.
     waiting: dict[str, dict[int, torch.Tensor]] = {}
+    # Our names that are written together -> the values of those that have come.
+    joining: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
     for name, value in weights:
         spec = specs.pop(name, None)
         shape = None if spec is None else spec.shape
@@ -358,6 +411,14 @@ def _exported_tensors(
         )
 
         pieces = pieces_of(family, spec, config)
+        join = pieces[0].join
+        if join is not None:
+            parts_of_join = joining.setdefault(join.ours, {})
+            parts_of_join[name] = value
+            if len(parts_of_join) == len(join.ours):
+                del joining[join.ours]
+                yield from join.to_theirs(parts_of_join).items()
+            continue
         values = (value,)
         if len(pieces) > 1:
             values = value.unbind(0)

@@ -143,7 +143,7 @@ def token_flops(
 
     matrices = 0.0
     for name, spec in counted.items():
-        is_head = name == HEAD or spec.tied_to == HEAD
+        is_head = name == HEAD or spec.tied_to is not None
         # A token looks up one row of a table before the layers; a score is one product a document.
         if not spec.is_matrix or "score" in spec.groups or (spec.stage == "first" and not is_head):
             continue

@@ -59,6 +59,7 @@ Group = Literal[
     "gates",
     "score",
     "router_bias",
+    "fixed",
     "objective",
 ]
 """What a parameter belongs to; it may be in several.
@@ -66,6 +67,7 @@ Group = Literal[
     linear        the matrix of a linear that an adapter may change
     expert        stacked over experts along dim 0
     router_bias   by which a router balances experts without a loss
+    fixed         numbers that a class of transformers stores with its weights and never trains
     aligner       a head that aligns media with text, trained by the contrastive task
 """
 
@@ -152,7 +154,8 @@ class ParamSpec:
     @property
     def keeps_float32(self) -> bool:
         """Always fp32 and, with fsdp, whole on every rank."""
-        return not self.groups.isdisjoint(WIDE)
+        # A number alone cannot be sharded, and its type changes no other.
+        return not self.shape or not self.groups.isdisjoint(WIDE)
 
 
 Specs = Mapping[str, ParamSpec]
@@ -483,7 +486,17 @@ def num_parameters(config: ModelConfig) -> int:
 def active_share(config: ModelConfig, spec: ParamSpec) -> float:
     """The part of a parameter that one token passes: a few of stacked experts, all of everything
     else."""
-    if config.experts is None or "expert" not in spec.groups:
+    if "expert" not in spec.groups:
+        return 1.0
+    if config.hf_config is not None:
+        from headway.model.stock.facts import facts_of
+
+        per_token = facts_of(config).experts_per_token
+        is_stacked = len(spec.shape) >= STACKED
+        if per_token is None or not is_stacked:
+            return 1.0
+        return min(1.0, per_token / spec.shape[0])
+    if config.experts is None:
         return 1.0
     return config.experts.per_token / config.experts.num
 

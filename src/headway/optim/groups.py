@@ -206,7 +206,8 @@ def trainable(specs: Specs, freeze: Sequence[str], train: Sequence[str]) -> set[
     else:
         names = set(plain) - select(freeze, plain, "freeze")
     # The bias of a router is moved by `Model.balance` after an update, not by a gradient.
-    names = {name for name in names if plain[name].groups.isdisjoint({"aligner", "router_bias"})}
+    untrained = {"aligner", "router_bias", "fixed"}
+    names = {name for name in names if plain[name].groups.isdisjoint(untrained)}
     if not names:
         raise ConfigError(f"freeze is {list(freeze)}; no parameter is left to train. Freeze less.")
     return names

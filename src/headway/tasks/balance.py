@@ -49,20 +49,31 @@ layers."""
 def with_balance(objective: Task, model: ModelConfig) -> Task:
     """A task and the losses of the model's mixtures; the task itself where the model has
     none."""
-    experts = model.experts
+    experts = balanced_experts(model)
     if experts is None:
         return objective
     # A first pass over other rows (KTO's) goes together with experts: its routing counts nowhere.
     # One over the trained rows would have to be the pass that counts them.
     if any(first_pass.rows is None for first_pass in first_passes_of(objective)):
         raise ConfigError(
-            "model.experts is given with an objective that couples all rows of a step "
+            "the model has experts to balance, with an objective that couples all rows of a step "
             f"({type(objective).__name__})."
         )
     by_step = bool(experts.aux_loss) and experts.aux_scope == "step"
     if by_step:
         return StepBalanced(objective, experts)
     return Balanced(objective, experts)
+
+
+def balanced_experts(model: ModelConfig) -> ExpertsConfig | None:
+    """How the experts of a model are balanced; None: it has none, or they are not."""
+    if model.hf_config is None:
+        return model.experts
+    # Of a class of transformers, what its config.json says.
+    from headway.model.stock.facts import facts_of
+
+    balance = facts_of(model).balance
+    return None if balance is None else balance.experts
 
 
 class Balanced:

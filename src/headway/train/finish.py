@@ -21,6 +21,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import atomic_folder, export_huggingface
 from headway.model.adapter.config import expert_linears
 from headway.model.layout import GATES
+from headway.model.loading.other_parts import kept_parts
 from headway.model.media_files import is_media
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
@@ -192,6 +193,7 @@ def write_final_model(run: Run, target: Path) -> str | None:
             tokenizer=run.tokenizer_path,
             dtype=dtype,
             end_ids=run.targets.end_ids,
+            parts=kept_parts(run.start.folder),
         )
         # PEFT has no form for adapters of experts.
         if adapter is not None and set(adapter.modules(run.model)).isdisjoint(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint.stored_model import FINAL
 from headway.data.config import default_cache_dir
 from headway.errors import CommunicationError, ConfigError
+from headway.model.loading.other_parts import keep_other_parts
 from headway.parallel.collectives import RankGroup, start_group
 from headway.plan.memory import MemoryJob
 from headway.runtime.device import Compute, backend_of, choose_compute
@@ -164,6 +165,8 @@ def _run(
             closing(run),
             _explain_out_of_memory(resolved, process, run),
         ):
+            if process.is_first and resolved.weights is not None and resolved.weights.parts:
+                keep_other_parts(resolved.weights.parts, start.folder)
             return _train(run, resolved.tokenizer)
     except (CommunicationError, RuntimeError) as error:
         # A signal may reach one rank before its loop begins and another one in its loop. The

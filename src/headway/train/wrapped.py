@@ -90,6 +90,8 @@ def wrapped_shape(recipe: Recipe, weights: ModelConfig | None, unknown_vocab: in
 
     Where model.hf_config names no vocabulary, it is `unknown_vocab`, the tokenizer's.
     """
+    from headway.model.stock.facts import check_trainable
+
     settings = recipe.model
     if weights is not None:
         model = weights
@@ -101,6 +103,8 @@ def wrapped_shape(recipe: Recipe, weights: ModelConfig | None, unknown_vocab: in
             "model.family is transformers, which takes its shape from a config.json. "
             "Give init.from, or model.hf_config."
         )
+
+    check_trainable(model)
 
     # A setting that says what the class has anyway, as recipe.yaml of a run does, is no mistake.
     for name in sorted(settings.model_fields_set - READ_SETTINGS):

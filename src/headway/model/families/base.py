@@ -18,12 +18,15 @@ import pkgutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from headway.config.user_code import import_user_module
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.layout import SCORE, ParamSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger("headway")
 
@@ -52,6 +55,33 @@ MEMBERS = (
 )
 
 
+class Join(Protocol):
+    """Tensors of theirs that become parameters of ours together, where no simpler piece says how."""
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Their names."""
+        ...
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """Our names."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each of theirs."""
+        ...
+
+    def to_ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our parameters, of all of their tensors."""
+        ...
+
+    def to_theirs(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their tensors, of all of our parameters."""
+        ...
+
+
 @dataclass(frozen=True)
 class HfPiece:
     """A tensor of theirs that holds one of our parameters: all of it, one expert of it, or
@@ -71,6 +101,8 @@ class HfPiece:
     scales: str | None = None
     """The tensor with the scales, where theirs are blocks of mxfp4 (loading/mxfp4.py); all else
     speaks of the numbers that these hold."""
+    join: Join | None = None
+    """Makes our parameters of all tensors of its group; this is one of them. All else is unset."""
 
     @property
     def names(self) -> tuple[str, ...]:

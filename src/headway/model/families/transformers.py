@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families.base import HfPiece
-from headway.model.layout import HEAD, ParamSpec
+from headway.model.layout import ParamSpec
 
 if TYPE_CHECKING:
     from headway.model.base import Model
@@ -106,7 +106,9 @@ def read(hf_config: Mapping[str, Any], trust_remote_code: bool = False) -> Model
         "ffn_size": ffn,
         "ffn_gate": is_gated,
         "vocab_size": next(
-            spec.shape[0] for spec in facts.specs if spec.tied_to is not None or spec.name == HEAD
+            spec.shape[0]
+            for spec in facts.specs
+            if spec.tied_to is not None or spec.name == f"{facts.head}.weight"
         ),
         "max_seq_len": max_seq_len,
         "tie_embeddings": facts.tied is not None,
@@ -173,10 +175,10 @@ def from_hf_name_in(name: str, config: ModelConfig) -> str | None:
 def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
 ) -> tuple[HfPiece, ...]:
-    """Every parameter is one tensor of a folder."""
+    """The tensors of a folder that transformers makes a parameter of."""
     from headway.model.stock.names import names_of
 
-    return (HfPiece(names_of(config).to_hf_name(spec.name)),)
+    return names_of(config).pieces(spec.name, stored)
 
 
 def build(config: ModelConfig) -> Model:

@@ -11,7 +11,7 @@ parameter; anything else is an error. All shapes are checked before the first te
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,9 +25,15 @@ from headway.model.families.base import (
     pieces_of,
     with_head,
 )
-from headway.model.layout import HEAD, param_specs
+from headway.model.layout import param_specs
 from headway.model.loading import mxfp4
 from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
+from headway.model.loading.other_parts import (
+    OtherParts,
+    find_other_parts,
+    has_other_parts,
+    text_config,
+)
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
 from headway.runtime.digests import FolderDigests
@@ -95,6 +101,8 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
 
     hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     try:
+        if has_other_parts(hf_config):
+            hf_config = text_config(hf_config)
         if wrapping is None:
             return with_head(hf_config, family_for(hf_config).read(hf_config))
         return wrapping.read(hf_config, folder)
@@ -171,10 +179,10 @@ def _read_all(
         files = _open_all(folder, where, opened)
         _check_shapes(folder, config, where, files)
         for spec in param_specs(config):
-            value = _read(folder, files, where[spec.name])
+            value = _read(folder, files, spec.name, where[spec.name])
             # A folder may hold a tied head too. One that differs was trained by itself, and would be lost.
             if spec.tied_to in where:
-                head = _read(folder, files, where[spec.tied_to])
+                head = _read(folder, files, spec.tied_to, where[spec.tied_to])
                 if not torch.equal(value, head):
                     hf_name = where[spec.name][0].piece.name
                     raise CheckpointError(
@@ -191,6 +199,9 @@ def _open_all(folder: Path, where: Locations, opened: ExitStack) -> dict[str, An
         scales = without_scales(_tensors(folder))[1]
     names = _weight_files(where) | _scale_files(where) | set(scales.values())
     files = {name: _open(folder / name, opened) for name in sorted(names)}
+    parts = other_parts(folder)
+    if parts is not None:
+        files = {name: _renamed(file, parts.names) for name, file in files.items()}
     if block is None:
         return files
 
@@ -202,6 +213,29 @@ def _open_all(folder: Path, where: Locations, opened: ExitStack) -> dict[str, An
         name: file if isinstance(file, _Pickled) else BlockFile(file, block, scales, scale_of)
         for name, file in files.items()
     }
+
+
+def _renamed(file: Any, names: Mapping[str, str]) -> Any:
+    """A file whose tensors have other names."""
+    if isinstance(file, _Pickled):
+        return _Pickled({name: file.state[old] for name, old in names.items() if old in file.state})
+    return _RenamedFile(file, names)
+
+
+class _RenamedFile:
+    """A safetensors file whose tensors have other names."""
+
+    def __init__(self, file: Any, names: Mapping[str, str]) -> None:
+        self._file = file
+        self._names = names
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor by its new name."""
+        return self._file.get_tensor(self._names[name])
+
+    def get_slice(self, name: str) -> Any:
+        """A part of a tensor by its new name."""
+        return self._file.get_slice(self._names[name])
 
 
 def _blocks(folder: Path) -> BlockSize | None:
@@ -239,6 +273,8 @@ def _check_shapes(
         for stored in pieces:
             file = stored.file
             piece = stored.piece
+            if piece.join is not None:
+                expected = piece.join.shapes[piece.name]
             whole, dtype = _shape_and_dtype(folder, files, file, piece.name)
             if stored.scales_file is not None and piece.scales is not None:
                 scales, scale_dtype = _shape_and_dtype(
@@ -300,10 +336,16 @@ def _shape_and_dtype(
         ) from None
 
 
-def _read(folder: Path, files: dict[str, Any], pieces: tuple[StoredPiece, ...]) -> torch.Tensor:
-    """One of our parameters, of one piece or stacked of several."""
+def _read(
+    folder: Path, files: dict[str, Any], name: str, pieces: tuple[StoredPiece, ...]
+) -> torch.Tensor:
+    """One of our parameters, of one piece or stacked or joined of several."""
     import torch
 
+    join = pieces[0].piece.join
+    if join is not None:
+        values = {stored.piece.name: _read_piece(folder, files, stored) for stored in pieces}
+        return join.to_ours(values)[name]
     if pieces[0].piece.scales is not None or pieces[0].piece.step > 1:
         return _read_expert_by_expert(folder, files, pieces[0])
 
@@ -418,7 +460,9 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
         # With the names of the folder: some families are published in several forms.
         pieces = pieces_of(family, spec, config, files)
         names = [name for piece in pieces for name in piece.names]
-        is_part = any(piece.dim is not None or piece.transposed for piece in pieces)
+        is_part = any(
+            piece.dim is not None or piece.transposed or piece.join is not None for piece in pieces
+        )
         if not (is_part or len(names) > 1) or not all(name in files for name in names):
             continue
         stored: list[StoredPiece] = []
@@ -447,7 +491,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
             f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
         )
     # Some tools write a tied head as well.
-    accepted = {HEAD} if config.ties_head else set()
+    accepted = {spec.tied_to for spec in param_specs(config) if spec.tied_to is not None}
     extra = sorted(where.keys() - expected - accepted)
     if extra:
         raise CheckpointError(
@@ -456,7 +500,27 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     return where
 
 
+def other_parts(folder: Path) -> OtherParts | None:
+    """What a folder holds besides a text model; None: nothing."""
+    if not (folder / CONFIG).is_file():
+        return None
+    hf_config = read_json(folder / CONFIG)
+    if not has_other_parts(hf_config):
+        return None
+    return find_other_parts(folder, hf_config, _stored(folder))
+
+
 def _tensors(folder: Path) -> dict[str, str]:
+    """Name of every tensor of the model -> its file; those of a text part have the names that they
+    have in a folder of their own."""
+    stored = _stored(folder)
+    parts = other_parts(folder)
+    if parts is None:
+        return stored
+    return {name: stored[whole] for name, whole in parts.names.items()}
+
+
+def _stored(folder: Path) -> dict[str, str]:
     """Name of every tensor -> its file.
 
     Safetensors are preferred to pickles where a folder has both.

@@ -15,10 +15,10 @@ q [B,H,T,hd] and k, v [B,KV,T,hd].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,8 @@ class AttentionCall:
     scaling: float | None
     dropout: float
     softcap: float | None
+    sinks: Tensor | None
+    """[H]: a trained logit of each head beside its keys."""
     others: dict[str, Any]
     """Further arguments that are not None."""
 
@@ -74,33 +76,44 @@ class StockMask:
 class LayerPass:
     """A forward of headway's: over documents of a batch, or over tokens that a cache is given."""
 
-    windows: tuple[int | None, ...]
+    windows: Mapping[int, int | None]
     """The sliding window of each layer."""
     rule: ScoreRule
+    cached_heads: int
+    """KV heads that a cache stores in every layer; a layer may have fewer."""
+    cached_size: int
+    """Width of the keys and values in a cache; those of a layer may be narrower."""
     backend: str
     mask: AttentionMask | None
     """None with a cache, which decides what tokens see."""
     cache: AttentionCache | None = None
     position: Tensor | None = None
+    calls: list[int] = field(default_factory=lambda: [0])
+    """Calls of attention over the cache so far."""
 
     def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
         """o [B,T,H,width of v], under the window of the layer."""
         layer = layer_of(call.module)
-        width = call.q.shape[-1]
-        value_width = call.v.shape[-1]
-        q = call.q
         k = call.k
         v = call.v
+        value_width = v.shape[-1]
+        # Kernels and caches take queries, keys and values of one width.
+        width = max(call.q.shape[-1], value_width)
+        if self.cache is not None:
+            width = self.cached_size
+            # Each KV head of the layer serves several neighbouring ones of the cache.
+            k, v = (x.repeat_interleave(self.cached_heads // x.shape[2], dim=2) for x in (k, v))
 
-        # Kernels divide scores by sqrt(hd). Another scale is reached by longer queries.
-        factor = 1.0
-        if call.scaling is not None:
-            factor = call.scaling * width**0.5
+        # Kernels divide scores by sqrt(width). Another scale is reached by longer queries.
+        scaling = call.scaling
+        if scaling is None:
+            scaling = call.q.shape[-1] ** -0.5
+        factor = scaling * width**0.5
+        q = call.q
         if abs(factor - 1.0) >= SAME_SCALE:
             q = q * factor
-        # Kernels take values as wide as keys.
-        if value_width != width:
-            v = F.pad(v, (0, width - value_width))
+        # Zeros change no score, and the channels of padded values are left out again.
+        q, k, v = (_widened(x, width) for x in (q, k, v))
 
         if self.cache is None:
             assert self.mask is not None
@@ -111,17 +124,36 @@ class LayerPass:
                 self.mask,
                 window=self.windows[layer],
                 backend=self.backend,
-                rule=self.rule,
+                rule=replace(self.rule, sinks=call.sinks),
             )
         else:
             assert self.position is not None
             # q, k and v are transposed views here.
             o = self.cache.attend(
-                layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position
+                self._next_call(),
+                q.contiguous(),
+                k.contiguous(),
+                v.contiguous(),
+                self.position,
+                call.sinks,
             )
         if value_width == width:
             return o
         return o[..., :value_width]
+
+    def _next_call(self) -> int:
+        """How many calls came before: each has its own place in the cache."""
+        # Nothing is recomputed over a cache, so calls come in the order of the first forward.
+        number = self.calls[0]
+        self.calls[0] += 1
+        return number
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """[..., width]: x with zeros behind its channels."""
+    if x.shape[-1] == width:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))
 
 
 def layer_of(module: nn.Module) -> int:
@@ -164,6 +196,7 @@ def stock_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention under the interface of transformers: (o [B,T,H,hd], no weights)."""
@@ -173,7 +206,7 @@ def stock_attention(
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     further = {name: value for name, value in others.items() if value is not None}
-    call = AttentionCall(module, q, k, v, scaling, dropout, softcap, further)
+    call = AttentionCall(module, q, k, v, scaling, dropout, softcap, s_aux, further)
     return attention_mask.of.attend(call, attention_mask), None
 
 
@@ -194,11 +227,17 @@ def window_of(function: MaskFunction) -> int | None:
     def sees(query: int, key: int) -> bool:
         zero = torch.tensor(0, device="cpu")
         positions = (torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu"))
-        return bool(function(zero, zero, *positions))
+        try:
+            return bool(function(zero, zero, *positions))
+        except NotImplementedError:
+            # It asks for numbers of the forward, which had none.
+            raise ConfigError("its mask is neither causal nor a sliding window.") from None
 
     far = 1 << 40
     if sees(far, far + 1) or not sees(far, far):
-        raise ConfigError("its mask lets tokens see later ones")
+        raise ConfigError(
+            "its mask lets tokens see later ones. Set is_decoder to true if config.json has it."
+        )
     if sees(far, 0):
         return None
 
@@ -216,5 +255,5 @@ def window_of(function: MaskFunction) -> int | None:
     for offset in (1, high // 2, high - 1):
         query = far + offset
         if not sees(query, query - low) or sees(query, query - high):
-            raise ConfigError("its mask is neither causal nor a sliding window")
+            raise ConfigError("its mask is neither causal nor a sliding window.")
     return high

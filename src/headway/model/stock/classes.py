@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,14 @@ OURS = (
     "use_cache",
 )
 """Keys of config.json that do not decide what the model computes."""
+FLOAT = "__float__"
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 IMPLEMENTATION = "headway"
 """The name of headway's attention among those of transformers."""
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+"""How stacked experts are computed, in the words of transformers: one product for all of them."""
+EXPERTS_ON_META = "batched_mm"
+"""The same where nothing is computed: a product whose shapes do not depend on values."""
 
 
 def check_installed() -> None:
@@ -81,14 +88,14 @@ def make_config(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
 
     kind = hf_config.get("model_type")
     is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
-    settings = {key: value for key, value in hf_config.items() if key not in OURS}
+    settings = {key: _with_floats(value) for key, value in hf_config.items() if key not in OURS}
     has_code = isinstance(hf_config.get("auto_map"), dict)
     if has_code and not is_known and not trust_remote_code:
         raise ConfigError(
             f"model_type {str(kind)[:80]!r} is code in the model's folder. headway does not run it unless asked: if you trust it, set "
             "model.trust_remote_code=true."
         )
-    with _foreign("hf_config"):
+    with foreign("hf_config"):
         if has_code and trust_remote_code and "AutoConfig" in hf_config["auto_map"]:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -103,6 +110,17 @@ def make_config(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
         return AutoConfig.for_model(**settings)
 
 
+def _with_floats(value: Any) -> Any:
+    """A value of a config.json, in which transformers writes infinity as {"__float__": name}."""
+    if isinstance(value, dict):
+        if set(value) == {FLOAT} and value[FLOAT] in FLOATS:
+            return FLOATS[value[FLOAT]]
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(inner) for inner in value]
+    return value
+
+
 def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrainedModel:
     """The class of a config.json, its parameters and buffers on the meta device, its attention
     headway's."""
@@ -113,7 +131,7 @@ def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
     config = make_config(hf_config, trust_remote_code=trust_remote_code)
     register()
     _check_kind(config)
-    with _foreign("hf_config"), _quiet(), torch.device("meta"):
+    with foreign("hf_config"), quiet(), torch.device("meta"):
         # transformers checks the name against the class; ours is set after that.
         config._attn_implementation = "eager"
         model = AutoModelForCausalLM.from_config(
@@ -122,10 +140,24 @@ def empty_model(hf_config: Mapping[str, Any], *, trust_remote_code: bool) -> Pre
             attn_implementation="eager",
             dtype=torch.float32,
         )
-    # Layers look the name up at each call.
+    # Layers and experts look these names up at each call.
     model.config._attn_implementation = IMPLEMENTATION
+    model.config._experts_implementation = EXPERTS_IMPLEMENTATION
     model.config.use_cache = False
+    _buffers_to_parameters(model)
     return model.eval()
+
+
+def _buffers_to_parameters(model: PreTrainedModel) -> None:
+    """What a class stores with its weights without training it becomes a parameter without a
+    gradient: it is read, moved and written as all parameters are."""
+    for module in model.modules():
+        for name, value in list(module._buffers.items()):
+            if value is None or name in module._non_persistent_buffers_set:
+                continue
+            if value.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
@@ -135,7 +167,7 @@ def _check_kind(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"num_hidden_layers is {str(layers)[:40]}; model.family transformers takes 1 to {MAX_LAYERS} layers."
         )
-    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+    if not _is_plain(config):
         raise ConfigError(
             f"model_type {config.model_type!r} has parts besides a text decoder; model.family transformers wraps decoders of text alone."
         )
@@ -153,8 +185,19 @@ def _check_kind(config: PreTrainedConfig) -> None:
             )
 
 
+def _is_plain(config: PreTrainedConfig) -> bool:
+    """Whether a config describes one decoder and nothing else."""
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    try:
+        return config.get_text_config() is config
+    except ValueError:
+        # Several parts of it read text.
+        return False
+
+
 @contextmanager
-def _foreign(what: str) -> Iterator[None]:
+def foreign(what: str) -> Iterator[None]:
     """Turn what the code of a class raises into one line."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -168,7 +211,7 @@ def _foreign(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without remarks of transformers about a model that nobody has asked to generate."""
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -1,24 +1,66 @@
-"""Names of tensors in a model folder and in a class of transformers, which renames some when it
-reads and writes a folder.
+"""Names of tensors in a model folder and in a class of transformers, which renames, joins and cuts
+some when it reads and writes a folder.
 
-headway's names of a wrapped model are those of the class. A class that joins or cuts tensors on the
-way is refused: headway reads one at a time.
+    StockNames     the names of one class, in both directions
+    StockJoin      tensors of a folder that are joined or cut into parameters, and back
+
+headway's names of a wrapped model are those of the class. The functions that transformers itself
+reads and writes with do the work, so that names and values cannot differ.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from headway.errors import ConfigError
+from headway.model.families.base import HfPiece
 from headway.model.stock.classes import canonical, empty_model
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class StockJoin:
+    """Tensors of theirs that become parameters of ours together; implements `Join` of
+    families/base.py."""
+
+    model: Any
+    """The class, without memory."""
+    converter: Any
+    """Of transformers: from theirs to ours."""
+    key: str
+    sources: tuple[tuple[str, str], ...]
+    """Name of a tensor of theirs, and the pattern by which the converter knows it."""
+    ours: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of theirs."""
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(name for name, _ in self.sources)
+
+    def to_ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our parameters, of all of their tensors."""
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.sources:
+            converter.add_tensor(self.key, name, pattern, values[name])
+        converted = converter.convert(self.key, model=self.model, config=self.model.config)
+        return {name: _only(value).contiguous() for name, value in converted.items()}
+
+    def to_theirs(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their tensors, of all of our parameters."""
+        return _reverted(self.model, values)
 
 
 class StockNames:
@@ -26,11 +68,7 @@ class StockNames:
 
     def __init__(self, hf_config: dict[str, Any], *, trust_remote_code: bool) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            revert_weight_conversion,
-        )
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         model = empty_model(hf_config, trust_remote_code=trust_remote_code)
         mapping = get_model_conversion_mapping(model)
@@ -43,37 +81,98 @@ class StockNames:
         self._left_out = [re.compile(pattern) for pattern in ignored]
         self._buffers = {name for name, _ in model.named_buffers()}
 
+        parameters = dict(model.named_parameters())
+        self._joins = self._find_joins(model, parameters)
         # transformers renames tensors, not names: an empty one stands for each parameter.
         nothing = torch.empty(0, device="cpu")
         self._hf_names = {
-            name: next(iter(revert_weight_conversion(model, {name: nothing})))
-            for name, _ in model.named_parameters()
+            name: next(iter(_reverted(model, {name: nothing})))
+            for name in parameters
+            if name not in self._joins
         }
 
+    def _find_joins(self, model: Any, parameters: Mapping[str, Tensor]) -> dict[str, StockJoin]:
+        """The join of every parameter that is not one tensor of a folder."""
+        if not self._converters:
+            return {}
+        by_pattern = {
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
+        }
+        # All at once: a tensor of theirs may be cut into several of ours.
+        values = {name: value.detach() for name, value in parameters.items()}
+        theirs = _reverted(model, values)
+        sources: dict[str, list[tuple[str, str]]] = {}
+        for name in theirs:
+            key, pattern = self._renamed(name)
+            if pattern is not None:
+                sources.setdefault(key, []).append((name, pattern))
+
+        joins: dict[str, StockJoin] = {}
+        for key, pairs in sources.items():
+            shapes = {name: tuple(theirs[name].shape) for name, _ in pairs}
+            converter = by_pattern[pairs[0][1]]
+            draft = StockJoin(model, converter, key, tuple(pairs), (), shapes)
+            made = draft.to_ours({name: theirs[name] for name, _ in pairs})
+            for name, value in made.items():
+                if name not in parameters or value.shape != parameters[name].shape:
+                    raise ConfigError(
+                        f"{self._class} joins or cuts {pairs[0][0]} in a way that headway cannot follow."
+                    )
+            join = StockJoin(model, converter, key, tuple(pairs), tuple(made), shapes)
+            joins |= dict.fromkeys(made, join)
+        return joins
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        # The same function that transformers loads with, so that names cannot differ.
+        return rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+
+    def pieces(self, name: str, stored: Collection[str] | None) -> tuple[HfPiece, ...]:
+        """The tensors of a folder that hold a parameter; `stored`: the names in the folder."""
+        join = self._joins.get(name)
+        if join is None:
+            return (HfPiece(self._hf_names[name]),)
+        # Some folders hold what transformers would join as it is in the class.
+        if stored is not None and name in stored and join.theirs[0] not in stored:
+            return (HfPiece(name),)
+        return tuple(HfPiece(theirs, join=join) for theirs in join.theirs)
+
     def to_hf_name(self, name: str) -> str:
-        """The name in a folder."""
+        """The name in a folder of a parameter that is one tensor there."""
         return self._hf_names.get(name, name)
 
     def from_hf_name(self, name: str) -> str | None:
         """The name in the class; None for a tensor that holds no parameter."""
-        from transformers.core_model_loading import rename_source_key
-
-        # The same function that transformers loads with, so that names cannot differ.
-        ours, converter = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._state
-        )
-        if converter is not None:
-            raise ConfigError(
-                f"{self._class} joins or cuts {name} when it reads a folder; model.family transformers cannot read that."
-            )
-        if ours in self._state:
+        ours, pattern = self._renamed(name)
+        if pattern is None and ours in self._state:
             return ours
-        if ours in self._buffers or ours.endswith("rotary_emb.inv_freq"):
+        if any(expression.search(name) or expression.search(ours) for expression in self._left_out):
             return None
-        if any(pattern.search(ours) for pattern in self._left_out):
+        if pattern is not None:
+            # Tensors of whole joins are found by `pieces`: this one belongs to none.
+            return name
+        if ours in self._buffers or ours.endswith("rotary_emb.inv_freq"):
             return None
         # Unknown: the caller refuses it by this name.
         return ours
+
+
+def _reverted(model: Any, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a folder, of parameters of a class."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(values))
+
+
+def _only(value: Any) -> Tensor:
+    """A tensor, which transformers may give in a list."""
+    if isinstance(value, list):
+        assert len(value) == 1, "one parameter has one value"
+        return value[0]
+    return value
 
 
 def names_of(config: ModelConfig) -> StockNames:

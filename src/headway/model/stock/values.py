@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _ONE_AT_A_TIME = Lock()
 """A class draws from the default generator, and threads ask for values."""
-UNSET = -7_654_321
-"""Stands for a number that nobody has computed, where a type has no NaN."""
+STARTS = (0, 1)
+"""Values of a buffer before its class computes it; True and False where it is a mask."""
 
 
 def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
@@ -44,15 +44,21 @@ def stock_value(name: str, config: ModelConfig, seed: int) -> Tensor:
         try:
             for key, value in meta_parameters.items():
                 if value is not None:
+                    # What does not train is stored, or computed by the class: never zero by itself.
+                    start = 0.0 if value.requires_grad else float("nan")
                     module._parameters[key] = nn.Parameter(
-                        torch.zeros(value.shape, device="cpu"), requires_grad=False
+                        torch.full(value.shape, start, device="cpu"), requires_grad=False
                     )
             # The state of the default generator is restored: a run's other draws do not change.
             with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
                 torch.manual_seed(derive(seed, "init", name))
-                model._init_weights(module)
+                _owner(model, path)._init_weights(module)
             drawn = module._parameters[leaf]
             assert drawn is not None
+            if bool(drawn.isnan().any()):
+                raise ConfigError(
+                    f"{type(model).__name__} does not say how {name} begins. Start from weights: set init.from."
+                )
             return drawn.detach()
         finally:
             module._parameters.update(meta_parameters)
@@ -67,36 +73,45 @@ def computed_values(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     """Give every buffer its value as a plain attribute, on the CPU; a buffer that the class
     leaves open is a ConfigError."""
     computed: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
-        names = [name for name, value in module._buffers.items() if value is not None]
+    for path, module in model.named_modules():
+        buffers = {name: value for name, value in module._buffers.items() if value is not None}
+        names = list(buffers)
         if not names:
             continue
-        for name in names:
-            module._buffers[name] = _unset(module._buffers[name])
         for parameter in module._parameters.values():
             # transformers leaves it alone then; it is on the meta device.
             parameter._is_hf_initialized = True  # type: ignore[union-attr]
-        with torch.no_grad(), torch.device("cpu"):
-            model._init_weights(module)
+        # From two starts: what the class computes is the same both times.
+        results: list[dict[str, Tensor]] = []
+        for start in STARTS:
+            for name in names:
+                module._buffers[name] = torch.full_like(buffers[name], start, device="cpu")
+            with torch.no_grad(), torch.device("cpu"):
+                _owner(model, path)._init_weights(module)
+            results.append({name: module._buffers[name] for name in names})
         for name in names:
-            _detach(module, name)
+            _detach(module, name, results[0][name], results[1][name])
             computed.append((module, name))
     return computed
 
 
-def _unset(buffer: Any) -> Tensor:
-    """A buffer on the CPU whose values show whether the class has set them."""
-    if buffer.dtype == torch.bool:
-        raise ConfigError("it keeps a mask of its own.")
-    value = float("nan") if buffer.is_floating_point() else UNSET
-    return torch.full_like(buffer, value, device="cpu")
+def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model of transformers that holds a module: it knows how the module begins."""
+    from transformers import PreTrainedModel
+
+    owner = model
+    module: Any = model
+    for part in path.split(".") if path else ():
+        module = getattr(module, part)
+        if isinstance(module, PreTrainedModel):
+            owner = module
+    return owner
 
 
-def _detach(module: Any, name: str) -> None:
+def _detach(module: Any, name: str, value: Tensor, again: Tensor) -> None:
     """Make a buffer a plain attribute."""
-    value = module._buffers.pop(name)
+    module._buffers.pop(name)
     module._non_persistent_buffers_set.discard(name)
-    is_unset = value.isnan() if value.is_floating_point() else value == UNSET
-    if bool(is_unset.any()):
+    if not torch.equal(value, again):
         raise ConfigError(f"it does not say how {type(module).__name__}.{name} is computed.")
     object.__setattr__(module, name, value)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.batches import make_batch
+from support.batches import make_batch, make_step
 from support.stock_cases import CASES, SHAPE, build_stock, save_stock
 
 from headway.checkpoint.stored_model import find_model
@@ -18,13 +18,20 @@ from headway.data.batch import Batch
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface, export_model
 from headway.infer.load import LoadedModel, load_model
+from headway.model.base import build_frozen_model
 from headway.model.families.base import as_stored, family_for
 from headway.model.families.transformers import Wrapping, read
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.paged_rows import PagedRows
+from headway.model.stock.facts import check_trainable
 from headway.model.stock.model import StockModel
+from headway.tasks.balance import StepBalanced, with_balance
+from headway.tasks.base import SeenRows, StepInfo
+from headway.tasks.next_token import Config as NextToken
+from headway.train.config import Recipe
+from headway.train.wrapped import wrapped_shape
 
 pytest.importorskip("transformers", minversion="5.0")
 LENGTHS = [[7, 9], [16], [3, 4, 5]]
@@ -162,11 +169,22 @@ def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedMode
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"model_type": "mamba"}, "MambaForCausalLM: it keeps a recurrent state"),
-        ({"model_type": "falcon"}, "FalconForCausalLM: it computes with its attention mask itself"),
-        ({"model_type": "qwen2_moe"}, "Qwen2MoeForCausalLM: it is a mixture of experts"),
-        ({"model_type": "seed_oss", "attention_dropout": 0.1}, "attention has dropout 0.1"),
-        ({"model_type": "diffllama"}, "layer 0 attends out of order, or twice"),
+        (
+            {"model_type": "mamba"},
+            "MambaForCausalLM can be neither used nor trained: it keeps a recurrent state",
+        ),
+        (
+            {"model_type": "falcon"},
+            "FalconForCausalLM can be neither used nor trained: it computes with its attention mask itself",
+        ),
+        (
+            {"model_type": "bert"},
+            "BertLMHeadModel .* its mask lets tokens see later ones. Set is_decoder",
+        ),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "it has layers of conv",
+        ),
         (
             {
                 "model_type": "arcee",
@@ -190,13 +208,93 @@ def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedMode
         ),
     ],
 )
-def test_what_cannot_be_trained_exactly_is_refused_by_name(
-    config: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_used_exactly_is_refused_by_name(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         read({**SHAPE, **config})
     assert "\n" not in str(caught.value)
     assert "StockMask" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            {"model_type": "seed_oss", "attention_dropout": 0.1},
+            "attention has dropout 0.1.*Set it to 0",
+        ),
+        ({"model_type": "opt", "layerdrop": 0.2}, "layerdrop is 0.2.*Set it to 0"),
+    ],
+)
+def test_what_only_training_needs_is_refused_for_training_alone(
+    config: dict[str, Any], named: str
+) -> None:
+    model = read({**SHAPE, **config})
+    with pytest.raises(ConfigError, match=f"can be used but not trained: {named}"):
+        check_trainable(model)
+    with pytest.raises(ConfigError, match=named):
+        wrapped_shape(recipe(config), None, 64)
+
+
+def recipe(config: dict[str, Any]) -> Recipe:
+    model = {"family": "transformers", "hf_config": {**SHAPE, **config}}
+    return Recipe.model_validate({"model": model, "data": {"train": ["x"]}, "steps": 1})
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("micro_rows", [2, 1])
+def test_the_balance_loss_that_a_config_asks_for_is_that_of_the_class(
+    kind: str, micro_rows: int
+) -> None:
+    import transformers
+
+    settings = {**SHAPE, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                "head_dim": 8, "output_router_logits": True, "router_aux_loss_coef": 0.5}  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model_config = read({"model_type": kind, **settings})
+    weights = [(name, value.detach()) for name, value in reference.named_parameters()]
+    ours = build_frozen_model(model_config, weights, torch.device("cpu"), torch.float32)
+    ours.train().requires_grad_(True)
+    batch = make_batch([[16], [16]], seq_len=16, vocab=64)
+    task = with_balance(NextToken().build(), model_config)
+    assert isinstance(task, StepBalanced)
+
+    # The class takes the loss over all tokens of a batch; rows that come one by one change nothing.
+    parts = make_step(batch, 2 // micro_rows).microbatches
+    load = torch.stack([task.read_load(ours.forward_batch(part), part)[0] for part in parts]).sum(0)
+    seen = {"expert_load": SeenRows(load.detach()[None], 0)} if micro_rows == 1 else {}
+    totals = {"targets": float(batch.loss_weight.sum()), "rows": 2.0, "tokens": 32.0, "step": 1.0}
+    for part in parts:
+        loss = task.loss(ours.forward_batch(part), part, StepInfo(0, 1, seen=seen), None)  # pyright: ignore[reportArgumentType]
+        loss.share(totals).backward()
+
+    labels = batch.tokens.clone()
+    wanted = reference(batch.tokens, labels=labels).loss
+    wanted.backward()
+    largest = max(float(parameter.grad.abs().max()) for parameter in reference.parameters())
+    for name, parameter in reference.named_parameters():
+        mine = ours.get_parameter(name).grad
+        assert mine is not None, name
+        gap = (mine - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(
+            min=1e-3 * largest
+        )
+        assert gap < 1e-4, f"{name}: {gap}"
+
+
+def test_a_token_passes_a_few_of_the_experts_of_a_mixture() -> None:
+    settings = {**SHAPE, "model_type": "qwen2_moe", "num_experts": 8, "moe_intermediate_size": 16}
+    specs = {spec.name: spec for spec in param_specs(read({**settings, "num_experts_per_tok": 2}))}
+    experts = sum(spec.size for spec in specs.values() if len(spec.shape) == 3)
+    two, four = (
+        token_flops(read({**settings, "num_experts_per_tok": count}), 16).matrices
+        for count in (2, 4)
+    )
+    assert experts > 0
+    assert four - two == 6 * experts * (4 - 2) / 8
 
 
 def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
