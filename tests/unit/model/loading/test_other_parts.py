@@ -21,7 +21,7 @@ from headway.model.paged_rows import PagedRows
 
 pytest.importorskip("transformers", minversion="5.0")
 NATIVE = {
-    "gemma4": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
+    "gemma4": "transformers", "exaone4_5": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
 }  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def test_a_folder_without_a_file_of_its_towers_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (SCALED, "model_type is 'aya_vision', which has parts besides text. headway reads the text part of gemma3"),
+        (SCALED, "model_type is 'aya_vision', which has parts besides text. headway reads the text part of exaone4_5"),
         ({"model_type": "qwen2_5_vl", "text_config": {**TEXT, "num_attention_heads": "many"}, "vision_config": VISION},
          "transformers cannot make this model"),
         ({"model_type": "no_such", "vision_config": {}}, "model_type is 'no_such', which has parts"),
