@@ -49,7 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
                                    "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}, **TOKENS},
     "gemma3": {"text_config": {**TEXT, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
                "vision_config": SIGLIP, "image_token_index": 60, "mm_tokens_per_image": 4},
-    "gemma4": {"text_config": {**TEXT, "sliding_window": 5, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 10,
+    "gemma4": {"text_config": {**TEXT, "sliding_window": 5, "final_logit_softcapping": 2.0,
+                               "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 10,
                                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
                                "per_layer_config": {"1": {"head_dim": 16}, "2": {"head_dim": 16}}},
                "vision_config": {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -67,6 +68,20 @@ CASES: dict[str, dict[str, Any]] = {
     "voxtral": {"text_config": {**TEXT, "model_type": "llama"},
                 "audio_config": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
                                  "num_mel_bins": 8, "max_source_positions": 8}, "audio_token_id": 60},
+    "exaone4_5": {"text_config": {**TEXT, "model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": 2},
+                  "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32,
+                                    "patch_size": 4, "fullatt_block_indexes": [0]}},
+    "llava_next_video": {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP, "image_token_index": 60,
+                         "video_token_index": 61},
+    "video_llava": {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP, "image_token_index": 60, "video_token_index": 61},
+    "idefics2": {"text_config": {**TEXT, "model_type": "mistral", "sliding_window": 5}, "vision_config": VISION, "image_token_id": 60,
+                 "perceiver_config": {"hidden_size": 32, "resampler_n_latents": 2, "resampler_depth": 1, "resampler_n_heads": 2,
+                                      "resampler_head_dim": 8, "num_key_value_heads": 1}},
+    "fast_vlm": {"text_config": {**TEXT, "model_type": "qwen2"}, "vision_config": SIGLIP},
+    "ovis2": {"text_config": {**TEXT, "model_type": "qwen2"}, "vision_config": VISION},
+    "glmasr": {"text_config": {**TEXT, "model_type": "llama"},
+               "audio_config": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+                                "num_mel_bins": 8, "max_source_positions": 8}, "audio_token_id": 60},
 }  # fmt: skip
 """model_type -> its settings."""
 
@@ -82,7 +97,12 @@ OTHER_TEXT: dict[str, Any] = {
 SCALED = {
     "model_type": "aya_vision", "text_config": {**TEXT, "model_type": "cohere2", "sliding_window": 5}, "vision_config": SIGLIP,
 }  # fmt: skip
-"""A model that leaves out the scale of its text part's logits."""
+"""A model type that was not compared."""
+CHANGED_LOGITS: list[dict[str, Any]] = [
+    {**CASES["llava"], "model_type": "llava", "text_config": {**TEXT, "model_type": "granite", "logits_scaling": 8.0}},
+    {**CASES["gemma3"], "model_type": "gemma3", "text_config": {**CASES["gemma3"]["text_config"], "final_logit_softcapping": 2.0}},
+]  # fmt: skip
+"""Models that leave out what their text part does to logits."""
 
 
 def build_whole(kind: str, settings: dict[str, Any] | None = None) -> Any:

@@ -30,6 +30,7 @@ from headway.model.loading import mxfp4
 from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
 from headway.model.loading.other_parts import (
     OtherParts,
+    check_logits,
     find_other_parts,
     has_other_parts,
     text_config,
@@ -101,11 +102,16 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
 
     hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     try:
-        if has_other_parts(hf_config):
-            hf_config = text_config(hf_config)
+        whole = hf_config
+        if has_other_parts(whole):
+            hf_config = text_config(whole)
         if wrapping is None:
-            return with_head(hf_config, family_for(hf_config).read(hf_config))
-        return wrapping.read(hf_config, folder)
+            config = with_head(hf_config, family_for(hf_config).read(hf_config))
+        else:
+            config = wrapping.read(hf_config, folder)
+        if has_other_parts(whole):
+            check_logits(whole, config)
+        return config
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
 

@@ -30,6 +30,8 @@ from headway.runtime.storage import fsync_file
 if TYPE_CHECKING:
     import torch
 
+    from headway.model.config import ModelConfig
+
 log = logging.getLogger("headway")
 
 CONFIG = "config.json"
@@ -39,25 +41,34 @@ TEXT = "text_config"
 TOWERS = ("vision_config", "audio_config")
 """Keys of config.json that describe other parts."""
 KNOWN = (
+    "exaone4_5",
+    "fast_vlm",
     "gemma3",
     "gemma4",
+    "glmasr",
     "got_ocr2",
+    "idefics2",
     "idefics3",
     "internvl",
     "lighton_ocr",
     "llava",
     "llava_next",
+    "llava_next_video",
     "llava_onevision",
     "mistral3",
+    "ovis2",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_vl",
     "qwen3_vl",
     "smolvlm",
+    "video_llava",
     "vipllava",
     "voxtral",
 )
 """Model types whose text part is a decoder by itself, by test."""
+CHANGES_LOGITS = ("gemma4",)
+"""Those whose class scales or caps logits as its text model does, by test; others leave it out."""
 ALONE = ("gemma3",)
 """Types whose family finds the text part itself, without the other parts, where transformers is
 missing."""
@@ -148,6 +159,17 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 @lru_cache(maxsize=8)
 def _text_config(key: str) -> str:
     return json.dumps(_Whole(json.loads(key)).text)
+
+
+def check_logits(hf_config: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuse a text part whose logits would not be those of the whole model."""
+    is_plain = config.logit_scale == 1.0 and config.logit_softcap is None
+    kind = str(hf_config.get("model_type"))[:80]
+    if not is_plain and kind not in CHANGES_LOGITS:
+        raise ConfigError(
+            f"the text part of {kind!r} scales or caps its logits, and the whole model of transformers leaves that out. "
+            "Give a folder of its text model."
+        )
 
 
 def find_other_parts(

@@ -483,6 +483,10 @@ def _not_followed(part: str, error: BaseException) -> str:
     reason = first_line(error)[:300]
     if StockMask.__name__ in reason:
         return "it computes with its attention mask itself instead of handing it to the attention interface of transformers."
+    if isinstance(error, NotImplementedError) or "meta tensor" in reason:
+        return (
+            f"its {part} depends on values of the text, so headway cannot see what it will compute."
+        )
     return f"its {part} cannot be followed: {reason}."
 
 

@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.whole_cases import CASES, OTHER_TEXT, SCALED, TEXT, VISION, build_whole
+from support.whole_cases import CASES, CHANGED_LOGITS, OTHER_TEXT, SCALED, TEXT, VISION, build_whole
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import export_huggingface, export_model
 from headway.infer.load import load_model
+from headway.model.families.transformers import Wrapping
+from headway.model.loading.huggingface import read_config
 from headway.model.loading.other_parts import KNOWN, has_other_parts, keep_other_parts, kept_parts
 from headway.model.paged_rows import PagedRows
 
 pytest.importorskip("transformers", minversion="5.0")
 NATIVE = {
-    "gemma4": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
+    "gemma4": "transformers", "exaone4_5": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
 }  # fmt: skip
 
 
@@ -226,7 +228,7 @@ def test_a_folder_without_a_file_of_its_towers_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (SCALED, "model_type is 'aya_vision', which has parts besides text. headway reads the text part of gemma3"),
+        (SCALED, "model_type is 'aya_vision', which has parts besides text. headway reads the text part of exaone4_5"),
         ({"model_type": "qwen2_5_vl", "text_config": {**TEXT, "num_attention_heads": "many"}, "vision_config": VISION},
          "transformers cannot make this model"),
         ({"model_type": "no_such", "vision_config": {}}, "model_type is 'no_such', which has parts"),
@@ -240,3 +242,16 @@ def test_a_model_that_was_not_compared_is_refused(
     with pytest.raises(ConfigError, match=named) as caught:
         find_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", CHANGED_LOGITS)
+def test_a_text_part_whose_logits_the_whole_model_does_not_have_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for wrapping in (None, Wrapping()):
+        with pytest.raises(
+            ConfigError,
+            match="scales or caps its logits, and the whole model of transformers leaves that out",
+        ):
+            read_config(tmp_path, wrapping)
