@@ -266,6 +266,15 @@ def test_a_comparison_of_the_test_is_not_the_programs(share: Run) -> None:
 
 
 @needs_sandbox
+def test_a_value_that_makes_the_comparison_slow_has_not_passed() -> None:
+    tests = ["assert 7 ** f(3) % 10 == 9"] * 8
+    with panel(default=1.0, timeout=3.0, test_timeout=1.0) as opened:
+        (score,) = opened.score([answer("def f(x): return 1 << 40", tests)])
+    assert score.total == 0.0
+    assert score.problems == ()
+
+
+@needs_sandbox
 def test_an_answer_without_a_program_gets_nothing() -> None:
     with panel() as opened:
         (score,) = opened.score([RewardAnswer(0, [], "I do not know.", {"tests": ASSERTS})])

@@ -12,7 +12,7 @@ the program, and the kernel ends all others then.
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import platform
 import resource
@@ -107,7 +107,7 @@ class SandboxRun:
             "steps": job["steps"],
             "folders": self.limits["folders"],
         }
-        self.job_file = _memory_file("job", json.dumps(inner).encode())
+        self.job_file = _memory_file("job", marshal.dumps(inner))
         self.stdin_file = _memory_file("stdin", job["stdin"].encode("utf-8", "replace"))
         self.output, self.output_end = os.pipe()
         self.reports, self.reports_end = os.pipe()

@@ -23,6 +23,7 @@ class CodeScorer:
     def __init__(self, settings: Mapping[str, Any], client: SandboxClient) -> None:
         self.settings = settings
         self.client = client
+        self._deadline = 0.0
 
     def score(self, inputs: dict[str, Any]) -> dict[str, float]:
         """The reward of a program, the share of its tests that it passed, and their number."""
@@ -41,10 +42,10 @@ class CodeScorer:
         return {"reward": reward, "passed": share, "tests": float(total)}
 
     def _passed(self, program: str, trials: Sequence[CodeTrial]) -> int:
-        deadline = time.monotonic() + self.settings["timeout"]
+        self._deadline = time.monotonic() + self.settings["timeout"]
         passed = 0
         for trial in trials:
-            seconds = min(self.settings["test_timeout"], deadline - time.monotonic())
+            seconds = self._seconds()
             # A program that is too slow for all tests has not passed the others.
             if seconds < SHORTEST_SECONDS:
                 break
@@ -56,7 +57,15 @@ class CodeScorer:
         return passed
 
     def _run_alone(self, program: str, steps: Sequence[Step]) -> RunResult:
-        return self.client.run(program, steps, "", self.settings["test_timeout"])
+        seconds = self._seconds()
+        # Values that make a comparison slow do not make it the reward's failure.
+        if seconds < SHORTEST_SECONDS:
+            return RunResult("time", 0, "")
+        return self.client.run(program, steps, "", seconds)
+
+    def _seconds(self) -> float:
+        """How long the next run may take."""
+        return min(self.settings["test_timeout"], self._deadline - time.monotonic())
 
 
 def code_scorer(settings: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:

@@ -24,7 +24,7 @@ spec.loader.exec_module(program)
      frozenset("a"), {"a": [1], 2: (3,)}],
 )  # fmt: skip
 def test_a_value_arrives_as_it_was(value: object) -> None:
-    arrived = decode(json.loads(json.dumps(program.encode(value, 0))))
+    arrived = decode(json.loads(program.as_json(program.encode(value, 0))))
     assert arrived == value
     assert type(arrived) is type(value)
 

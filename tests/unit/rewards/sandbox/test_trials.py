@@ -57,6 +57,15 @@ def test_a_test_whose_own_statements_fail_is_refused() -> None:
         trial.verdicts(values(["str", "ab"]), lambda program, steps: ended("", code=1))
 
 
+def test_a_value_that_is_too_large_for_a_claim_has_not_passed() -> None:
+    (trial,) = read_trials("assert len(f(1)) == 2")
+
+    def no_memory(program: str, steps: Any) -> RunResult:
+        return values(["bool", True]) if steps[-1].code == "True" else ended("", code=1)
+
+    assert trial.verdicts(values(["str", "ab"]), no_memory) == [False]
+
+
 def test_texts_are_stdin_and_stdout() -> None:
     (trial,) = read_trials({"inputs": ["1 2\n"], "outputs": ["3\n"]})
     assert trial.steps is None
