@@ -29,6 +29,7 @@ SHELL = ("", "sh", "bash", "console")
 LISTED = {
     r"headway demo": "minutes; `make demo` runs it in CI",
     r"headway download .*": "a hub; tests/unit/text/test_hub.py has a stand-in",
+    r"headway push (?!.*--dry-run).*|headway pull .*": "a hub; tests/unit/workflows/test_publish.py has a stand-in",
     r"headway board (?!.*--list).*|headway top .*": "runs until Ctrl-C; tests/e2e/test_board_page.py and tests/unit/board",
     r"headway .* --on (ray|slurm).*": "a cluster; tests/e2e/test_ray.py and tests/cluster/test_data_arrays.py",
     r"headway launch ssh .*": "hosts; tests/cluster/test_ssh_jobs.py and tests/unit/launch",

@@ -51,6 +51,8 @@ ELSEWHERE = {
     "download": "data",
     "list": "config",
     "masks": "export",
+    "pull": "hub",
+    "push": "hub",
     "report": "board",
     "stop": "train",
     "top": "board",
