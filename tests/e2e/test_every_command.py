@@ -152,7 +152,7 @@ def verb_of(words: list[str]) -> str:
     is_below = (
         words[0] in GROUPS
         and len(words) > 1
-        and re.fullmatch(r"[a-z-]+", words[1])
+        and re.fullmatch(r"[a-z0-9-]+", words[1])
         and not words[1].startswith("-")
     )
     return " ".join(words[:2]) if is_below else words[0]
@@ -177,7 +177,7 @@ def smaller(words: list[str]) -> list[str]:
     for option, value in zip(added[::2], added[1::2], strict=True):
         if option not in words:
             words = [*words, option, value]
-    if verb == "launch slurm" and "--dry-run" not in words:
+    if verb in ("launch k8s", "launch slurm") and "--dry-run" not in words:
         words = [*words, "--dry-run"]
     if verb == "plan" and "recipe.yaml" in words:
         return [*words, "batch.rows=256"]  # the recipe of a reader with so many GPUs
