@@ -22,7 +22,7 @@ from support.forked_command import Forked
 from support.runs import headway
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
 SHELL = ("", "sh", "bash", "console")
 

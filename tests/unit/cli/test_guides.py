@@ -17,7 +17,7 @@ from headway.config.shipped import recipe_names
 from headway.train.config import Recipe
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")])
 GUIDES = [page for page in PAGES if page.name not in ("settings.md", "lab-notes.md")]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
 NO_SETTINGS = (
@@ -223,7 +223,8 @@ def test_every_page_in_the_navigation_of_the_site_exists() -> None:
         "commands.md",
         "api-reference.md",
     }
-    assert shown - generated <= {page.name for page in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    assert shown - generated <= {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
