@@ -147,7 +147,8 @@ def _write_data() -> None:
     Path("alpaca.json").write_text(json.dumps(CHAT), encoding="utf-8")
     write_lines("pairs.jsonl", PAIRS)
     write_lines("style.jsonl", CHAT)
-    shutil.copy(ROOT / "examples/cookbook/style_reward.py", "style_reward.py")
+    Path("examples/cookbook").mkdir(parents=True)
+    shutil.copy(ROOT / "examples/cookbook/style_reward.py", "examples/cookbook")
     write_lines("questions.jsonl", ({"prompt": f"Say {number}."} for number in range(2)))
     write_lines(
         "graded.jsonl",
