@@ -259,6 +259,7 @@ WITH_CHINESE = [
         "coming-from-prulong",
         "coming-from-purrsight",
         "coming-from-zero2all",
+        "concepts",
         "install",
         "tutorial",
     )
