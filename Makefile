@@ -6,7 +6,7 @@ JOBS ?= 2
 # One version of each package. `make constraints` resolves them afresh; CONSTRAINTS=/dev/null takes the newest that pyproject.toml admits.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve wheel bench clean
+.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve wheel release-check bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make constraints    resolve the packages afresh and write their versions to constraints.txt"
 	@echo "make vendor    fetch the JavaScript libraries of the web pages from npm (versions: src/headway/vendor/libraries.json)"
 	@echo "make wheel     build sdist and wheel in dist/, check them, and install the wheel in a new environment"
+	@echo "make release-check   version, changelog, packages, and the wheel with its demo on every Python at hand (PYTHONS, DEMO: .ci/release-check)"
 	@echo "make bench     CPU step benchmark against transformers"
 
 PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed --constraint $(CONSTRAINTS)
@@ -121,6 +122,11 @@ wheel: $(VENV)/.ready
 	$(subst $(BIN),build/wheel/bin,$(PIP)) dist/*.whl
 	build/wheel/bin/headway --version
 	build/wheel/bin/headway doctor
+
+# Before a release: version and changelog agree, the packages build, and the wheel runs the demo on every Python at hand.
+release-check: $(VENV)/.ready
+	$(PIP) build twine
+	$(BIN)/python .ci/release-check
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

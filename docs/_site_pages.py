@@ -5,8 +5,9 @@ repository (`../benchmarks/README.md`) and are changed here to those of the site
 """
 
 import inspect
+import posixpath
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -64,11 +65,13 @@ def _linked(link: re.Match[str], source: str) -> str:
     if "://" in target or not path.is_relative_to(ROOT):
         return link[0]
     inside = path.relative_to(ROOT).as_posix()
-    if inside in FROM_ROOT:
-        return f"[{text}]({FROM_ROOT[inside]}{anchor})"
-    if inside.startswith("docs/"):
-        return f"[{text}]({inside.removeprefix('docs/')}{anchor})"
-    return f"`{inside}`"
+    if inside not in FROM_ROOT and not inside.startswith("docs/"):
+        return f"`{inside}`"
+    # A page in a folder below docs/ links relative to that folder.
+    page = PurePosixPath(FROM_ROOT.get(source, source.removeprefix("docs/")))
+    there = FROM_ROOT.get(inside, inside.removeprefix("docs/"))
+    relative = posixpath.relpath(there, page.parent)
+    return f"[{text}]({relative}{anchor})"
 
 
 def commands_page() -> str:

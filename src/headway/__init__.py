@@ -40,7 +40,7 @@ if sys.platform == "win32":
 
     refuse_windows()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Callback",

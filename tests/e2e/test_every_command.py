@@ -22,13 +22,14 @@ from support.forked_command import Forked
 from support.runs import headway
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
 SHELL = ("", "sh", "bash", "console")
 
 LISTED = {
     r"headway demo": "minutes; `make demo` runs it in CI",
     r"headway download .*": "a hub; tests/unit/text/test_hub.py has a stand-in",
+    r"headway push (?!.*--dry-run).*|headway pull .*": "a hub; tests/unit/workflows/test_publish.py has a stand-in",
     r"headway board (?!.*--list).*|headway top .*": "runs until Ctrl-C; tests/e2e/test_board_page.py and tests/unit/board",
     r"headway .* --on (ray|slurm).*": "a cluster; tests/e2e/test_ray.py and tests/cluster/test_data_arrays.py",
     r"headway launch ssh .*": "hosts; tests/cluster/test_ssh_jobs.py and tests/unit/launch",
@@ -153,7 +154,7 @@ def verb_of(words: list[str]) -> str:
     is_below = (
         words[0] in GROUPS
         and len(words) > 1
-        and re.fullmatch(r"[a-z-]+", words[1])
+        and re.fullmatch(r"[a-z0-9-]+", words[1])
         and not words[1].startswith("-")
     )
     return " ".join(words[:2]) if is_below else words[0]
@@ -178,7 +179,7 @@ def smaller(words: list[str]) -> list[str]:
     for option, value in zip(added[::2], added[1::2], strict=True):
         if option not in words:
             words = [*words, option, value]
-    if verb == "launch slurm" and "--dry-run" not in words:
+    if verb in ("launch k8s", "launch slurm") and "--dry-run" not in words:
         words = [*words, "--dry-run"]
     if verb == "plan" and "recipe.yaml" in words:
         return [*words, "batch.rows=256"]  # the recipe of a reader with so many GPUs

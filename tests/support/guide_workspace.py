@@ -74,12 +74,13 @@ LINKS = {
     "chat": (
         "runs/lora-laptop", "runs/pretrain-laptop", "runs/sft-laptop", "runs/dpo-laptop", "runs/one", "runs/two", "runs/before",
         "runs/after", "runs/mine", "runs/dense", "runs/large", "runs/small", "runs/base", "runs/big", "runs/sft", "runs/dpo", "models/base",
-        "models/large", "models/qwen", "models/llama-3.1-8b-instruct", "models/qwen2.5-7b", "M", "hf/internlm", "models/tiny",
+        "models/large", "models/qwen", "demo/runs/pretrain", "demo/runs/sft", "runs/style", "runs/alone", "runs/student",
+        "models/llama-3.1-8b-instruct", "models/qwen2.5-7b", "M", "hf/internlm", "models/tiny",
     ),
     "deep": ("models/qwen2.5-3b", "runs/nope-stage1", "runs/nope-stage2"),
     "deep3": ("runs/nope3-stage2",),
     "mixture": ("models/mixture",),
-    "gated": ("runs/sparsify-laptop", "runs/prulong-masks", "runs/prulong-weights", "runs/sparse"),
+    "gated": ("runs/sparsify-laptop", "runs/shorter", "runs/prulong-masks", "runs/prulong-weights", "runs/sparse"),
     "run": ("runs/my-run", "runs/NAME"),
     "reward": ("runs/reward", "runs/reward-laptop"),
     "seeing": ("runs/tune", "outputs/phase2"),
@@ -145,6 +146,10 @@ def _write_data() -> None:
         write_lines(path, CHAT)
     Path("alpaca.json").write_text(json.dumps(CHAT), encoding="utf-8")
     write_lines("pairs.jsonl", PAIRS)
+    write_lines("style.jsonl", CHAT)
+    Path("examples/cookbook").mkdir(parents=True)
+    shutil.copy(ROOT / "examples/cookbook/style_reward.py", "examples/cookbook")
+    write_lines("questions.jsonl", ({"prompt": f"Say {number}."} for number in range(2)))
     write_lines(
         "graded.jsonl",
         ({"prompt": f"Say {n}.", "response": f"{n}", "grade": n / 16} for n in range(16)),
@@ -159,6 +164,19 @@ def _write_data() -> None:
             for n, record in enumerate(CHAT)
         ),
     )
+    shutil.copy("labelled.jsonl", "ratings.jsonl")
+    turns = [
+        {
+            "messages": [
+                {"role": "user", "content": record["instruction"]},
+                {"role": "assistant", "content": record["output"]},
+            ]
+        }
+        for record in CHAT
+    ]
+    write_lines("demo/instructions/docstrings.jsonl", turns)
+    sampled_style = [{"text": "Well: a stone. Clear?", "stopped_by": "eos", "tokens": 5}]
+    write_lines("after.jsonl", [{"prompt": "Say 1.", "generations": sampled_style}])
     write_lines(
         "answers.jsonl",
         (
@@ -296,6 +314,9 @@ def _write_stores() -> None:
     tokens = ["--input", "corpus.jsonl", "--tokenizer", "tokenizers/mine"]
     run("data", "tokenize", *tokens, "--out", "stores/mine")
     shutil.copytree("stores/mine", "stores/text")
+    # What `headway demo` leaves, which the cookbook uses.
+    shutil.copytree("stores/mine", "demo/store")
+    shutil.copytree("tokenizers/mine", "demo/tokenizer")
     for part in range(8):
         run("data", "tokenize", *tokens, "--out", f"part{part}", "--shard", f"{part}/8")
     long = "datasets/long-context-65536"

@@ -51,6 +51,8 @@ ELSEWHERE = {
     "download": "data",
     "list": "config",
     "masks": "export",
+    "pull": "hub",
+    "push": "hub",
     "report": "board",
     "stop": "train",
     "top": "board",
@@ -158,7 +160,13 @@ def _add_verbs(app: typer.Typer, verbs: dict[str, Callable[..., None]]) -> None:
 
 def _print_version(is_given: bool) -> None:
     if is_given:
-        typer.echo(f"headway {__version__}")
+        from headway.runtime.machine import source_commit
+
+        commit = source_commit()
+        suffix = ""
+        if commit is not None:
+            suffix = f" ({commit})"
+        typer.echo(f"headway {__version__}{suffix}")
         raise typer.Exit
 
 
@@ -170,7 +178,7 @@ def _global_options(
     version: bool = typer.Option(
         False,
         "--version",
-        help="Print the version and exit.",
+        help="Print the version and its commit, where it is known, and exit.",
         is_eager=True,
         callback=_print_version,
     ),

@@ -42,7 +42,7 @@ OTHER_WORDS = {
 SECTIONS = {
     "Start here": ("demo", "init", "list", "download"),
     "Train": ("train", "plan", "sparsify", "supervise", "stop"),
-    "Use a model": ("chat", "generate", "serve", "eval", "export", "masks"),
+    "Use a model": ("chat", "generate", "serve", "eval", "export", "masks", "push", "pull"),
     "Prepare data": ("data", "tokenizer"),
     "Watch runs": ("board", "top", "report"),
     "Check": ("doctor", "verify", "config"),

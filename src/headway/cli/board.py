@@ -26,7 +26,7 @@ def board(
     runs: list[str] = RUNS,
     host: str = typer.Option(
         "127.0.0.1",
-        help="Address to listen on. Any other than loopback needs a token, which is printed.",
+        help="Address to listen on. An address other than loopback requires a token, which is printed.",
     ),
     port: int = typer.Option(6080, help="Port to listen on; 0: any free one.", min=0, max=65535),
     allow_host: list[str] = typer.Option(

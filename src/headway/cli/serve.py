@@ -146,7 +146,7 @@ def serve(
     windows: MaskChoice = group(only=("equal_per_layer", "stream_window", "stream_sinks")),
     host: str = typer.Option(
         "127.0.0.1",
-        help=f"Address to listen on. Any other than loopback needs a token ({TOKEN_VARIABLE}).",
+        help=f"Address to listen on. An address other than loopback requires a token ({TOKEN_VARIABLE}).",
     ),
     port: int = typer.Option(8000, help="Port to listen on; 0: any free one.", min=0, max=65535),
     token_file: Path | None = typer.Option(

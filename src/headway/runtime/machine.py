@@ -334,6 +334,37 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "changed": bool(changed)}
 
 
+COMMIT_FILE = "commit.txt"
+"""The file of the package with the commit that it was built from; setup.py writes it."""
+SHORT_COMMIT = 12
+"""Digits of a commit in a version line."""
+
+
+def source_commit() -> str | None:
+    """The commit of headway's own source: that of its checkout, or the one it was built from.
+
+    `modified` follows where tracked files differ from it; None where nothing is known.
+    """
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[1]
+    # Other repositories hold installed packages, too: a .venv inside of a project. Only a
+    # checkout of headway has its source at src/headway, beside .git.
+    if (package.parent.name, package.name) == ("src", "headway") and (checkout / ".git").exists():
+        state = git_state(checkout)
+        if state is not None:
+            suffix = ", modified" if state["changed"] else ""
+            return f"commit {state['commit'][:SHORT_COMMIT]}{suffix}"
+
+    try:
+        recorded = (package / COMMIT_FILE).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    # The file has a commit and perhaps the word; anything else was not written by a build.
+    if re.fullmatch(r"[0-9a-f]{7,64}(, modified)?", recorded) is None:
+        return None
+    return f"commit {recorded}"
+
+
 CUDA_TORCH = (
     "pip install --force-reinstall 'torch=={}' (PyPI's build for Linux has CUDA; others: "
     "https://pytorch.org/get-started)"

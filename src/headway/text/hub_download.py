@@ -144,7 +144,7 @@ def fetch(request: HubRequest) -> Path:
         raise DataError(
             f"{request.repo_id}: the hub has no revision {request.revision!r} of this {repo_type}."
         ) from None
-    except (OSError, *_network_errors()) as error:
+    except (OSError, *network_errors()) as error:
         raise DataError(_unreachable(request, error)) from None
     finally:
         if not quiet:
@@ -196,7 +196,7 @@ def _described(request: HubRequest) -> Any:
         )
     except answers:
         raise
-    except (OSError, *_network_errors()):
+    except (OSError, *network_errors()):
         return None
 
 
@@ -492,7 +492,7 @@ def _checksum(file: Path, length: int) -> str:
     return digest.hexdigest()
 
 
-def _network_errors() -> tuple[type[BaseException], ...]:
+def network_errors() -> tuple[type[BaseException], ...]:
     """Connection errors of the installed hub library: of httpx2, httpx, or (the oldest) OSError."""
     libraries = [name for name in ("httpx2", "httpx") if importlib.util.find_spec(name) is not None]
     return tuple(importlib.import_module(name).HTTPError for name in libraries)

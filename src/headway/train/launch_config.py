@@ -5,6 +5,7 @@ the model. Imports without torch.
 from __future__ import annotations
 
 from headway.config.section import Section, setting
+from headway.train.k8s_config import K8sConfig
 from headway.train.slurm_config import SlurmConfig
 
 
@@ -59,5 +60,6 @@ class SshConfig(Section):
 class LaunchConfig(Section):
     """Where `headway launch` starts the run."""
 
+    k8s: K8sConfig = setting(K8sConfig, "`headway launch k8s`.")
     slurm: SlurmConfig = setting(SlurmConfig, "`headway launch slurm`.")
     ssh: SshConfig = setting(SshConfig, "`headway launch ssh`.")

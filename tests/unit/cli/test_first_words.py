@@ -67,9 +67,22 @@ def test_usage_has_no_brackets_of_brackets_and_no_types_of_python(
     assert "list[" not in out
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("commit", "line"),
+    [
+        ("commit 0123456789ab, modified", f"headway {__version__} (commit 0123456789ab, modified)"),
+        (None, f"headway {__version__}"),
+    ],
+)
+def test_the_version_is_printed_with_its_commit_where_it_is_known(
+    commit: str | None,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headway.runtime.machine.source_commit", lambda: commit)
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"headway {__version__}\n"
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,14 @@ from headway.cli import build_app, main
         (["--bf16"], "precision=bf16"),
         (["--optim.lr", "3e-4"], "optim.lr=3e-4"),
         (["--config", "my.yaml"], "headway train my.yaml"),
-        (["push_to_hub=true"], "headway export hf"),
+        (["push_to_hub=true"], "headway push RUN USER/NAME"),
+        (["hub_model_id=me/mine"], "headway push RUN me/mine"),
+        (["--beta", "0.3"], "objective.beta=0.3"),
+        (["loss_type=ipo"], "objective.loss_type=ipo"),
+        (["max_prompt_length=512"], "data.seq_len"),
+        (["--completion_only_loss", "true"], "on its answers alone"),
+        (["dataset_text_field=body"], "data.train.0.text_key=body"),
+        (["--precompute_ref_log_probs", "true"], "objective.reference_logps=cached"),
     ],
 )
 def test_another_trainers_name_is_answered_with_ours(

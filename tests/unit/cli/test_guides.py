@@ -17,7 +17,7 @@ from headway.config.shipped import recipe_names
 from headway.train.config import Recipe
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")])
 GUIDES = [page for page in PAGES if page.name not in ("settings.md", "lab-notes.md")]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
 NO_SETTINGS = (
@@ -223,7 +223,8 @@ def test_every_page_in_the_navigation_of_the_site_exists() -> None:
         "commands.md",
         "api-reference.md",
     }
-    assert shown - generated <= {page.name for page in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    assert shown - generated <= {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
@@ -251,13 +252,22 @@ def without_prompt(words: list[str]) -> list[str]:
 
 
 WITH_CHINESE = [
-    ROOT / "docs" / f"coming-from-{system}.md"
-    for system in ("flare", "internlm", "prulong", "purrsight", "zero2all")
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        "coming-from-flare",
+        "coming-from-internlm",
+        "coming-from-prulong",
+        "coming-from-purrsight",
+        "coming-from-zero2all",
+        "concepts",
+        "install",
+        "tutorial",
+    )
 ]
 
 
 @pytest.mark.parametrize("page", WITH_CHINESE, ids=lambda page: page.name)
-def test_guides_for_these_systems_exist_in_chinese_and_both_link_to_each_other(page: Path) -> None:
+def test_these_guides_exist_in_chinese_and_both_link_to_each_other(page: Path) -> None:
     chinese = page.with_suffix(".zh-CN.md")
     assert f"[中文]({chinese.name})" in page.read_text(encoding="utf-8")
     assert f"[English]({page.name})" in chinese.read_text(encoding="utf-8")
@@ -281,3 +291,22 @@ def test_a_page_has_the_same_commands_headings_and_table_rows_in_both_languages(
         assert (
             len({len(re.findall(kind, page.read_text(encoding="utf-8"))) for page in both}) == 1
         ), kind
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_a_page_has_the_same_blocks_of_code_in_both_languages(page: Path) -> None:
+    def blocks(path: Path) -> list[tuple[str, str]]:
+        """The kind of each block, and its content where nothing in it is translated."""
+        matches = FENCE.findall(path.read_text(encoding="utf-8"))
+        return [(kind, code if kind == "python" else "") for kind, code in matches]
+
+    assert blocks(page) == blocks(page.with_name(page.name.replace(".zh-CN", "")))
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_the_headings_of_both_languages_have_the_same_levels_in_the_same_order(page: Path) -> None:
+    def levels(path: Path) -> list[int]:
+        text = re.sub(r"(?ms)^```.*?^```", "", path.read_text(encoding="utf-8"))
+        return [len(marks) for marks in re.findall(r"(?m)^(#+) ", text)]
+
+    assert levels(page) == levels(page.with_name(page.name.replace(".zh-CN", "")))

@@ -22,6 +22,7 @@ from headway.runtime.machine import (
     peak_flops,
     ram_bytes,
     resident_bytes,
+    source_commit,
 )
 
 KNOWN = {
@@ -160,3 +161,37 @@ def test_a_process_may_use_what_its_container_leaves(monkeypatch: pytest.MonkeyP
     # more in use than allowed: nothing is left
     monkeypatch.setattr(machine, "_group_limits", lambda *_: [(1 << 20, 1 << 21)])
     assert ram_bytes() == (1 << 20, 0)
+
+
+def test_the_commit_of_the_source_is_the_checkouts_or_the_recorded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src" / "headway"
+    (package / "runtime").mkdir(parents=True)
+    monkeypatch.setattr("headway.runtime.machine.__file__", str(package / "runtime" / "machine.py"))
+    assert source_commit() is None
+
+    # A damaged file is not repeated on the screen.
+    (package / "commit.txt").write_text("\x1b[31m not a commit")
+    assert source_commit() is None
+    (package / "commit.txt").write_text("0123456789ab, modified\n")
+    assert source_commit() == "commit 0123456789ab, modified"
+
+    run = f"cd {tmp_path} && git init -q . && echo 1 > a && git add a && git -c user.name=n -c user.email=e commit -qm m"
+    if os.system(f"({run}) >/dev/null 2>&1") != 0:
+        pytest.skip("git is not installed")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert source_commit() == f"commit {state['commit'][:12]}"
+    (tmp_path / "a").write_text("2")
+    assert source_commit() == f"commit {state['commit'][:12]}, modified"
+
+
+def test_a_package_inside_of_another_repository_does_not_name_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / ".venv" / "site-packages" / "headway"
+    (package / "runtime").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr("headway.runtime.machine.__file__", str(package / "runtime" / "machine.py"))
+    assert source_commit() is None

@@ -3,4 +3,4 @@
 `KINDS` names the modules that `headway launch` knows; each has `build() -> Target` (base.py).
 """
 
-KINDS = ("local", "slurm", "ssh")
+KINDS = ("k8s", "local", "slurm", "ssh")

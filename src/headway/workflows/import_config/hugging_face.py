@@ -443,12 +443,12 @@ RULES: dict[str, Rule] = {
     "full_determinism": sets("deterministic", yes),
     "use_cpu": missing("a device is named", "device: cpu"),
     "push_to_hub": missing(
-        "headway uploads nothing",
-        "export with `headway export hf`, then upload the folder yourself",
+        "a run uploads nothing by itself",
+        "`headway push RUN USER/NAME` after it has ended",
     ),
     "hub_*": missing(
-        "headway uploads nothing",
-        "export with `headway export hf`, then upload the folder yourself",
+        "a run uploads nothing by itself",
+        "`headway push RUN USER/NAME` after it has ended",
     ),
     # Axes of parallelism; their trainer has 1 where an axis is not used.
     "context_parallel_size": if_setting("parallel.context", integer, "no context parallelism"),

@@ -3,7 +3,7 @@ its value; out: how headway writes it.
 
     learning_rate, 2e-5   ->  here it is optim.lr=2e-05
     warmup_ratio, 0.03    ->  here it is optim.schedule.warmup=0.03
-    push_to_hub, true     ->  headway uploads nothing; nearest: export with `headway export hf`, ...
+    push_to_hub, true     ->  a run uploads nothing by itself; nearest: `headway push RUN ...`
 
 The importers' tables answer: the rule of the key runs on a draft that has this key alone.
 """
@@ -54,6 +54,25 @@ SAME_AS = {
     "load_in_4bit": "quantization_bit",
 }
 """Further names of keys in the tables."""
+ON_ANSWERS = "the loss of a conversation is on its answers alone, without a setting"
+OF_TRL = {
+    "beta": "here it is objective.beta={value}",
+    "loss_type": "here it is objective.loss_type={value} with objective.kind=dpo",
+    "desirable_weight": "here it is objective.desirable_weight={value}",
+    "undesirable_weight": "here it is objective.undesirable_weight={value}",
+    "precompute_ref_log_probs": "here it is objective.reference_logps=cached",
+    "teacher_model_name_or_path": "here it is objective.teacher={value}",
+    "reference_free": "objective.kind=orpo and objective.kind=simpo need no reference model",
+    "max_prompt_length": "prompts are not cut alone; nearest: data.seq_len, for prompt and answer",
+    "dataset_text_field": "here it is data.train.0.text_key={value}",
+    "completion_only_loss": ON_ANSWERS,
+    "assistant_only_loss": ON_ANSWERS,
+    "train_on_responses_only": ON_ANSWERS,
+    "hub_model_id": "a run uploads nothing by itself; nearest: `headway push RUN {value}`",
+    "hub_private_repo": "`headway push` makes a private repository; --public makes a public one",
+    "hub_token": "`headway push` reads HF_TOKEN or the login of `hf auth login`",
+}
+"""Arguments of TRL's trainers and of uploads that no file of the importers has."""
 DATA = (
     "data",
     "data_path",
@@ -82,6 +101,9 @@ def translate(key: str, value: Any, *, is_nested: bool = False) -> str | None:
     # A switch, where the key of the tables takes a number of bits.
     if name == "load_in_4bit":
         return "here it is adapter.base=nf4"
+
+    if name in OF_TRL and not is_nested:
+        return OF_TRL[name].format(value=shown(value))
 
     draft = _apply(_table_name(key), value)
     if draft is None or not draft.report:

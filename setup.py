@@ -1,0 +1,70 @@
+"""Records the commit in what is built from a checkout; everything else is in pyproject.toml.
+
+    git checkout --build--> headway/commit.txt in the wheel and in the source distribution
+                            (`headway --version` prints it)
+
+A build of a source distribution keeps the file that is there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+ROOT = Path(__file__).parent
+SHORT_COMMIT = 12
+"""As `headway --version` shortens the commit of a checkout."""
+
+
+def commit_text() -> str | None:
+    """The commit of this checkout, with `, modified` where tracked files differ from it."""
+    if not (ROOT / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")[:SHORT_COMMIT]
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        # Without git, or in a checkout that git refuses to read, nothing is recorded.
+        return None
+    suffix = ""
+    if changed:
+        suffix = ", modified"
+    return commit + suffix + "\n"
+
+
+def write_commit(package: Path) -> None:
+    """Write the file into a copy of the package, never into the checkout."""
+    text = commit_text()
+    if text is not None:
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "commit.txt").write_text(text, encoding="ascii")
+
+
+class BuildWithCommit(build_py):
+    """The package of a wheel."""
+
+    def run(self) -> None:
+        super().run()
+        # An editable install is the checkout itself, which git describes.
+        if not self.editable_mode:
+            write_commit(Path(self.build_lib) / "headway")
+
+
+class SourceWithCommit(sdist):
+    """The package in a source distribution."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(Path(base_dir) / "src" / "headway")
+
+
+setup(cmdclass={"build_py": BuildWithCommit, "sdist": SourceWithCommit})
