@@ -369,10 +369,10 @@ def test_an_empty_file_of_prompts_is_refused(folder: Path) -> None:
 
 
 def test_prompts_longer_than_a_row_are_left_out_with_a_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     long = {"question": "1" * 400, "answer": "1"}
     lines = (folder / "prompts.jsonl").read_text(encoding="utf-8") + json.dumps(long) + "\n"
     (folder / "long.jsonl").write_text(lines, encoding="utf-8")
     run(folder, "long", "data.train=[{path: $/long.jsonl, kind: prompt, chat_template: alpaca}]", "steps=1")  # fmt: skip
-    assert "1 prompts are left out: 1 leave no room" in capsys.readouterr().err
+    assert "1 prompts are left out: 1 leave no room" in caplog.text
