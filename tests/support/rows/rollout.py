@@ -11,6 +11,7 @@ from headway.train import train
 from headway.train.build import build
 from headway.train.resolve import resolve
 from headway.train.start import decide_start
+from support.byte_model import CONFIG, write_model
 from support.rollout_runs import rollout_recipe, sampled_ids, write_rollout_inputs
 from support.runs import deterministic
 from support.setting_runs import Row, data_folder
@@ -21,9 +22,9 @@ FAST = ("optim.lr=1e-2",)
 """Weights that differ after one update."""
 SEVERAL = ("rollout.updates=2", "optim.lr=5e-2")
 """The second update meets other probabilities than those that the answers were drawn with."""
-LONG = ("rollout.max_new_tokens=60",)
+LONG = ("rollout.max_new_tokens=60", "data.seq_len=256")
 """Some answers end by themselves, and so differ in their lengths."""
-TAUGHT = ("reward=[]", "objective.teacher=$/model/out", *SEVERAL)
+TAUGHT = ("reward=[]", "objective.teacher=$/teacher/out", *SEVERAL)
 
 
 @functools.cache
@@ -31,6 +32,7 @@ def _inputs() -> Path:
     folder = data_folder() / "rollouts"
     folder.mkdir()
     (folder / "same.py").write_text("def reward(prompt, answer, record):\n    return 0.5\n")
+    write_model(folder / "teacher", CONFIG.with_(max_seq_len=256, init_std=0.25))
     return write_rollout_inputs(folder)
 
 
@@ -85,7 +87,7 @@ ROWS: dict[str, Row] = {
     "rollout.difference_limit": (FAST, 0.5, 1e-12, policy_run),
     "rollout.valid_samples": (("rollout.valid_temperature=1",), 1, 2, validation),
     "rollout.valid_temperature": ((), 0.0, 1.0, validation),
-    "rollout.pass_at": ((), 1.0, 0.1, validation),
+    "rollout.pass_at": ((), 1.0, 2.0, validation),
     "objective[grpo].kind": ((), "grpo", "nothing", policy_run),
     "objective[grpo].algorithm": ((), "grpo", "dr_grpo", policy_run),
     "objective[grpo].ratio": (SEVERAL, "token", "sequence", policy_run),
