@@ -24,11 +24,11 @@ def as_override(path: str, value: Any) -> str:
     if path.startswith("model.aligner.encoders["):
         key = f"model.aligner.encoders.{encoded_by(path.split('[')[1].split(']')[0])}{path.split(']')[1]}"
     if isinstance(value, list) and (
-        ".groups." in path or path.startswith(("data.train.", "track[", "stages."))
+        ".groups." in path or path.startswith(("data.train.", "track[", "stages.", "reward["))
     ):
         key = (
             key.split(".")[0]
-            if path.startswith(("track", "stages"))
+            if path.startswith(("track", "stages", "reward"))
             else ".".join(key.split(".")[:2])
         )
         return f"{key}=[{', '.join(value)}]"

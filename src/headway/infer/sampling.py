@@ -111,8 +111,11 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
     if sampling.by_id:
         reached = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).exp().cumsum(-1)
         draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
-        choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
-        return choice.clamp(max=scores.shape[-1] - 1).squeeze(-1).to(logits.device)
+        total = reached[:, -1:].contiguous()
+        choice = torch.searchsorted(reached, draw * total, right=True)
+        # Rounding may carry a draw to the whole sum, which the last token with a probability
+        # reaches.
+        return torch.minimum(choice, torch.searchsorted(reached, total)).squeeze(-1).to(logits.device)
     probability = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     # Stable: of equal scores the lowest id comes first, as in the engine's sampler.
     likely, token = probability.sort(dim=-1, descending=True, stable=True)

@@ -122,10 +122,7 @@ class RolloutJournal:
         journal = cls(folder / FILE)
         if not journal.path.exists():
             return journal
-        end = 0
-        for offset, length, record in _lines(journal.path):
-            journal._remember(record, offset, length)
-            end = offset + length
+        end = journal._scan()
         size = journal.path.stat().st_size
         if end < size:
             log.warning(
@@ -161,7 +158,17 @@ class RolloutJournal:
         if not removed:
             return
         os.truncate(self.path, min(removed))
-        self._known = {number: known for number, known in self._known.items() if number < batch}
+        # Rewards of an earlier batch may have been asked again since then: those before count.
+        self._scan()
+
+    def _scan(self) -> int:
+        """Read where all records are; returns the end of the last whole line."""
+        self._known = {}
+        end = 0
+        for offset, length, record in _lines(self.path):
+            self._remember(record, offset, length)
+            end = offset + length
+        return end
 
     def _find(self, batch: int, kind: str) -> dict[str, Any] | None:
         known = self._known.get(batch)
@@ -171,11 +178,13 @@ class RolloutJournal:
 
     def _append(self, record: dict[str, Any]) -> None:
         line = _line(record)
-        with self.path.open("ab") as file:
+        # Without a buffer: closing one tries again to write what did not fit.
+        with self.path.open("ab", buffering=0) as file:
             offset = file.tell()
             try:
-                file.write(line)
-                file.flush()
+                written = 0
+                while written < len(line):
+                    written += file.write(line[written:])
                 os.fsync(file.fileno())
             except OSError:
                 # A full disk leaves a part of the line, after which nothing could be read.
@@ -209,8 +218,7 @@ def read_journal(folder: Path) -> Iterator[tuple[SampledBatch, RewardedBatch | N
     if not path.exists():
         return
     journal = RolloutJournal(path)
-    for offset, length, record in _lines(path):
-        journal._remember(record, offset, length)
+    journal._scan()
     for batch in sorted(journal._known):
         sampled = journal.answers(batch)
         if sampled is not None:

@@ -23,6 +23,7 @@ from headway.data.groups import Columns, GroupSource
 from headway.errors import ConfigError, DataError
 from headway.prepare.detect import local_path
 from headway.records.base import RecordFields, parse_record, record_kind
+from headway.runtime.process import from_environment
 from headway.store.source import Ids, Longs
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import find_template, render_prompt
@@ -153,7 +154,9 @@ def read_prompts(
             "and rollout.max_new_tokens: raise it, or lower rollout.max_new_tokens."
         )
     if num_long or num_bad:
-        log.warning(
+        # Every rank reads the prompts; one of them says what it left out.
+        say = log.warning if from_environment().is_first else log.debug
+        say(
             "%s: %d prompts are left out: %d leave no room for an answer (data.seq_len), "
             "%d cannot be read",
             source.path,

@@ -216,6 +216,8 @@ class ReferenceSpec:
     """How its log-probabilities of documents are kept; None: those are not wanted."""
     token_column: str | None = None
     """The column that gets its log-probability of every target, at the temperature of rollouts."""
+    teaches: bool = False
+    """Messages call it a teacher, although its log-probabilities are what is wanted."""
 
     @property
     def is_teacher(self) -> bool:
@@ -226,7 +228,14 @@ class ReferenceSpec:
     @property
     def setting(self) -> str:
         """The setting that names it."""
-        return "objective.teacher" if self.is_teacher else "objective.reference"
+        return f"objective.{self.role}"
+
+    @property
+    def role(self) -> str:
+        """What messages call it."""
+        if self.is_teacher or self.teaches:
+            return "teacher"
+        return "reference"
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,7 @@ def make_reference(
             head = TeacherHead(frozen.head_weight, source.config.logit_softcap)
             objective = objective.with_teacher_head(head)
 
-    role = "teacher" if wanted.is_teacher else "reference"
-    description = f"{role} {source.name} ({digest.sha256[:12]}), {detail}"
+    description = f"{wanted.role} {source.name} ({digest.sha256[:12]}), {detail}"
     return Reference(prepare, digest.sha256, description, objective, cover)
 
 
@@ -260,7 +259,7 @@ def _find_source(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
     recipe = resolved.recipe
     model = resolved.model
     path = wanted.path
-    role = wanted.setting.rpartition(".")[2]
+    role = wanted.role
     if path is None and recipe.adapter is not None and recipe.adapter.base is not None:
         return _quantised_source(resolved, recipe.adapter, wanted)
 

@@ -107,7 +107,9 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
     wanted = recipe.objective.needs.frozen
     if wanted is None or wanted.cached:
         return None
-    role = "teacher" if wanted.is_teacher else "reference"
+    if wanted.token_column is not None and wanted.path is None and recipe.adapter is not None:
+        # The frozen base under the adapter, which is there anyway.
+        return None
     # Without a path the reference is what the run starts from, quantised as its base is.
     adapter = recipe.adapter
     if wanted.path is not None:
@@ -118,7 +120,7 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
             raise ConfigError(f"{wanted.setting}: {problem}") from None
     specs = all_specs(model, adapter)
     without_adapter = {name: spec for name, spec in specs.items() if "adapter" not in spec.groups}
-    return ReferenceModel(role, model, without_adapter)
+    return ReferenceModel(wanted.role, model, without_adapter)
 
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:

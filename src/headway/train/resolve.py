@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.errors import CheckpointError, ConfigError, DataError, ObjectStoreUnavailable
 from headway.model.config import HeadGatesConfig, ModelConfig
@@ -223,6 +224,9 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
             changes["steps"] = GENERATED_STEPS
         else:
             changes["epochs"] = 1.0
+    if recipe.objective.needs.rollouts and recipe.checkpoint.metric == CheckpointConfig().metric:
+        # Held-out prompts are answered and judged: such a validation has no loss.
+        changes["checkpoint"] = recipe.checkpoint.model_copy(update={"metric": "reward"})
     return Resolved(
         recipe.model_copy(update=changes),
         model,

@@ -77,13 +77,8 @@ def open_prompts(resolved: Resolved) -> OpenData:
     tokenizer = resolved.tokenizer
     if tokenizer is None:
         raise ConfigError("data.train has prompts, which need a tokenizer. Set `tokenizer`.")
-    room = min(config.seq_len, resolved.model.max_seq_len)
-    longest = room - recipe.rollout.max_new_tokens
-    if longest < 1:
-        raise ConfigError(
-            f"rollout.max_new_tokens is {recipe.rollout.max_new_tokens}; the model takes "
-            f"{resolved.model.max_seq_len} tokens, so no prompt has room. Lower it."
-        )
+    # Above 0, and within the model's context: both were checked before.
+    longest = config.seq_len - recipe.rollout.max_new_tokens
     next_number = 0
 
     def opened(sources: Sequence[SourceConfig]) -> list[tuple[SourceConfig, PromptSource]]:
@@ -398,8 +393,7 @@ class Rollouts:
 
     def without_rewards(self, sampled: SampledBatch) -> RewardedBatch:
         """Answers that a teacher judges token by token."""
-        count = len(sampled.answers)
-        return RewardedBatch(sampled.batch, "", (0.0,) * count, ({},) * count)
+        return _unrewarded(sampled.batch, sampled.answers)
 
     def scores(self, sampled: SampledBatch) -> ScoredBatch:
         """The trainer's log-probabilities of the answers, and their divergence from the
@@ -499,7 +493,7 @@ class Rollouts:
             f"validation {name}",
         )
         # The journal is of training; results of rewards are kept by their content.
-        rewarded = self._on_first_rank(lambda: self._score(-1, answers))
+        rewarded = self._on_first_rank(lambda: self._judged(answers))
         metrics = _reward_facts(rewarded, answers)
         is_right = [total >= rollout.pass_at for total in rewarded.totals]
         metrics["pass@1"] = sum(is_right) / len(is_right)
@@ -509,6 +503,25 @@ class Rollouts:
             ]
             metrics[f"pass@{samples}"] = sum(groups) / len(groups)
         return metrics
+
+    def _judged(self, answers: Sequence[SampledAnswer]) -> RewardedBatch:
+        """On the first rank: what answers to held-out prompts earn."""
+        if self.recipe.reward:
+            return self._score(-1, answers)
+        return _unrewarded(-1, answers)
+
+    def valid_metrics(self) -> list[str]:
+        """The names of the numbers that every validation has; all ranks together."""
+        names = ["reward", "reward/std", "answer/tokens", "answer/cut", "pass@1"]
+        samples = self.recipe.rollout.valid_samples
+        if samples > 1:
+            names.append(f"pass@{samples}")
+        parts: list[str] = []
+        if self.recipe.reward:
+            parts = self._on_first_rank(lambda: self.panel.names)
+        if len(parts) > 1:
+            names += [f"reward/{part}" for part in parts]
+        return names
 
     # ---- agreement of ranks
 
@@ -655,10 +668,10 @@ class RolloutLoader:
             if len(groups) >= rollout.prompts:
                 break
         groups = groups[: rollout.prompts]
-        # Every update needs a group; one without signal changes nothing.
-        missing = rollout.updates - len(groups)
-        if missing > 0:
-            groups += without_signal[:missing]
+        # Every update needs a group; one without signal changes nothing. The last batch of an epoch
+        # may have fewer prompts than a rollout has updates: some then train on the same answers.
+        groups += without_signal[: max(0, rollout.updates - len(groups))]
+        groups = [groups[index % len(groups)] for index in range(max(len(groups), rollout.updates))]
         return _Collected(groups, version, self._facts(sampled_batches), before, after, epoch)
 
     def _groups(self, sampled: SampledBatch, rewarded: RewardedBatch) -> Iterator[_Group]:
@@ -751,6 +764,11 @@ class RolloutLoader:
     def steps_after(self, batch: int) -> int:
         """Updates after those on a batch of prompts."""
         return self._prompts.steps_after(batch) * self._rollouts.recipe.rollout.num_updates
+
+
+def _unrewarded(batch: int, answers: Sequence[SampledAnswer]) -> RewardedBatch:
+    """A reward of 0 for every answer."""
+    return RewardedBatch(batch, "", (0.0,) * len(answers), ({},) * len(answers))
 
 
 def _reward_facts(rewarded: RewardedBatch, answers: Sequence[SampledAnswer]) -> dict[str, float]:

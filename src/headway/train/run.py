@@ -455,8 +455,10 @@ class Run:
         # Every validation has the default metric, the loss.
         if metric == CheckpointConfig().metric or not self.data.valid:
             return
-        # Answers to held-out prompts are judged by rewards, whose names are known.
         if self.rollouts is not None:
+            # Answers to held-out prompts are judged by rewards, whose names are known.
+            names = dict.fromkeys(self.rollouts.valid_metrics(), 0.0)
+            require_metric(dict.fromkeys(self.data.valid, names), metric)
             return
         info = self._validation_info()
         results = {

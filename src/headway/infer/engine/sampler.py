@@ -234,9 +234,12 @@ def _draw_by_id(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
     temperature, draw = to_device(numbers, exact.device).t()[..., None]
     probability = ((exact - exact.amax(-1, keepdim=True)) / temperature).exp()
     reached = probability.cumsum(-1)
+    total = reached[:, -1:].contiguous()
     # The first sum above the draw: a token without probability is never the first.
-    chosen = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
-    return chosen.clamp(max=scores.shape[-1] - 1).squeeze(-1).to(scores.device)
+    chosen = torch.searchsorted(reached, draw * total, right=True)
+    # Rounding may carry a draw to the whole sum, which the last token with a probability reaches.
+    last = torch.searchsorted(reached, total)
+    return torch.minimum(chosen, last).squeeze(-1).to(scores.device)
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -197,7 +197,9 @@ class Config(TaskConfig):
         teacher."""
         frozen = None
         if self.teacher is not None:
-            frozen = ReferenceSpec(self.teacher, cached=False, token_column=SCORED)
+            frozen = ReferenceSpec(
+                self.teacher, cached=False, token_column=SCORED, teaches=True
+            )
         elif self.beta:
             frozen = ReferenceSpec(self.reference, cached=False, token_column=SCORED)
         return TaskNeeds(frozen=frozen, rollouts=True)
