@@ -44,7 +44,7 @@ SECTIONS = {
     "Train": ("train", "plan", "sparsify", "supervise", "stop"),
     "Use a model": ("chat", "generate", "serve", "eval", "export", "masks"),
     "Prepare data": ("data", "tokenizer"),
-    "Watch runs": ("board", "top", "report"),
+    "Watch runs": ("board", "top", "report", "rollouts"),
     "Check": ("doctor", "verify", "config"),
     "Many machines": ("launch",),
 }

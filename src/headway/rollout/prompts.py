@@ -52,6 +52,11 @@ class RolloutPrompt:
     place: str
     """File and line."""
 
+    @property
+    def question(self) -> str:
+        """Its last turn, as people read it."""
+        return str(self.messages[-1]["content"])
+
     @cached_property
     def digest(self) -> str:
         """Of its ids and its record."""

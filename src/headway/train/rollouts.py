@@ -290,6 +290,7 @@ class Rollouts:
             tuple(self._prompts[number].digest for number in numbers),
             tuple(drawn),
             time.perf_counter() - began,
+            tuple(self._prompts[number].question for number in numbers),
         )
         if self.is_first:
             self.journal.add(sampled)
