@@ -558,6 +558,9 @@ class RolloutLoader:
         self._collected: _Collected | None = None
         self.read_seconds = 0.0
         """How long this rank waited for the answers of the last step."""
+        self.rollout_seconds: float | None = 0.0
+        """How much of that was sampling and rewards, not reading prompts."""
+        self._prompt_seconds = 0.0
         self._state = prompts.state
 
     @property
@@ -572,6 +575,7 @@ class RolloutLoader:
         rollouts = self._rollouts
         rollout = rollouts.recipe.rollout
         began = time.perf_counter()
+        self._prompt_seconds = 0.0
         update = rollouts.state.step % rollout.num_updates
         if update == 0 or self._collected is None:
             self._collected = self._collect(rollouts.state.step - update)
@@ -587,6 +591,7 @@ class RolloutLoader:
         else:
             self._state = collected.before
         self.read_seconds = time.perf_counter() - began
+        self.rollout_seconds = self.read_seconds - self._prompt_seconds
         return batch, self._state
 
     def _step(self, groups: Sequence[_Group], collected: _Collected, update: int) -> StepBatch:
@@ -628,7 +633,9 @@ class RolloutLoader:
         after = before
         epoch = 0
         for _ in range(1 + rollout.refill):
+            began = time.perf_counter()
             step, after = next(self._prompts)
+            self._prompt_seconds += time.perf_counter() - began
             epoch = step.stats.epoch
             sampled = rollouts.answers(after.batch - 1, prompt_numbers(step), version)
             if rollouts.recipe.reward:
