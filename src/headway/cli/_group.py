@@ -22,6 +22,7 @@ OTHER_WORDS = {
     "fine-tune": "train lora",
     "finetune": "train lora",
     "fit": "train",
+    "grpo": "train grpo",
     "inference": "generate",
     "infer": "generate",
     "lora": "train lora",
