@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli._options import JSON
-from headway.cli._output import print_json, print_table
+from headway.cli._output import print_json, print_table, readable
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,9 +94,10 @@ def _print_answers(report: RolloutReport) -> None:
             question = key
             stage = "" if answer.stage is None else f"{answer.stage}, "
             typer.echo(f"\n— prompt {answer.prompt}, {stage}step {_steps(answer)}")
-            typer.echo(_readable(answer.question))
+            if answer.question:
+                typer.echo(readable(answer.question))
         typer.echo(f"\n[{_facts(answer)}]")
-        typer.echo(_readable(answer.text))
+        typer.echo(readable(answer.text))
         for problem in answer.problems:
             typer.echo(f"  failed: {problem}")
     if report.left_out:
@@ -119,14 +120,6 @@ def _steps(entry: RolloutFigures | ReadAnswer) -> str:
     if entry.first_step == entry.last_step:
         return str(entry.first_step)
     return f"{entry.first_step}-{entry.last_step}"
-
-
-def _readable(text: str) -> str:
-    """A text without characters that would do something to a terminal."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}"
-        for letter in text
-    )
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from rewards to do it.
     additions -> tokenizer -> sft on some of them, until about a third is right
                            -> grpo on others, rewarded for right sums
                               -> the share of right answers on held-out questions, before and after
-    control   -> the same grpo, rewarded by a coin for each answer
+    control   -> the same grpo, rewarded for the sums of other questions
 
 Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
 Invariant: a question is in one of the three sets alone, so no held-out question was ever trained
@@ -50,13 +50,13 @@ GRPO = """\
 run: {{name: {name}, dir: {out}/runs}}
 init: {{from: {out}/runs/sft}}
 data:
-  train: [{{path: {out}/data/prompts.jsonl, kind: prompt, chat_template: chatml}}]
+  train: [{{path: {out}/data/{prompts}.jsonl, kind: prompt, chat_template: chatml}}]
   valid: {{sets: {{held_out: {out}/data/held_out.jsonl}}}}
   seq_len: 64
   cache_dir: {out}/cache
 objective: {{kind: grpo}}
 rollout: {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512}}
-reward: [{reward}]
+reward: [{{kind: number}}]
 batch: {{micro_rows: 64}}
 optim: {{lr: {lr}, weight_decay: 0.0, schedule: {{kind: constant, warmup: 5}}}}
 steps: {steps}
@@ -65,18 +65,6 @@ checkpoint: {{every: null}}
 log: {{every: 10}}
 device: cpu
 """
-COIN = '''\
-"""The control's reward: a coin for each question and answer, which says nothing about the sum."""
-
-import hashlib
-
-
-def reward(prompt, answer, record):
-    if not record["is_trained"]:
-        return float(answer.strip() == record["answer"])
-    digest = hashlib.sha256(f"{record['question']} {answer}".encode()).digest()
-    return float(digest[0] < 77)  # 30 % of all
-'''
 
 
 @dataclass(frozen=True)
@@ -99,11 +87,9 @@ def run_addition_demo(
     summary: dict[str, Any] = {"out": str(out)}
     summary |= demo_part(out, "questions", lambda: _make_questions(out, sizes))
     summary |= demo_part(out, "sft", lambda: _teach(out, sizes))
-    summary |= demo_part(out, "grpo", lambda: _reinforce(out, sizes, "grpo", "{kind: number}"))
+    summary |= demo_part(out, "grpo", lambda: _reinforce(out, sizes, "grpo", "prompts"))
     if control:
-        write_atomic(out / "coin.py", COIN)
-        reward = f"{{kind: {out.absolute()}/coin.py}}"
-        summary |= demo_part(out, "control", lambda: _reinforce(out, sizes, "control", reward))
+        summary |= demo_part(out, "control", lambda: _reinforce(out, sizes, "control", "shuffled"))
     summary["seconds"] = time.monotonic() - began
     summary["next"] = _next_commands(out)
     write_atomic(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
@@ -120,23 +106,25 @@ def _make_questions(out: Path, sizes: AdditionDemo) -> dict[str, Any]:
     names = ("sft", "prompts", "held_out")
     first = 0
     for name, count in zip(names, counts, strict=True):
-        is_trained = name != "held_out"
-        records = [_addition(*pair, is_trained=is_trained) for pair in pairs[first : first + count]]
+        records = [_addition(*pair) for pair in pairs[first : first + count]]
         _write_lines(out / "data" / f"{name}.jsonl", records)
+        if name == "prompts":
+            # The control: the same questions, each with the sum of another one.
+            shuffled = [
+                {**record, "answer": other["answer"]}
+                for record, other in zip(records, [*records[1:], records[0]], strict=True)
+            ]
+            _write_lines(out / "data" / "shuffled.jsonl", shuffled)
         first += count
     train_bpe(["user", "assistant"] * 10, vocab_size=VOCAB_SIZE, out=out / "tokenizer")
     return {f"{name}_questions": count for name, count in zip(names, counts, strict=True)}
 
 
-def _addition(first: int, second: int, *, is_trained: bool) -> dict[str, Any]:
-    return {
-        "question": f"{first}+{second}",
-        "answer": str(first + second),
-        "is_trained": is_trained,
-    }
+def _addition(first: int, second: int) -> dict[str, str]:
+    return {"question": f"{first}+{second}", "answer": str(first + second)}
 
 
-def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+def _write_lines(path: Path, records: Iterable[dict[str, str]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
 
@@ -153,7 +141,7 @@ def _teach(out: Path, sizes: AdditionDemo) -> dict[str, Any]:
     return {"sft_loss": summary["last_loss"]}
 
 
-def _reinforce(out: Path, sizes: AdditionDemo, name: str, reward: str) -> dict[str, Any]:
+def _reinforce(out: Path, sizes: AdditionDemo, name: str, prompts: str) -> dict[str, Any]:
     """GRPO; returns the share of right answers on held-out questions over the run."""
     from headway.config.load import load
     from headway.train.config import Recipe
@@ -163,7 +151,7 @@ def _reinforce(out: Path, sizes: AdditionDemo, name: str, reward: str) -> dict[s
     content = GRPO.format(
         name=name,
         out=out.as_posix(),
-        reward=reward,
+        prompts=prompts,
         lr=sizes.lr,
         steps=sizes.grpo_steps,
         every=max(1, sizes.grpo_steps // 5),
