@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.byte_model import CONFIG, write_model
 from support.ranks import start_processes
 from support.rollout_runs import (
@@ -15,9 +14,7 @@ from support.rollout_runs import (
     sampled_ids,
     write_rollout_inputs,
 )
-from support.runs import assert_same_run
 
-from headway.checkpoint.load import open_checkpoint
 from headway.errors import GaveUpError, HeadwayError
 from headway.rollout.journal import FILE, RolloutJournal, read_journal
 from headway.rollout.sampler import PolicySampler
@@ -179,7 +176,8 @@ def test_prompts_without_signal_are_replaced(folder: Path) -> None:
     assert max(record["rollout/prompts"] for record in records) > 4
     assert {record["rollout/prompts"] for record in without} == {4}
     by_prompt = {}
-    numbers = {number: int(json.loads(line)["answer"]) for number, line in enumerate((folder / "prompts.jsonl").read_text().splitlines())}  # fmt: skip
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    numbers = {number: int(json.loads(line)["answer"]) for number, line in enumerate(lines)}
     for sampled in journal_of(folder / "runs/refilled"):
         by_prompt |= {answer.prompt: numbers[answer.prompt] for answer in sampled.answers}
     assert any(value % 2 for value in by_prompt.values())
@@ -240,7 +238,12 @@ def test_the_reference_of_an_adapter_is_its_base_without_a_second_copy(
 ) -> None:
     name = f"lora-{base}"
     records = run(
-        folder, name, "objective.beta=0.1", "adapter.rank=4", f"adapter.base={base}", "optim.lr=1e-2"
+        folder,
+        name,
+        "objective.beta=0.1",
+        "adapter.rank=4",
+        f"adapter.base={base}",
+        "optim.lr=1e-2",
     )
     assert "second model" not in log_of(folder, name)
     assert records[0]["kl"] == pytest.approx(0, abs=1e-6)
@@ -311,7 +314,15 @@ def test_two_ranks_with_several_updates_and_a_reference_are_one_process(
 
 def test_a_rank_without_answers_takes_part(folder: Path) -> None:
     """Two short answers fit into one row, which one of the ranks has."""
-    small = ("rollout.prompts=1", "rollout.samples=2", "data.seq_len=256", "steps=2", "eval.every=null", "rollout.updates=1", "rollout.passes=2")  # fmt: skip
+    small = (
+        "rollout.prompts=1",
+        "rollout.samples=2",
+        "data.seq_len=256",
+        "steps=2",
+        "eval.every=null",
+        "rollout.updates=1",
+        "rollout.passes=2",
+    )
     alone = run(folder, "little", *small, "batch.micro_rows=1")
     both = run(folder, "little2", *small, "batch.micro_rows=1", world=2)
     assert sampled_ids(folder / "runs/little") == sampled_ids(folder / "runs/little2")
@@ -320,7 +331,6 @@ def test_a_rank_without_answers_takes_part(folder: Path) -> None:
 
 
 # ---- mistakes
-
 
 
 MISTAKES = {
@@ -367,7 +377,7 @@ def test_a_mistake_is_one_line_before_anything_is_sampled(folder: Path, words: s
 
 def test_an_empty_file_of_prompts_is_refused(folder: Path) -> None:
     (folder / "none.jsonl").write_text("", encoding="utf-8")
-    with pytest.raises(HeadwayError, match="none.jsonl"):
+    with pytest.raises(HeadwayError, match=r"none\.jsonl"):
         run(folder, "none", "data.train=[{path: $/none.jsonl, kind: prompt}]")
 
 

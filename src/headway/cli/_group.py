@@ -22,6 +22,7 @@ OTHER_WORDS = {
     "fine-tune": "train lora",
     "finetune": "train lora",
     "fit": "train",
+    "grpo": "train grpo",
     "inference": "generate",
     "infer": "generate",
     "lora": "train lora",
@@ -44,7 +45,7 @@ SECTIONS = {
     "Train": ("train", "plan", "sparsify", "supervise", "stop"),
     "Use a model": ("chat", "generate", "serve", "eval", "export", "masks", "push", "pull"),
     "Prepare data": ("data", "tokenizer"),
-    "Watch runs": ("board", "top", "report"),
+    "Watch runs": ("board", "top", "report", "rollouts"),
     "Check": ("doctor", "verify", "config"),
     "Many machines": ("launch",),
 }

@@ -100,6 +100,14 @@ def print_document(sample: DocumentPreview, masked: bool) -> None:
     console.print(text, soft_wrap=True)
 
 
+def readable(text: str) -> str:
+    """A text without characters that would do something to a terminal."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for letter in text
+    )
+
+
 def print_report_path(out: Path | None) -> None:
     """Where the report of a verb with `--out` is."""
     if out is not None:

@@ -84,7 +84,9 @@ def import_verb(
         help="A configuration of another system: YAML, JSON, Python or a shell script.",
     ),
     system: str = typer.Option(
-        ..., "--from", help="axolotl, flare, internlm, llamafactory, prulong or purrsight."
+        ...,
+        "--from",
+        help="axolotl, flare, internlm, llamafactory, openrlhf, prulong, purrsight, trl or verl.",
     ),
     out: Path | None = typer.Option(None, help="Write the recipe to this file; default: print it."),
     json: bool = JSON,

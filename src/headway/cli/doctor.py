@@ -3,7 +3,7 @@
 import json as json_text
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import typer
 
 from headway.cli._complete import complete_recipe
 from headway.cli._options import GROUP, JSON, RECIPE, command_line, read_recipe
-from headway.cli._output import exit_with, print_document, print_json, print_table
+from headway.cli._output import exit_with, print_document, print_json, print_table, readable
 from headway.errors import ConfigError
 from headway.launch.options import LaunchOptions
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headway.diagnose.doctor import DoctorPlan
     from headway.parallel.collectives import RankGroup
     from headway.workflows.doctor_data import SourceSamples
+    from headway.workflows.doctor_prompts import ShownPrompt
 
 DATA = typer.Argument(
     ...,
@@ -202,7 +203,7 @@ def data(
 ) -> None:
     """Check your data as training reads it: loss mask, stop tokens, packing, accumulation, round trip, copies.
 
-    Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
+    Of prompts it shows the rewards of sampled answers. Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
     """
     from headway.workflows.doctor_data import SampleOptions, check_data
 
@@ -213,6 +214,7 @@ def data(
 
     checks: list[Check] = []
     json_samples: list[dict[str, Any]] = []
+    json_prompts: list[dict[str, Any]] = []
     for stage_report in stage_reports:
         # A recipe without stages has one report, whose checks need no name before theirs.
         stage = stage_report.stage
@@ -225,10 +227,27 @@ def data(
             typer.echo(f"\n{source.source}:" if stage is None else f"\n{stage}: {source.source}:")
             for preview in source.documents:
                 print_document(preview, source.masked)
+        for prompt in stage_report.prompts:
+            json_prompts.append({"stage": stage, **asdict(prompt)})
+            if not json:
+                _print_prompt(prompt)
     if not json:
         typer.echo()
 
-    show_checks(checks, json, {"samples": json_samples})
+    more: dict[str, Any] = {"samples": json_samples}
+    if json_prompts:
+        more["prompts"] = json_prompts
+    show_checks(checks, json, more)
+
+
+def _print_prompt(prompt: "ShownPrompt") -> None:
+    """A prompt as the model reads it, and what sampled answers to it earn."""
+    typer.echo(f"\n— prompt {prompt.number} ({prompt.place}): {prompt.tokens} tokens")
+    typer.echo(readable(prompt.text))
+    for answer in prompt.answers:
+        typer.echo(f"[reward {answer.reward:.4g}] {readable(answer.text)}")
+        for problem in answer.problems:
+            typer.echo(f"  failed: {problem}")
 
 
 def _as_data(arguments: list[str]) -> list[str]:

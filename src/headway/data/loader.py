@@ -145,6 +145,8 @@ class Loader:
         self.read_seconds = 0.0
         """How long this rank waited for the data of the last step, without waiting for other
         ranks."""
+        self.rollout_seconds: float | None = None
+        """Stored data needs no rollouts."""
 
     @property
     def state(self) -> LoaderState:

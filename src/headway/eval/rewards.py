@@ -134,7 +134,7 @@ def score_file(
     seen = _Totals()
     records = islice(read_records(path), limit)
     with (
-        RewardPanel(rewards.reward, cache, workers, _open_model) as panel,
+        RewardPanel(rewards.reward, cache, workers, open_reward_model) as panel,
         output_lines(out, path) as file,
         progress("score", unit="answers") as advance,
     ):
@@ -169,11 +169,11 @@ def score_file(
     return _report(path, seen, passes_at, out)
 
 
-def _open_model(settings: Any) -> ModelScorer:
+def open_reward_model(settings: Any) -> ModelScorer:
     """The reward model of some settings. Rewards without one do without torch."""
-    from headway.eval.reward_scorer import open_reward_model
+    from headway.eval import reward_scorer
 
-    return open_reward_model(settings)
+    return reward_scorer.open_reward_model(settings)
 
 
 def _answers(record: Record) -> list[RewardAnswer]:

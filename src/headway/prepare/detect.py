@@ -5,6 +5,7 @@ The keys of the first records decide:
 
     chosen and rejected                                    preference
     label or kto_tag, with an answer; for objective kto    unpaired (elsewhere it is chat)
+    a question or turns; for objective grpo                prompt (elsewhere it is one of these)
     messages, conversations, ... or a question and answer  chat
     text; or a text file                                   text
 
@@ -81,6 +82,11 @@ def detect(path: str, source: SourceConfig, reads: tuple[str, ...] = ()) -> Dete
     stated = [name for name in context.settings if name in (*FOR_TEXT, *FOR_RECORDS)]
     all_kinds = [record_kind(name) for name in KINDS]
     kinds = [kind for kind in all_kinds if not kind.refused_settings(stated)]
+    # A task that answers prompts itself reads nothing else: a text beside a prompt is a column.
+    prompt_kinds = [kind for kind in map(record_kind, reads) if not kind.has_tokens]
+    answers_prompts = len(prompt_kinds) == len(reads) > 0
+    if answers_prompts:
+        kinds = prompt_kinds
 
     # Kind -> the keys that decided, and where it was seen first.
     detected: dict[str, tuple[tuple[str, ...], str]] = {}
@@ -91,6 +97,8 @@ def detect(path: str, source: SourceConfig, reads: tuple[str, ...] = ()) -> Dete
             if count > SAMPLE_RECORDS:
                 break
             fits = _fits(entry, kinds, context)
+            if answers_prompts and not fits:
+                raise _no_prompt(path, entry)
             if len(fits) != 1:
                 raise _not_clear(path, entry, list(fits))
             ((kind, keys),) = fits.items()
@@ -129,6 +137,22 @@ def _fits(
     best = max((fit.score for fit in fits.values()), default=0)
     ordered = sorted(fits.items(), key=lambda pair: -pair[1].score)
     return {name: fit.keys for name, fit in ordered if fit.score in (0, best)}
+
+
+def _no_prompt(path: str, entry: Any) -> ConfigError:
+    if not isinstance(entry, Record):
+        return ConfigError(
+            f"data: {path} holds text, and the task answers prompts. Give records with a question "
+            "or a list of turns, e.g. .jsonl (docs/rl.md)."
+        )
+    keys = list(map(str, entry.data))
+    shown = ", ".join(keys[:SHOWN_KEYS]) or "none"
+    if len(keys) > SHOWN_KEYS:
+        shown += f" and {len(keys) - SHOWN_KEYS} more"
+    return ConfigError(
+        f"data: {entry.place}: the keys {shown} name no prompt. Name the key of the question, e.g. "
+        f"{{path: {path}, keys: {{prompt: KEY}}}}."
+    )
 
 
 def _not_clear(path: str, entry: Any, kinds: list[str]) -> ConfigError:

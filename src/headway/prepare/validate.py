@@ -23,6 +23,7 @@ from headway.records.base import (
     check_tokenized,
     count_unread,
     parse_record,
+    record_kind,
 )
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
@@ -125,7 +126,9 @@ class ValidateOptions:
 
 def validate(paths: Sequence[Path | str], options: ValidateOptions) -> ValidationReport:
     """Read all records. Bad records are in the report and raise nothing."""
-    kind = check_tokenized(options.kind)
+    kind = record_kind(options.kind)
+    if kind.has_tokens:
+        kind = check_tokenized(options.kind)
     report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
     measure = _measure(options, kind)
     files = expand(list(paths))

@@ -9,15 +9,20 @@ Prompts become no documents of a token store: `rollout/prompts.py` reads them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from headway.errors import DataError
-from headway.records.base import RecordFields, RecordKind, ShownPart
+from headway.records.base import DetectContext, Fit, RecordFields, RecordKind, ShownPart
 from headway.records.parse_turns import Object, TurnReader, tools_of, with_system
 from headway.records.questions import question_turns, refuse_bad_unicode, refuse_empty
 from headway.text.document import Record
 from headway.text.record_keys import LISTS, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap
 from headway.tokenizer.chat_template import Turn
+
+PROMPT_SCORE = 4
+"""Above pairs: where a task answers prompts itself, the answers of a record are columns."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,15 @@ class Kind(RecordKind):
     targets = ()
     recipe = None
     large_recipe = None
+
+    def detect(self, data: Mapping[str, Any], context: DetectContext) -> Fit | None:
+        # For any other task such a record is a conversation, a pair or a labelled answer.
+        if self.name not in context.reads:
+            return None
+        key = context.first(data, LISTS) or context.first(data, QUESTIONS)
+        if key is None:
+            return None
+        return Fit((key,), PROMPT_SCORE)
 
     def parse(self, record: Record, fields: RecordFields) -> Prompt:
         return parse_prompt(record, fields.keys)

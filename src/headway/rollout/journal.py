@@ -73,6 +73,8 @@ class SampledBatch:
     """Digests of the prompts, in the order of the batch."""
     answers: tuple[SampledAnswer, ...]
     seconds: float = 0.0
+    questions: tuple[str, ...] = ()
+    """The last turn of each prompt, for people who read the journal; in the order of the batch."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,7 @@ def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]
             "digest": record.digest,
             "prompts": list(record.prompts),
             "seconds": record.seconds,
+            "questions": list(record.questions),
             "answers": answers,
         }
     if isinstance(record, RewardedBatch):
@@ -325,6 +328,7 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
         prompts=tuple(record["prompts"]),
         answers=tuple(answers),
         seconds=record["seconds"],
+        questions=tuple(record.get("questions", ())),
     )
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from headway.data.groups import Columns, GroupSource
 from headway.errors import ConfigError, DataError
-from headway.prepare.detect import local_path
-from headway.records.base import RecordFields, parse_record, record_kind
+from headway.prepare.detect import format_of, local_path
+from headway.records.base import RecordFields, RecordKind, parse_record, record_kind
 from headway.runtime.process import from_environment
 from headway.store.source import Ids, Longs
 from headway.text.record_keys import KeyMap
@@ -52,6 +52,11 @@ class RolloutPrompt:
     """All columns of its record."""
     place: str
     """File and line."""
+
+    @property
+    def question(self) -> str:
+        """Its last turn, as people read it."""
+        return str(self.messages[-1]["content"])
 
     @cached_property
     def digest(self) -> str:
@@ -107,6 +112,25 @@ class PromptSource(GroupSource):
         columns[PROMPT][pieces.rows] = self.first_number + pieces.document
 
 
+def _kind_of(source: SourceConfig, path: str) -> RecordKind:
+    """The kind of a source, which must be one of prompts."""
+    kind = record_kind("prompt")
+    # A path that does not exist has no kind yet; reading it says so.
+    if kind.files([path]) and format_of(path) != "raw":
+        raise ConfigError(
+            f"data: {source.path} is a token store, whose records are gone; rollouts need the "
+            "columns that rewards read. Give the raw records."
+        )
+    if source.kind not in ("auto", kind.name):
+        kind = record_kind(source.kind)
+    if kind.has_tokens:
+        raise ConfigError(
+            f"data: {source.path} is of kind {source.kind}, and rollouts answer prompts. "
+            "Use kind: prompt; the answers of its records are then columns."
+        )
+    return kind
+
+
 def read_prompts(
     source: SourceConfig,
     cache_dir: Any,
@@ -120,10 +144,8 @@ def read_prompts(
     `longest`: tokens of a prompt that leave room for an answer in a row. Longer prompts are left
     out with a line in the log.
     """
-    kind = record_kind("prompt")
-    if source.kind not in ("auto", kind.name):
-        kind = record_kind(source.kind)
     path = local_path(source.path, cache_dir)
+    kind = _kind_of(source, path)
     fields = RecordFields(keys=KeyMap.of(source.keys))
     template = find_template(source.chat_template, tokenizer)
 

@@ -95,11 +95,12 @@ def bar_line(
     parts = {
         "loss": _known(numbers.get("loss"), lambda value: f"loss {value:.4g}"),
         "eta": _known(eta, lambda value: f"eta {duration(value)}"),
+        "reward": _known(numbers.get("reward"), lambda value: f"reward {value:.4g}"),
         "valid": _known(valid, lambda value: f"valid {value:.4g}"),
         "speed": _known(numbers.get("tokens_per_second"), lambda value: f"{quantity(value)} tok/s"),
         "mfu": _known(numbers.get("mfu_causal"), lambda value: f"mfu {value:.0%}"),
     }
-    screen_order = ("loss", "valid", "speed", "mfu", "eta")
+    screen_order = ("loss", "reward", "valid", "speed", "mfu", "eta")
     shown = [name for name in parts if parts[name]]
 
     def text() -> str:

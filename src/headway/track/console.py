@@ -1,6 +1,7 @@
 """Console output: one line of at most 100 columns per logged step.
 
-With -v a second line shows all other metrics. Always on.
+A run with rollouts gets a second line about them. With -v another line shows all other metrics.
+Always on.
 
 On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone.
 With log.style internlm the line is InternLM's (`internlm_line`), on a terminal too.
@@ -8,7 +9,7 @@ With log.style internlm the line is InternLM's (`internlm_line`), on a terminal 
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
@@ -27,6 +28,7 @@ RETRIEVAL = "/recall_at_1"
 """The end of the one retrieval metric that the console shows."""
 SHOWN = (
     "loss",
+    "reward",
     "lr",
     "grad_norm",
     "sparsity",
@@ -103,6 +105,9 @@ class Console:
             else:
                 line = internlm_line(step, flat)
             log.info("%s", line, extra=destination)
+            rollout = rollout_line(flat)
+            if rollout is not None:
+                log.info("%s", rollout, extra=destination)
         if valid:
             log.info("%s", at_start + _pairs(valid), extra=destination)
             if self.bar is not None:
@@ -110,7 +115,7 @@ class Console:
 
         others: dict[str, Value] = {}
         for name, value in flat.items():
-            is_shown = name in SHOWN or name in self.added
+            is_shown = name in SHOWN or name in ROLLOUT or name in self.added
             if not is_shown and not name.startswith("valid") and value is not None:
                 others[name] = value
         if others:
@@ -149,6 +154,11 @@ def step_line(
         if name in metrics:
             parts.append(write(metrics[name]))
 
+    reward = metrics.get("reward")
+    if isinstance(reward, (int, float)):
+        # The loss of a policy says nothing by itself, so the reward comes first.
+        parts.insert(1, f"reward {_number(reward)}")
+
     for name in added:
         if metrics.get(name) is not None:
             parts.append(f"{name} {_number(metrics[name])}")
@@ -185,6 +195,44 @@ def step_line(
             parts = [part for part in parts if not droppable or droppable not in part]
             line = " ".join(parts)
     return line
+
+
+def rollout_line(metrics: Mapping[str, Value]) -> str | None:
+    """What a step with rollouts says besides its reward, in a second line; None for other runs."""
+    if "rollout/prompts" not in metrics:
+        return None
+    parts: list[str] = []
+    for name, (label, write) in ROLLOUT.items():
+        value = metrics.get(name)
+        if isinstance(value, (int, float)):
+            parts.append(f"{label} {write(value)}")
+    line = "  " + "  ".join(parts)
+    # The last ones are the least important.
+    while len(line) > COLUMNS:
+        parts.pop()
+        line = "  " + "  ".join(parts)
+    return line
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _short_number(value: float) -> str:
+    return f"{value:.2g}"
+
+
+ROLLOUT: dict[str, tuple[str, Callable[[float], str]]] = {
+    "entropy": ("entropy", _short_number),
+    "kl": ("kl", _short_number),
+    "agreement/mean": ("agreement", _short_number),
+    "answer/tokens": ("tokens", quantity),
+    "answer/cut": ("cut", _share),
+    "rollout/no_signal": ("no signal", _share),
+    "clipped/high": ("clipped", _share),
+    "rollout_share": ("rollouts", _share),
+}
+"""Metrics of the second line of a step with rollouts, with their labels, in order."""
 
 
 def _loss(value: Value) -> str:

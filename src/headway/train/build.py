@@ -210,7 +210,7 @@ def make_rollouts(
     def weights() -> Iterator[tuple[str, Tensor]]:
         return plain_weights(recipe, resolved.model, state.engine.weights())
 
-    return Rollouts(
+    rollouts = Rollouts(
         recipe=recipe,
         state=state,
         data=data,
@@ -224,6 +224,8 @@ def make_rollouts(
         drawn=drawn_from(resolved),
         score=score,
     )
+    rollouts.check_rewards()
+    return rollouts
 
 
 def fit_batch(

@@ -82,6 +82,9 @@ def speed_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         parts.append(f"{summary['peak_memory_bytes'] / 1e9:.1f} GB of memory at most")
     if parts:
         yield ", ".join(parts)
+    share = summary.get("rollout_share")
+    if share is not None:
+        yield f"rollouts and rewards took {share:.0%} of the time"
 
 
 def _labelled(sample: HeldOutPrompt) -> Iterator[tuple[str, str]]:

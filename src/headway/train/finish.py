@@ -277,6 +277,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "save_stall_share": save_stall_share,
         "saves": run.meter.saves,
         "data_wait_share": totals.data_wait_share,
+        "rollout_share": totals.rollout_share,
     }
 
 

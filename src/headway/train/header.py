@@ -65,9 +65,13 @@ class DataLine:
             # The last step is full, so that a little more is read than the recipe asks for.
             passes = None
         amount = run.loader.amount(run.total_steps, passes)
-        amount_text = run_form(run.model).describe_amount(
-            quantity(amount.documents), quantity(amount.tokens)
-        )
+        if run.rollouts is None:
+            amount_text = run_form(run.model).describe_amount(
+                quantity(amount.documents), quantity(amount.tokens)
+            )
+        else:
+            # The answers are sampled, so that nobody knows how many tokens they have.
+            amount_text = f"{quantity(amount.documents)} prompts"
         # A run of whole epochs reads exactly them; of other runs the amount is computed from means.
         about = "about " if passes is None else ""
         epochs = ""
@@ -83,10 +87,10 @@ class DataLine:
     def line(self, run: Run) -> str:
         """One line of the log."""
         unit = run_form(run.model).unit
-        return (
-            f"{unit}: {self.there.removesuffix(' samples')}; "
-            f"{run.total_steps} steps read {self.read}{self.epochs}"
-        )
+        if run.rollouts is not None:
+            unit = "prompts"
+        there = self.there.removesuffix(" samples").removesuffix(" prompts")
+        return f"{unit}: {there}; {run.total_steps} steps read {self.read}{self.epochs}"
 
 
 def header(run: Run, reading: DataLine) -> list[tuple[str, str]]:
@@ -126,7 +130,21 @@ def header(run: Run, reading: DataLine) -> list[tuple[str, str]]:
 
 
 def _row_size(run: Run) -> str:
+    if run.rollouts is not None:
+        return _rollout_size(run)
     return run_form(run.model).describe_step(run.batch.rows, run.recipe.data.seq_len)
+
+
+def _rollout_size(run: Run) -> str:
+    """`8 prompts x 4 answers of at most 256 tokens`"""
+    rollout = run.recipe.rollout
+    size = (
+        f"{rollout.prompts} prompts x {rollout.samples} answers of at most "
+        f"{rollout.max_new_tokens} tokens"
+    )
+    if rollout.num_updates > 1:
+        size += f" every {rollout.num_updates} steps"
+    return size
 
 
 def _source(run: Run) -> str:
@@ -166,7 +184,7 @@ def describe(run: Run) -> list[str]:
         f"run {run.start.folder} {state}; {run.total_steps} steps",
         f"model {run.model.title}: {sizes}; {run.compute.precision} on {run.compute.name}",
         *_match_lines(run),
-        f"data {_source(run)}; {run.batch.describe(run.ranks.data.size)}",
+        f"data {_source(run)}; {_batch(run)}",
         *_rate_lines(run),
         *run.targets.lines,
     ]
@@ -176,6 +194,13 @@ def describe(run: Run) -> list[str]:
     if run_form(run.model).is_estimated:
         lines.append(_memory_line(run))
     return lines
+
+
+def _batch(run: Run) -> str:
+    if run.rollouts is None:
+        return run.batch.describe(run.ranks.data.size)
+    rows = f"microbatches of {run.batch.micro_rows} rows x {run.recipe.data.seq_len} tokens"
+    return f"rollouts: {_rollout_size(run)}, in {rows}"
 
 
 def _memory(run: Run) -> Estimate:

@@ -85,6 +85,8 @@ class MetricsTotals:
         self.warm_seconds = 0.0
         """Without the first WARM_STEPS steps, as `warm_wait`."""
         self.warm_wait = 0.0
+        self.rollout_seconds: float | None = None
+        """Of all steps; None in a run without rollouts."""
         self.peak_memory_bytes = 0
         self.spans: dict[str, dict[str, ValidationSpan]] = {}
         """By validation set and metric."""
@@ -105,6 +107,8 @@ class MetricsTotals:
         self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
         seconds = _amount(times.get("step_seconds"))
         self.seconds += seconds
+        if "rollout_seconds" in times:
+            self.rollout_seconds = (self.rollout_seconds or 0.0) + _amount(times["rollout_seconds"])
         # The first steps wait for the first batches, whatever the loader can do.
         if self.records > WARM_STEPS:
             self.warm_seconds += seconds
@@ -142,6 +146,13 @@ class MetricsTotals:
         """Share of the step time spent waiting for batches; None where there were too few steps."""
         if self.warm_seconds:
             return self.warm_wait / self.warm_seconds
+        return None
+
+    @property
+    def rollout_share(self) -> float | None:
+        """Share of the step time spent on rollouts and rewards; None in a run without any."""
+        if self.rollout_seconds is not None and self.seconds:
+            return self.rollout_seconds / self.seconds
         return None
 
 

@@ -148,6 +148,9 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
     data_wait = time.perf_counter() - wait_began
+    if loader.rollout_seconds is not None:
+        # Sampling is work of this step, and more workers for data would not shorten it.
+        data_wait = max(0.0, data_wait - loader.rollout_seconds)
 
     hypers_by_group = hypers(
         run.recipe.optim, run.engine.groups, state.step, run.total_steps, run.lr_factor
@@ -183,6 +186,7 @@ def train_step(run: Run, *, dry: bool = False) -> None:
         marks,
         loader.read_seconds,
     )
+    pending.rollout_seconds = loader.rollout_seconds
     state.consumed_tokens = meter.consumed_tokens
     if dry:
         return

@@ -95,6 +95,8 @@ class Pending:
     """A part of the step in which this rank waited for no other."""
     read_seconds: float = 0.0
     """How long this rank waited for its own data."""
+    rollout_seconds: float | None = None
+    """How long answers were sampled and judged for this step; None in runs without rollouts."""
 
 
 class Meter:
@@ -116,6 +118,8 @@ class Meter:
         """Moving average of the time of a step."""
         self.smoothed_wait = 0.0
         """Moving average of the time that a step waits for its batch."""
+        self.smoothed_rollout: float | None = None
+        """Moving average of the time of a step's rollouts."""
         self.finished_steps = 0
         self.rank_times = RankTimes()
         self.sources = short_names(setup.source_names)
@@ -228,6 +232,11 @@ class Meter:
             self.smoothed_seconds = seconds
         else:
             self.smoothed_seconds = _smoothed(self.smoothed_seconds, seconds)
+        if pending.rollout_seconds is not None:
+            average = self.smoothed_rollout
+            if average is None:
+                average = pending.rollout_seconds
+            self.smoothed_rollout = _smoothed(average, pending.rollout_seconds)
         if self.finished_steps >= WARM_STEPS:
             self.smoothed_wait = _smoothed(self.smoothed_wait, pending.data_wait)
         self.finished_steps += 1
@@ -276,6 +285,11 @@ class Meter:
         if self.smoothed_seconds:
             data_wait_share = self.smoothed_wait / self.smoothed_seconds
 
+        rollout: dict[str, float] = {}
+        if pending.rollout_seconds is not None and self.smoothed_rollout is not None:
+            share = self.smoothed_rollout / (self.smoothed_seconds or seconds)
+            rollout = {"rollout_seconds": pending.rollout_seconds, "rollout_share": share}
+
         utilisation = None
         power_watts = None
         if setup.device.type == "cuda":
@@ -298,6 +312,7 @@ class Meter:
             "data_wait_seconds": pending.data_wait,
             "save_stall_seconds": pending.save_stall,
             "data_wait_share": data_wait_share,
+            **rollout,
             "memory_bytes": memory_bytes,
             "gpu_utilisation": utilisation,
             "gpu_power_watts": power_watts,

@@ -18,6 +18,7 @@ from headway.config.load import load
 from headway.data.config import SourceConfig
 from headway.errors import HeadwayError
 from headway.records.base import record_kind
+from headway.rollout.journal import FILE as ROLLOUTS
 from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
@@ -57,7 +58,11 @@ def _model_commands(run: Path, model: StoredModel, recipe: Recipe) -> list[Comma
     if model.config.score_head:
         commands = _score(run, recipe)
     else:
-        commands = [*_talk(run, model, recipe), *_measure(run, model, recipe)]
+        commands = [
+            *_sampled(run),
+            *_talk(run, model, recipe),
+            *_measure(run, model, recipe),
+        ]
 
     export = ["headway", "export", "hf", "--model", str(run), "--out", f"{run}-hf"]
     commands.append((export, "a folder for transformers and vLLM"))
@@ -86,6 +91,14 @@ def _score(run: Path, recipe: Recipe) -> list[Command]:
         return []
     words = ["headway", "eval", "reward", "--model", str(run), "--data", sources[0].path]
     return [(words, "accuracy and margin of pairs")]
+
+
+def _sampled(run: Path) -> list[Command]:
+    """The answers that a run with rollouts has learned from."""
+    if not (run / ROLLOUTS).is_file():
+        return []
+    words = ["headway", "rollouts", str(run)]
+    return [([*words, "--best"], "the best answers"), ([*words, "--worst"], "the worst")]
 
 
 def _talk(run: Path, model: StoredModel, recipe: Recipe) -> list[Command]:

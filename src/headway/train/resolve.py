@@ -219,6 +219,9 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
         "model": model,
         "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.reads),
     }
+    if recipe.objective.needs.rollouts and recipe.checkpoint.metric == "loss":
+        # Validations of rollouts have no loss; the default would end the run at the first one.
+        changes["checkpoint"] = recipe.checkpoint.model_copy(update={"metric": "reward"})
     if recipe.steps is None and recipe.epochs is None:
         if recipe.data.train is None:
             changes["steps"] = GENERATED_STEPS

@@ -32,6 +32,7 @@ from headway.data.config import default_cache_dir
 from headway.data.loader import DataAmount, Loader, LoaderState, ReplayedBatches
 from headway.data.open import OpenData, sets_of, with_valid
 from headway.errors import ConfigError, GaveUpError, HeadwayError, TrainingError
+from headway.eval.rewards import open_reward_model
 from headway.rewards.base import RewardAnswer
 from headway.rewards.panel import RewardPanel
 from headway.rollout.journal import (
@@ -211,10 +212,18 @@ class Rollouts:
         """The first rank's rewards."""
         if self._panel is None:
             self._panel = RewardPanel(
-                self.recipe.reward, self.folder / REWARDS_FOLDER, self.recipe.rollout.workers
+                self.recipe.reward,
+                self.folder / REWARDS_FOLDER,
+                self.recipe.rollout.workers,
+                open_reward_model,
             )
             self._panel.check({name for prompt in self._prompts for name in prompt.record})
         return self._panel
+
+    def check_rewards(self) -> None:
+        """Refuse rewards that cannot work, before anything is sampled; all ranks together."""
+        if self.recipe.reward:
+            self._on_first_rank(lambda: self.panel.names)
 
     def sampler(self, version: int) -> PolicySampler:
         """The sampler with the weights after `version` updates; all ranks together."""
@@ -297,6 +306,7 @@ class Rollouts:
             tuple(self._prompts[number].digest for number in numbers),
             tuple(drawn),
             time.perf_counter() - began,
+            tuple(self._prompts[number].question for number in numbers),
         )
         if self.is_first:
             self.journal.add(sampled)
@@ -582,6 +592,9 @@ class RolloutLoader:
         self._collected: _Collected | None = None
         self.read_seconds = 0.0
         """How long this rank waited for the answers of the last step."""
+        self.rollout_seconds: float | None = 0.0
+        """How much of that was sampling and rewards, not reading prompts."""
+        self._prompt_seconds = 0.0
         self._state = prompts.state
 
     @property
@@ -596,6 +609,7 @@ class RolloutLoader:
         rollouts = self._rollouts
         rollout = rollouts.recipe.rollout
         began = time.perf_counter()
+        self._prompt_seconds = 0.0
         update = rollouts.state.step % rollout.num_updates
         if update == 0 or self._collected is None:
             self._collected = self._collect(rollouts.state.step - update)
@@ -611,6 +625,7 @@ class RolloutLoader:
         else:
             self._state = collected.before
         self.read_seconds = time.perf_counter() - began
+        self.rollout_seconds = self.read_seconds - self._prompt_seconds
         return batch, self._state
 
     def _step(self, groups: Sequence[_Group], collected: _Collected, update: int) -> StepBatch:
@@ -652,7 +667,9 @@ class RolloutLoader:
         after = before
         epoch = 0
         for _ in range(1 + rollout.refill):
+            began = time.perf_counter()
             step, after = next(self._prompts)
+            self._prompt_seconds += time.perf_counter() - began
             epoch = step.stats.epoch
             sampled = rollouts.answers(after.batch - 1, prompt_numbers(step), version)
             if rollouts.recipe.reward:

@@ -62,6 +62,8 @@ log = logging.getLogger("headway")
 
 TrainStage = Callable[[Resolved, str, StagePosition], dict[str, Any]]
 """Trains one stage to its end: (stage, how to resume, its position) -> its summary."""
+OF_LAST = ("data_wait_share", "rollout_share", "stopped_early")
+"""Keys that the summary of all stages takes from the last."""
 SUMMED = ("steps", "seconds", "tokens", "flops", "skipped_steps")
 """Keys of a summary that are added up over the stages."""
 
@@ -413,7 +415,7 @@ def whole_summary(home: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
     latest = {
         key: value
         for key, value in last.items()
-        if key.startswith(("last_", "best_")) or key in ("data_wait_share", "stopped_early")
+        if key.startswith(("last_", "best_")) or key in OF_LAST
     }
     final = None
     if last.get("final"):

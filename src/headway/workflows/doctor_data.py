@@ -33,6 +33,7 @@ from headway.train.resolve import Resolved, resolve
 from headway.train.run_form import run_form
 from headway.train.staged_run import check_stages
 from headway.train.stages import expand
+from headway.workflows.doctor_prompts import ShownPrompt, check_prompts
 
 ROUND_TRIP_TEXTS = 2000
 """Texts of each source that are encoded and decoded."""
@@ -68,6 +69,8 @@ class DataCheckup:
     stage: str | None
     checks: tuple[Check, ...]
     samples: tuple[SourceSamples, ...] = field(default_factory=tuple)
+    prompts: tuple[ShownPrompt, ...] = ()
+    """Where rows are sampled: prompts with sampled answers instead of documents."""
 
 
 def resolve_all(recipe: Recipe) -> list[tuple[str | None, Resolved]]:
@@ -94,6 +97,10 @@ def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions
     if not run_form(resolved.model).has_targets:
         detail = f"opened: {', '.join(data.names)}; aligned samples have no loss mask to check"
         return DataCheckup(stage, (Check("samples", "ok", detail),))
+
+    if recipe.objective.needs.rollouts:
+        prompt_checks, shown = check_prompts(resolved, data, options.documents, options.wanted)
+        return DataCheckup(stage, tuple(prompt_checks), prompts=tuple(shown))
 
     end_ids = frozenset[int]()
     if resolved.weights:

@@ -45,7 +45,7 @@ def test_marks_and_names_in_reports_never_change() -> None:
         "multimodal": ("kind=chat", "conversations", "documents", 1, 2),
     }
     assert tokenized_kinds() == ["text", "chat", "preference", "unpaired"]
-    assert validated_kinds() == [*tokenized_kinds(), "multimodal"]
+    assert validated_kinds() == [*tokenized_kinds(), "multimodal", "prompt"]
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -1,4 +1,4 @@
-"""`headway config import`: recipes from configurations of six systems equal the golden ones, and no key is lost."""
+"""`headway config import`: recipes from configurations of nine systems equal the golden ones, and no key is lost."""
 
 import json
 import os
@@ -32,6 +32,10 @@ FILES = {
     "prulong-masks.sh": "prulong",
     "prulong-sft.env": "prulong",
     "prulong-sft.sh": "prulong",
+    "trl-grpo.yaml": "trl",
+    "verl-dapo.sh": "verl",
+    "verl-grpo.yaml": "verl",
+    "openrlhf-grpo.sh": "openrlhf",
 }
 
 
@@ -490,3 +494,58 @@ def test_files_of_purrsight_are_found_from_the_working_directory(
     recipe = import_config(Path("config/p.yaml"), "purrsight").recipe
     assert recipe["checkpoint"] == {"every": 4}
     assert recipe["data"]["valid"]["sets"]["val"][0]["path"] == "data/val.jsonl"
+
+
+def test_batches_of_others_become_prompts_and_updates_of_a_rollout() -> None:
+    # 8 answers a device x 8 steps per generation = 64 answers = 8 groups of 8, in 2 updates of 4
+    # accumulated microbatches each.
+    trl = import_config(HERE / "trl-grpo.yaml", "trl").recipe["rollout"]
+    assert (trl["prompts"], trl["samples"], trl["updates"], trl["passes"]) == (8, 8, 2, 2)
+    verl = import_config(HERE / "verl-dapo.sh", "verl").recipe
+    assert (verl["rollout"]["prompts"], verl["rollout"]["updates"]) == (512, 4)
+    # Steps of verl and OpenRLHF are rollouts.
+    assert (verl["steps"], verl["checkpoint"]["every"], verl["eval"]["every"]) == (800, 80, 20)
+    openrlhf = import_config(HERE / "openrlhf-grpo.sh", "openrlhf").recipe
+    assert (openrlhf["rollout"]["prompts"], openrlhf["rollout"]["updates"]) == (128, 2)
+    assert openrlhf["checkpoint"]["every"] == 40
+
+
+def test_an_advantage_that_needs_a_critic_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ppo.sh"
+    path.write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae data.x=1\n")
+    with pytest.raises(ConfigError, match="adv_estimator is gae, which headway cannot train"):
+        import_config(path, "verl")
+    path.write_text("python3 -m openrlhf.cli.train_ppo_ray --pretrain M\n")
+    with pytest.raises(ConfigError, match="advantage_estimator is gae"):
+        import_config(path, "openrlhf")
+
+
+def test_a_loss_of_trl_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text("loss_type: sapo\nnum_generations: 4\n")
+    with pytest.raises(ConfigError, match="loss_type is sapo, which headway cannot train"):
+        import_config(path, "trl")
+
+
+def test_rewards_that_are_functions_of_python_are_named_and_not_dropped() -> None:
+    imported = import_config(HERE / "trl-grpo.yaml", "trl")
+    lost = {str(entry.value): entry for entry in imported.not_carried_over}
+    assert "my_rewards.tone" in lost
+    assert "./mine.py" in lost["my_rewards.tone"].headway
+    assert imported.recipe["reward"][1]["weight"] == 0.2
+
+
+def test_overrides_of_a_script_are_read_and_nothing_is_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "n=8\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n"
+        f"  actor_rollout_ref.rollout.n=$n actor_rollout_ref.model.path=$(touch {marker}) \\\n"
+        "  +data.max_response_length=64 trainer.total_epochs=1\n"
+    )
+    imported = import_config(path, "verl")
+    assert not marker.exists()
+    assert imported.recipe["rollout"]["samples"] == 8
+    assert imported.recipe["rollout"]["max_new_tokens"] == 64
+    told = {entry.key: entry.outcome for entry in imported.report}
+    assert told["actor_rollout_ref.model.path"] == "unknown"

@@ -88,7 +88,8 @@ def computed_values(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
                 module._buffers[name] = torch.full_like(buffers[name], start, device="cpu")
             with torch.no_grad(), torch.device("cpu"):
                 _owner(model, path)._init_weights(module)
-            results.append({name: module._buffers[name] for name in names})
+            values = {name: module.get_buffer(name) for name in names}
+            results.append(values)
         for name in names:
             _detach(module, name, results[0][name], results[1][name])
             computed.append((module, name))

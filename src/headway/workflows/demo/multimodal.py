@@ -14,9 +14,8 @@ that train.
 from __future__ import annotations
 
 import json
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 from headway.media.synthetic import ANSWERS, SyntheticMedia, write_media
 from headway.records.encode_media import MARK
 from headway.runtime.storage import write_atomic
+from headway.workflows.demo.part import demo_part
 
 if TYPE_CHECKING:
     from headway.infer.media import MediaQuestion
-
-log = logging.getLogger("headway")
 
 VOCAB_SIZE = 340
 """Little more than the 256 bytes: the conversations have few words."""
@@ -77,28 +75,13 @@ def run_multimodal_demo(out: Path, sizes: MediaDemo = MediaDemo()) -> dict[str, 
     """Make everything that is not there yet; returns the summary, which is also in summary.json."""
     began = time.monotonic()
     summary: dict[str, Any] = {"out": str(out)}
-    summary |= _part(out, "media", lambda: _make_media(out, sizes))
-    summary |= _part(out, "align", lambda: _align(out, sizes))
-    summary |= _part(out, "tune", lambda: _tune(out, sizes))
-    summary |= _part(out, "answers", lambda: _ask(out))
+    summary |= demo_part(out, "media", lambda: _make_media(out, sizes))
+    summary |= demo_part(out, "align", lambda: _align(out, sizes))
+    summary |= demo_part(out, "tune", lambda: _tune(out, sizes))
+    summary |= demo_part(out, "answers", lambda: _ask(out))
     summary["seconds"] = time.monotonic() - began
     write_atomic(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
     return summary
-
-
-def _part(out: Path, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a part, from its file if it was done before."""
-    path = out / f"{name}.json"
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
-    log.info("demo: %s", name)
-    out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    result = run()
-    result[f"{name}_seconds"] = round(time.monotonic() - began, 1)
-    # Written when the part is complete, so that one that was interrupted is done again.
-    write_atomic(path, json.dumps(result) + "\n")
-    return result
 
 
 def _make_media(out: Path, sizes: MediaDemo) -> dict[str, Any]:

@@ -22,10 +22,26 @@ from headway.config.yaml_reader import MAX_BYTES, MAX_VALUES, parse_yaml
 from headway.errors import ConfigError
 from headway.runtime.json_file import read_object
 from headway.runtime.optional import EXTRAS, NAMES, how_to_get
-from headway.workflows.import_config.literals import Unread, read_python, read_shell
+from headway.workflows.import_config.literals import (
+    Unread,
+    is_shell,
+    read_overrides,
+    read_python,
+    read_shell,
+)
 from headway.workflows.import_config.rules import ImportDraft, ImportedKey, apply_rules, shown
 
-SYSTEMS = ("axolotl", "flare", "internlm", "llamafactory", "prulong", "purrsight")
+SYSTEMS = (
+    "axolotl",
+    "flare",
+    "internlm",
+    "llamafactory",
+    "openrlhf",
+    "prulong",
+    "purrsight",
+    "trl",
+    "verl",
+)
 OPAQUE = ("datasets", "pretraining_dataset", "test_datasets", "special_tokens")
 """Keys of axolotl whose value is read as a whole."""
 OF_A_SCRIPT = {
@@ -152,6 +168,10 @@ def _read(source: Path, system: str, draft: ImportDraft) -> dict[str, Any]:
     is_json = content.lstrip().startswith("{")
     if system == "internlm":
         return _read_internlm(content, source, draft)
+    if system == "verl" and is_shell(content):
+        return dict(_readable(read_overrides(content), draft))
+    if system == "openrlhf" and is_shell(content):
+        return dict(_readable(_options_alone(read_shell(content, source)), draft))
     if system == "prulong" or (system == "flare" and not is_json):
         return _read_commands(content, source, system, draft)
 
@@ -217,6 +237,11 @@ def _read_commands(content: str, source: Path, system: str, draft: ImportDraft) 
         # Options of a command come after the variables and win.
         keys[name] = value
     return keys
+
+
+def _options_alone(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the variables of a script, whose names are upper case."""
+    return {key: value for key, value in values.items() if key != key.upper()}
 
 
 def _readable(values: dict[str, Any], draft: ImportDraft) -> Iterator[tuple[str, Any]]:

@@ -223,6 +223,51 @@ def read_shell(content: str, path: Path) -> dict[str, Any]:
     return variables | options
 
 
+COMMAND = re.compile(
+    r"(?m)^\s*(#!.*sh\b|(?:export\s+\S+=|set -|python3?\s|torchrun\s|ray\s|deepspeed\s))"
+)
+OVERRIDE = re.compile(rf"^\+{{0,2}}({NAME}(?:\.{NAME})+)=(.*)$", re.DOTALL)
+
+
+def is_shell(content: str) -> bool:
+    """Whether a text is a shell script, by its first line or a command in it."""
+    return COMMAND.search(content) is not None
+
+
+def read_overrides(content: str) -> dict[str, Any]:
+    """The `section.key=value` words of the commands of a shell script; later ones win.
+
+    `$name` is replaced where the script assigns it as plain text.
+    """
+    texts: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for line in re.sub(r"\\\n", " ", content).splitlines():
+        try:
+            tokens = shlex.split(line, comments=True)
+        except ValueError:
+            continue  # a quote that continues on the next line
+        if len(tokens) == 1 and (assigned := ASSIGNMENT.match(tokens[0])):
+            text = assigned[2] or ""
+            if default := WITH_DEFAULT.match(text):
+                text = default[2].strip("\"'")
+            texts[assigned[1]] = _replaced(text, texts)
+            continue
+        for token in tokens:
+            override = OVERRIDE.match(token)
+            if override is None:
+                continue
+            value = _replaced(override[2], texts)
+            if EXPANSION.search(value) and not value.startswith("$HOME"):
+                values[override[1]] = Unread(value)
+            else:
+                values[override[1]] = plain_value(value.strip("\"'"))
+    return values
+
+
+def _replaced(text: str, texts: Mapping[str, str]) -> str:
+    return REFERENCE.sub(lambda match: texts.get(match[1] or match[2], match[0]), text)
+
+
 def _options(tokens: list[str]) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--name a b` (a list) and `--name` (true) of one command."""
     options: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.workflows.import_config.rules import ImportDraft, Rule, shown
 
-TABLES = ("hugging_face", "llamafactory", "axolotl", "prulong", "flare", "purrsight")
+TABLES = ("hugging_face", "llamafactory", "axolotl", "prulong", "flare", "purrsight", "trl")
 SAME_AS = {
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",
