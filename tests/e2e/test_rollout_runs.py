@@ -79,6 +79,8 @@ def test_sampler_and_trainer_agree_and_the_journal_has_every_answer(
     for record, (_, rewarded) in zip(plain, batches, strict=True):
         assert rewarded is not None
         assert record["reward"] == pytest.approx(sum(rewarded.totals) / 16)
+    assert "WAITS FOR DATA" not in log_of(folder, "plain")
+    assert "waited for data" not in log_of(folder, "plain")
     # 16 prompts train, and one pass reads each once.
     seen = [answer.prompt for sampled, _ in batches for answer in sampled.answers]
     assert sorted(set(seen)) == sorted(seen[::4])

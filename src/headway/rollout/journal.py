@@ -73,6 +73,8 @@ class SampledBatch:
     """Digests of the prompts, in the order of the batch."""
     answers: tuple[SampledAnswer, ...]
     seconds: float = 0.0
+    training: str = ""
+    """Digest of the settings that the weights were trained with."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]
             "batch": record.batch,
             "version": record.version,
             "digest": record.digest,
+            "training": record.training,
             "prompts": list(record.prompts),
             "seconds": record.seconds,
             "answers": answers,
@@ -325,6 +328,7 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
         prompts=tuple(record["prompts"]),
         answers=tuple(answers),
         seconds=record["seconds"],
+        training=record["training"],
     )
 
 

@@ -148,6 +148,9 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
     data_wait = time.perf_counter() - wait_began
+    if run.rollouts is not None:
+        # Answers were sampled and judged meanwhile: no setting of the data makes that shorter.
+        data_wait = 0.0
 
     hypers_by_group = hypers(
         run.recipe.optim, run.engine.groups, state.step, run.total_steps, run.lr_factor
