@@ -75,9 +75,7 @@ def trained(setup: Setup, micro_rows: int, group: RankGroup) -> Seen:
     return records, {name: value.clone() for name, value in engine.weights()}
 
 
-def setup_of(
-    task: str, parallel: dict[str, Any], adapter: AdapterConfig | None = None
-) -> Setup:
+def setup_of(task: str, parallel: dict[str, Any], adapter: AdapterConfig | None = None) -> Setup:
     objective = Config.model_validate(TASKS[task]).with_sampling(DRAWN, 7)
     return Setup(parallel, freeze=(), config=PLAIN, objective=objective, adapter=adapter)
 

@@ -24,11 +24,11 @@ from support.runs import assert_same_run
 from headway.infer.engine.engine import InferenceEngine
 from headway.rollout.journal import FILE, RolloutJournal
 from headway.rollout.sampler import AnswerRequest, DrawnAnswer, PolicySampler
+from headway.track.metrics_file import read_metrics
 from headway.train import loop, train
 from headway.train.config import Recipe
 from headway.train.rollouts import Rollouts
 from headway.train.run import Run
-from headway.track.metrics_file import read_metrics
 
 KILLS = int(os.environ.get("HEADWAY_KILLS", "40"))
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -167,9 +167,7 @@ def test_a_resumed_run_samples_nothing_and_asks_no_reward_that_the_journal_has(
     asked: list[str] = []
     plain = PolicySampler.sample
 
-    def sample(
-        self: PolicySampler, requests: list[AnswerRequest], *more: Any
-    ) -> list[DrawnAnswer]:
+    def sample(self: PolicySampler, requests: list[AnswerRequest], *more: Any) -> list[DrawnAnswer]:
         asked.extend(request.key for request in requests)
         return plain(self, requests, *more)
 

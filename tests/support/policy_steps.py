@@ -62,5 +62,3 @@ def policy_step(engine: Any, answers: Sequence[TrainedAnswer], shape: StepRows) 
         for name, (total, weight) in result.metrics.items()
     }
     return PolicyStep(float(result.loss), metrics, gradients)
-
-

@@ -115,7 +115,9 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
         choice = torch.searchsorted(reached, draw * total, right=True)
         # Rounding may carry a draw to the whole sum, which the last token with a probability
         # reaches.
-        return torch.minimum(choice, torch.searchsorted(reached, total)).squeeze(-1).to(logits.device)
+        return (
+            torch.minimum(choice, torch.searchsorted(reached, total)).squeeze(-1).to(logits.device)
+        )
     probability = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     # Stable: of equal scores the lowest id comes first, as in the engine's sampler.
     likely, token = probability.sort(dim=-1, descending=True, stable=True)

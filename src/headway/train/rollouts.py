@@ -71,6 +71,7 @@ TRAINING_SETTINGS = {
     "reward",
     "rollout",
     "optim",
+    "freeze",
     "train",
     "adapter",
     "heal",

@@ -87,7 +87,7 @@ def test_bad_records_are_refused_or_dropped_as_the_source_says(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = [RECORDS[0], {"question": 7}, RECORDS[2]]
-    with pytest.raises(DataError, match="prompts.jsonl"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl"):
         prompts_of(tmp_path, records, tokenizer)
     source = prompts_of(tmp_path, records, tokenizer, drop_bad=True)
     assert source.num_documents == 2

@@ -197,9 +197,7 @@ class Config(TaskConfig):
         teacher."""
         frozen = None
         if self.teacher is not None:
-            frozen = ReferenceSpec(
-                self.teacher, cached=False, token_column=SCORED, teaches=True
-            )
+            frozen = ReferenceSpec(self.teacher, cached=False, token_column=SCORED, teaches=True)
         elif self.beta:
             frozen = ReferenceSpec(self.reference, cached=False, token_column=SCORED)
         return TaskNeeds(frozen=frozen, rollouts=True)

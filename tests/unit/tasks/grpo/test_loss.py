@@ -260,12 +260,8 @@ def test_metrics_by_hand() -> None:
     entropy = torch.cat(plain.entropies).mean()
     assert metrics["entropy"] == pytest.approx(float(entropy.detach()), abs=1e-5)
     ratios = [(p - old).exp() for p, old in zip(plain.log_probs, plain.old, strict=True)]
-    low = sum(
-        int((r < 0.8).sum()) for r, a in zip(ratios, plain.advantages, strict=True) if a < 0
-    )
-    high = sum(
-        int((r > 1.2).sum()) for r, a in zip(ratios, plain.advantages, strict=True) if a > 0
-    )
+    low = sum(int((r < 0.8).sum()) for r, a in zip(ratios, plain.advantages, strict=True) if a < 0)
+    high = sum(int((r > 1.2).sum()) for r, a in zip(ratios, plain.advantages, strict=True) if a > 0)
     assert low > 0
     assert high > 0
     assert metrics["clipped/low"] == pytest.approx(low / num_tokens)
