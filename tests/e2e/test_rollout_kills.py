@@ -187,6 +187,30 @@ def test_a_resumed_run_samples_nothing_and_asks_no_reward_that_the_journal_has(
     assert_same_end(recipe, whole)
 
 
+def test_answers_of_weights_that_other_settings_made_are_not_used(
+    folder: Path, whole: Recipe
+) -> None:
+    """From an earlier checkpoint, with another learning rate: as a run that had it from there."""
+    changed = (*SETTINGS, "optim.lr=2e-2")
+    recipe = rollout_recipe(folder, "changed", *changed)
+    shutil.copytree(whole.run.folder, recipe.run.folder)
+    train(recipe, resume=checkpoint(recipe, 3))
+    numbers = read_metrics(recipe.run.folder / "metrics.jsonl")
+    assert max(record["agreement/mean"] for record in numbers) < 1e-5
+
+    # The reference has no journal beyond the rollout that the checkpoint is in.
+    expected = rollout_recipe(folder, "unchanged", *changed)
+    shutil.copytree(whole.run.folder, expected.run.folder)
+    RolloutJournal.open(expected.run.folder).forget_from(2)
+    train(expected, resume=checkpoint(expected, 3))
+    assert_same_end(recipe, expected)
+    before = journal_content(whole.run.folder)
+    after = journal_content(recipe.run.folder)
+    assert after[:6] == before[:6]
+    assert [record["batch"] for record in after[:6]] == [0, 0, 0, 1, 1, 1]
+    assert after[6:] != before[6:]
+
+
 def test_a_lost_journal_is_sampled_again_to_the_same_answers(folder: Path, whole: Recipe) -> None:
     """On a CPU: answers depend on weights, prompt and key alone."""
     recipe = rollout_recipe(folder, "lost", *SETTINGS, "checkpoint.every=2")

@@ -14,7 +14,9 @@ from support.rollout_runs import (
     sampled_ids,
     write_rollout_inputs,
 )
+from support.runs import headway
 
+from headway.cli import GAVE_UP
 from headway.errors import GaveUpError, HeadwayError
 from headway.rollout.journal import FILE, RolloutJournal, read_journal
 from headway.rollout.sampler import PolicySampler
@@ -76,6 +78,8 @@ def test_sampler_and_trainer_agree_and_the_journal_has_every_answer(
     for record, (_, rewarded) in zip(plain, batches, strict=True):
         assert rewarded is not None
         assert record["reward"] == pytest.approx(sum(rewarded.totals) / 16)
+    assert "WAITS FOR DATA" not in log_of(folder, "plain")
+    assert "waited for data" not in log_of(folder, "plain")
     # 16 prompts train, and one pass reads each once.
     seen = [answer.prompt for sampled, _ in batches for answer in sampled.answers]
     assert sorted(set(seen)) == sorted(seen[::4])
@@ -116,6 +120,19 @@ def test_stale_weights_end_the_run_with_the_bound(
     assert differences[0] < 1e-5
     assert max(differences) > 0.01
     assert len(differences) < 8
+
+
+def test_the_command_says_so_in_one_line_and_ends_with_the_code_of_giving_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicySampler, "refresh", lambda self, weights, version: None)
+    rollout_recipe(folder, "command")
+    settings = ("optim.lr=0.05", "rollout.difference_limit=0.01", "steps=8")
+    ended = headway("train", str(folder / "command.yaml"), *settings)
+    assert ended.returncode == GAVE_UP
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "rollout.difference_limit is 0.01" in errors[0]
 
 
 def test_without_a_bound_stale_weights_train_on(
@@ -176,8 +193,8 @@ def test_prompts_without_signal_are_replaced(folder: Path) -> None:
     assert max(record["rollout/prompts"] for record in records) > 4
     assert {record["rollout/prompts"] for record in without} == {4}
     by_prompt = {}
-    lines = (folder / "prompts.jsonl").read_text().splitlines()
-    numbers = {number: int(json.loads(line)["answer"]) for number, line in enumerate(lines)}
+    lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    numbers = [int(json.loads(line)["answer"]) for line in lines]
     for sampled in journal_of(folder / "runs/refilled"):
         by_prompt |= {answer.prompt: numbers[answer.prompt] for answer in sampled.answers}
     assert any(value % 2 for value in by_prompt.values())
@@ -315,14 +332,8 @@ def test_two_ranks_with_several_updates_and_a_reference_are_one_process(
 def test_a_rank_without_answers_takes_part(folder: Path) -> None:
     """Two short answers fit into one row, which one of the ranks has."""
     small = (
-        "rollout.prompts=1",
-        "rollout.samples=2",
-        "data.seq_len=256",
-        "steps=2",
-        "eval.every=null",
-        "rollout.updates=1",
-        "rollout.passes=2",
-    )
+        "rollout.prompts=1", "rollout.samples=2", "rollout.passes=2", "data.seq_len=256", "steps=2", "eval.every=null",
+    )  # fmt: skip
     alone = run(folder, "little", *small, "batch.micro_rows=1")
     both = run(folder, "little2", *small, "batch.micro_rows=1", world=2)
     assert sampled_ids(folder / "runs/little") == sampled_ids(folder / "runs/little2")
@@ -373,6 +384,15 @@ def test_a_mistake_is_one_line_before_anything_is_sampled(folder: Path, words: s
     assert words in str(refusal.value)
     assert len(str(refusal.value).splitlines()) == 1
     assert not (folder / "runs" / "mistaken" / FILE).exists()
+
+
+def test_a_schedule_that_begins_between_updates_is_refused(folder: Path, plain: Records) -> None:
+    begin = ("init.from=$/runs/plain/checkpoints/step-00000002", "init.content=[model, scheduler]")
+    with pytest.raises(HeadwayError, match="the run begins at step 2; a rollout has 3 updates"):
+        run(folder, "between", *begin, "rollout.passes=3", "steps=8")
+    records = run(folder, "continued", *begin, "rollout.passes=2", "steps=4")
+    assert [record["step"] for record in records] == [3, 4]
+    assert [sampled.version for sampled in journal_of(folder / "runs/continued")] == [2]
 
 
 def test_an_empty_file_of_prompts_is_refused(folder: Path) -> None:

@@ -40,7 +40,8 @@ class CheckpointConfig(Section):
     metric: str = setting(
         "loss",
         "The validation metric that decides which checkpoint is best: "
-        "METRIC (mean over sets), or SET/METRIC for one set.",
+        "METRIC (mean over sets), or SET/METRIC for one set. With rollouts, whose validations have "
+        "no loss, loss means reward.",
         min_length=1,
     )
     goal: Literal["auto", "min", "max"] = setting(

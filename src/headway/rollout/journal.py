@@ -75,6 +75,8 @@ class SampledBatch:
     seconds: float = 0.0
     questions: tuple[str, ...] = ()
     """The last turn of each prompt, for people who read the journal; in the order of the batch."""
+    training: str = ""
+    """Digest of the settings that the weights were trained with."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,7 @@ def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]
             "batch": record.batch,
             "version": record.version,
             "digest": record.digest,
+            "training": record.training,
             "prompts": list(record.prompts),
             "seconds": record.seconds,
             "questions": list(record.questions),
@@ -329,6 +332,7 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
         answers=tuple(answers),
         seconds=record["seconds"],
         questions=tuple(record.get("questions", ())),
+        training=record["training"],
     )
 
 

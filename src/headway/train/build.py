@@ -198,6 +198,13 @@ def make_rollouts(
     recipe = resolved.recipe
     tokenizer = resolved.tokenizer
     assert tokenizer is not None, "prompts were read with it"
+    updates = recipe.rollout.num_updates
+    if start.checkpoint is None and state.step % updates:
+        raise ConfigError(
+            f"init.content has scheduler, so the run begins at step {state.step}; a rollout has "
+            f"{updates} updates (rollout.updates, passes), and begins at a multiple of that. Take "
+            "scheduler out of init.content, or name a checkpoint of such a step."
+        )
     end_ids: set[int] = set()
     if resolved.weights is not None:
         end_ids |= resolved.weights.end_ids

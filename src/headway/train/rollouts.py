@@ -68,6 +68,20 @@ log = logging.getLogger("headway")
 
 REWARDS_FOLDER = "rewards"
 """In the run folder: results of rewards, by their content."""
+TRAINING_SETTINGS = {
+    "objective",
+    "reward",
+    "rollout",
+    "optim",
+    "freeze",
+    "train",
+    "adapter",
+    "heal",
+    "steps",
+    "epochs",
+    "precision",
+}
+"""Of a recipe: what decides how answers change the weights."""
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
 
 
@@ -270,12 +284,16 @@ class Rollouts:
         """The answers to a batch of prompts, from the journal or sampled now; all ranks
         together."""
         digest = self._answers_digest(numbers)
+        training = self._training_digest()
 
         def known() -> SampledBatch | None:
             sampled = self.journal.answers(batch)
             if sampled is None:
                 return None
-            if sampled.version == version and sampled.digest == digest:
+            # Between the updates on a batch its answers stay, whatever trains on them.
+            is_begun = version < self.state.step
+            has_same_weights = is_begun or sampled.training == training
+            if sampled.version == version and sampled.digest == digest and has_same_weights:
                 return sampled
             log.info(
                 "rollout %d was sampled by other weights or settings; it is sampled anew", batch
@@ -307,6 +325,7 @@ class Rollouts:
             tuple(drawn),
             time.perf_counter() - began,
             tuple(self._prompts[number].question for number in numbers),
+            training,
         )
         if self.is_first:
             self.journal.add(sampled)
@@ -564,6 +583,12 @@ class Rollouts:
             sorted(self.end_ids),
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def _training_digest(self) -> str:
+        """Settings that decide what updates make of the weights: with others, answers to later
+        batches were drawn by weights that a resumed run does not reach."""
+        settings = self.recipe.model_dump(mode="json", include=TRAINING_SETTINGS)
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def needs_scores(self) -> bool:

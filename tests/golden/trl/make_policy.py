@@ -52,8 +52,8 @@ def make_trainer(case: dict[str, Any], folder: str) -> GRPOTrainer:
         output_dir=folder, loss_type=case["loss_type"], epsilon=case.get("epsilon", 0.2),
         epsilon_high=case.get("epsilon_high"), importance_sampling_level=case.get("level", "token"), temperature=TEMPERATURE,
         entropy_coef=case.get("entropy_coef", 0.0), max_completion_length=LONGEST, num_generations=2, report_to=[], use_cpu=True,
-        use_bias_correction_kl=False, bf16=False, per_device_train_batch_size=len(ANSWERS), gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
+        use_bias_correction_kl=False, bf16=False,
+        per_device_train_batch_size=len(ANSWERS), gradient_accumulation_steps=1, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = GRPOTrainer(
         make_model(0.0),

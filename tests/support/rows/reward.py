@@ -58,6 +58,7 @@ ROWS: dict[str, Row] = {
     "reward[math].weight": kinds("math", "weight", 1.0, 2.0),
     "reward[math].column": kinds("math", "column", "answer", "gold"),
     "reward[math].default": kinds("math", "default", 0.0, -1.0, *FAILING, "max_failures: 1"),
+    "reward[math].timeout": kinds("math", "timeout", 10.0, 1.0e-9, "max_failures: 1"),
     "reward[math].memory_gib": kinds("math", "memory_gib", 4.0, 0.001),
     "reward[math].max_failures": kinds("math", "max_failures", 1.0, 0.5, *FAILING),
     "reward[number].kind": ((), ["{kind: number}"], ["{kind: nothing}"], judged),

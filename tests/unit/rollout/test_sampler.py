@@ -1,0 +1,118 @@
+"""The copy of the weights that answers: its numbers are the model's, before and after it is overwritten."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.byte_model import CONFIG, byte_tokenizer
+
+from headway.kernels.attention import causal_mask
+from headway.model.base import build_frozen_model
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.rollout.sampler import AnswerRequest, DrawnAnswer, PolicySampler, SamplerSettings
+
+MODEL = CONFIG.with_(max_seq_len=96, init_std=0.3)
+END = 257
+PROMPTS = [(1, 2, 3), (5,) * 40, (9, 8), (5,) * 40, (1, 2, 3), (1, 2, 3)]
+REQUESTS = [AnswerRequest(prompt, f"0:{number}") for number, prompt in enumerate(PROMPTS)]
+
+
+def weights(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((spec.name, initial_value(spec, MODEL, seed)) for spec in param_specs(MODEL))
+
+
+def sampler(seed: int, at_once: int = 8, cache_bytes: int | None = None) -> PolicySampler:
+    settings = SamplerSettings(
+        model=MODEL,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        end_ids=frozenset({END}),
+        max_new_tokens=12,
+        longest_prompt=70,
+        at_once=at_once,
+        cache_bytes=cache_bytes,
+        seed=3,
+        folder=Path(),
+    )
+    return PolicySampler(settings, byte_tokenizer(), weights(seed))
+
+
+def tokens(answers: list[DrawnAnswer]) -> list[tuple[tuple[int, ...], str]]:
+    return [(answer.ids, answer.finished) for answer in answers]
+
+
+@torch.no_grad()
+def expected_logprobs(seed: int, prompt: tuple[int, ...], ids: tuple[int, ...], temperature: float) -> list[float]:  # fmt: skip
+    model = build_frozen_model(MODEL, weights(seed), torch.device("cpu"), torch.float32)
+    size = len(prompt) + len(ids)
+    hidden = model(torch.tensor([prompt + ids]), torch.arange(size)[None], causal_mask(1, size))
+    logits = model.logits(hidden)[0, len(prompt) - 1 : -1, : byte_tokenizer().vocab_size]
+    scores = (logits / temperature).log_softmax(-1)
+    return scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_the_models_at_the_temperature(temperature: float) -> None:
+    for request, answer in zip(REQUESTS, sampler(1).sample(REQUESTS, temperature), strict=True):
+        assert 1 <= len(answer.ids) <= 12
+        assert answer.finished == ("eos" if answer.ids[-1] == END else "length")
+        assert answer.logprobs.tolist() == pytest.approx(
+            expected_logprobs(1, request.prompt, answer.ids, temperature), abs=2e-5
+        )
+
+
+def test_a_temperature_of_zero_takes_the_likeliest_whatever_the_key() -> None:
+    answers = sampler(1).sample(REQUESTS, 0.0)
+    assert answers[1].ids == answers[3].ids
+    assert answers[0].ids == answers[4].ids == answers[5].ids
+    drawn = sampler(1).sample(REQUESTS, 1.0)
+    assert drawn[0].ids != drawn[4].ids
+
+
+def test_neither_order_nor_number_at_once_changes_an_answer() -> None:
+    expected = tokens(sampler(1).sample(REQUESTS, 1.0))
+    assert tokens(sampler(1, at_once=1).sample(REQUESTS, 1.0)) == expected
+    backwards = sampler(1, at_once=2).sample(REQUESTS[::-1], 1.0)
+    assert tokens(backwards[::-1]) == expected
+
+
+def test_overwritten_weights_answer_as_new_ones_and_forget_what_was_cached() -> None:
+    used = sampler(1)
+    first = tokens(used.sample(REQUESTS, 1.0))
+    used.refresh(weights(2), 7)
+    assert used.version == 7
+    second = used.sample(REQUESTS, 1.0)
+    assert tokens(second) == tokens(sampler(2).sample(REQUESTS, 1.0))
+    assert tokens(second) != first
+    for request, answer in zip(REQUESTS, second, strict=True):
+        assert answer.logprobs.tolist() == pytest.approx(
+            expected_logprobs(2, request.prompt, answer.ids, 1.0), abs=2e-5
+        )
+    used.refresh(weights(1), 8)
+    assert tokens(used.sample(REQUESTS, 1.0)) == first
+
+
+def test_answers_to_a_prompt_share_what_the_prompt_has_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = sampler(1)
+    monkeypatch.setattr(used, "settings", replace(used.settings, max_new_tokens=4))
+    prompt = tuple(range(65))
+    used.sample([AnswerRequest(prompt, f"{number}") for number in range(4)], 1.0)
+    # A page has 64 positions: each of the others computes one.
+    assert used._engine.stats().prompt_tokens == 65 + 3
+    assert used._engine.stats().cached_tokens == 3 * 64
+
+
+def test_nothing_to_sample_gives_nothing() -> None:
+    assert sampler(1).sample([], 1.0) == []
+
+
+def test_the_text_is_what_the_ids_say_after_the_prompt() -> None:
+    answer = sampler(1).sample(REQUESTS[:1], 1.0)[0]
+    kept = [token for token in answer.ids if token < 256]
+    text = byte_tokenizer().decode(kept)
+    assert answer.text.strip("\ufffd")[:1] == text.strip("\ufffd")[:1]
