@@ -161,7 +161,8 @@ def _split(split: str | None, to: str) -> Literal["file", "line"]:
 def validate(
     paths: list[str] = typer.Argument(..., metavar="PATH...", help="Raw files, folders or globs."),
     kind: str = typer.Option(
-        "text", help="What the records should be: text, chat, preference, unpaired, multimodal or prompt."
+        "text",
+        help="What the records should be: text, chat, preference, unpaired, multimodal or prompt.",
     ),
     tokenizer: Path = typer.Option(
         None, help="Count lengths in tokens, chat and preference records with the template applied."

@@ -201,8 +201,9 @@ def data(
     max_tokens: int = typer.Option(400, help="Tokens of a document to show.", min=1),
     json: bool = JSON,
 ) -> None:
-    """Check your data as training reads it: loss mask, stop tokens, packing, accumulation, round trip, copies; prompts with the rewards of sampled answers.
+    """Check your data as training reads it: loss mask, stop tokens, packing, accumulation, round trip, copies.
 
+    Of prompts (objective grpo) it shows what a few sampled answers earn.
     Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
     """
     from headway.workflows.doctor_data import SampleOptions, check_data

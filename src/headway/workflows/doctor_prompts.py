@@ -57,7 +57,10 @@ def check_prompts(
     """The checks, and up to `count` prompts of the training data, spread over it."""
     sources = [member.selection.source for member in data.train]
     prompts = [
-        prompt for source in sources if isinstance(source, PromptSource) for prompt in source.prompts
+        prompt
+        for source in sources
+        if isinstance(source, PromptSource)
+        for prompt in source.prompts
     ]
     checks = [_lengths(resolved, prompts), _repeats(prompts)]
 
@@ -69,7 +72,9 @@ def check_prompts(
         answers = _sample(resolved, [prompts[number] for number in numbers])
         rewarded, check = _judge(resolved, prompts, numbers, answers)
     except HeadwayError as problem:
-        checks.append(Check("rewards", "fail", str(problem), "Correct it; training would stop too."))
+        checks.append(
+            Check("rewards", "fail", str(problem), "Correct it; training would stop too.")
+        )
         return checks, shown
 
     checks.append(check)

@@ -1,6 +1,6 @@
 """A part of a demo that is made once: its result lies in the demo's folder, and a later call reads it.
 
-    demo_part(out, "media", work)  ->  out/media.json
+demo_part(out, "media", work)  ->  out/media.json
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ objective: {{kind: grpo}}
 rollout: {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512}}
 reward: [{{kind: number}}]
 batch: {{micro_rows: 64}}
-optim: {{lr: {lr}, weight_decay: 0.0, schedule: {{kind: constant, warmup: 5}}}}
+optim: {{lr: 2.0e-4, weight_decay: 0.0, schedule: {{kind: constant, warmup: 20}}}}
 steps: {steps}
 eval: {{every: {every}, rows: 1000, at_start: true}}
 checkpoint: {{every: null}}
@@ -74,9 +74,8 @@ class AdditionDemo:
     sft_questions: int = 3000
     prompts: int = 4000
     held_out: int = 500
-    sft_steps: int = 400
-    grpo_steps: int = 150
-    lr: float = 3e-4
+    sft_steps: int = 280
+    grpo_steps: int = 200
 
 
 def run_addition_demo(
@@ -152,7 +151,6 @@ def _reinforce(out: Path, sizes: AdditionDemo, name: str, prompts: str) -> dict[
         name=name,
         out=out.as_posix(),
         prompts=prompts,
-        lr=sizes.lr,
         steps=sizes.grpo_steps,
         every=max(1, sizes.grpo_steps // 5),
     )

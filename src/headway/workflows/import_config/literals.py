@@ -223,7 +223,9 @@ def read_shell(content: str, path: Path) -> dict[str, Any]:
     return variables | options
 
 
-COMMAND = re.compile(r"(?m)^\s*(#!.*sh\b|(?:export\s+\S+=|set -|python3?\s|torchrun\s|ray\s|deepspeed\s))")
+COMMAND = re.compile(
+    r"(?m)^\s*(#!.*sh\b|(?:export\s+\S+=|set -|python3?\s|torchrun\s|ray\s|deepspeed\s))"
+)
 OVERRIDE = re.compile(rf"^\+{{0,2}}({NAME}(?:\.{NAME})+)=(.*)$", re.DOTALL)
 
 

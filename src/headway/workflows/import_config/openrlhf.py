@@ -191,8 +191,10 @@ RULES: dict[str, Rule] = {
     ),
     "gradient_checkpointing": recompute,
     "gradient_checkpointing_*": automatic("the recomputation needs no options"),
-    "adam_offload": lambda draft, key, value: draft.add("memory.offload", "optimizer")
-    or draft.tell(key, value, "set", "memory.offload: [optimizer]"),
+    "adam_offload": lambda draft, key, value: (
+        draft.add("memory.offload", "optimizer")
+        or draft.tell(key, value, "set", "memory.offload: [optimizer]")
+    ),
     "packing_samples": automatic("answers are packed"),
     "ring_attn_size": if_setting("parallel.context", integer, "no context parallelism"),
     "lora_rank": lora,
