@@ -71,7 +71,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n, record in enumerate(chat)
     ]
     prompts = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(40)]
-    for name, records in (("prompts", prompts), ("chat", chat), ("pairs", pairs), ("labelled", labelled)):
+    for name, records in (
+        ("prompts", prompts),
+        ("chat", chat),
+        ("pairs", pairs),
+        ("labelled", labelled),
+    ):
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps(record) + "\n" for record in records)
         )

@@ -31,8 +31,7 @@ def test_a_step_with_rollouts_begins_with_its_reward_and_has_a_second_line() -> 
     }
     assert step_line(3, 10, metrics) == "3/10  reward 0.4125  loss 1e-08"
     assert rollout_line(metrics) == (
-        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%  "
-        "clipped 0%"
+        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%  clipped 0%"
     )
     assert len(rollout_line(metrics) or "") <= 100
     assert rollout_line({"loss": 1.0}) is None

@@ -115,9 +115,7 @@ def test_a_live_run_is_read_without_its_torn_line_and_not_changed(tmp_path: Path
 
 def test_a_journal_without_questions_is_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    (sampled,) = [
-        line for line in (run / FILE).read_text().splitlines() if '"batch":0' in line
-    ][:1]
+    (sampled,) = [line for line in (run / FILE).read_text().splitlines() if '"batch":0' in line][:1]
     record: dict[str, Any] = json.loads(sampled[9:])
     del record["questions"]
     from headway.rollout.journal import _line  # pyright: ignore[reportPrivateUsage]
