@@ -27,6 +27,7 @@ FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
 SHELL = ("", "sh", "bash", "console")
 
 LISTED = {
+    r"headway demo --rl.*": "minutes; tests/unit/workflows/demo/test_reinforcement.py has a small one",
     r"headway demo": "minutes; `make demo` runs it in CI",
     r"headway download .*": "a hub; tests/unit/text/test_hub.py has a stand-in",
     r"headway push (?!.*--dry-run).*|headway pull .*": "a hub; tests/unit/workflows/test_publish.py has a stand-in",
@@ -98,6 +99,7 @@ FEWER = {
     "batch.rows_per_rank": "1", "batch.accumulate": "4", "steps": "1", "batch.tokens": "128",
 }  # fmt: skip
 RECIPES_OF_NODES = {
+    "grpo": guide_workspace.POLICY,
     "node/nope_stage1": [
         "model.no_rope_layers=[3, 4, 5]",
         "train=[layers.3-5]",

@@ -25,6 +25,8 @@ NODE = FOLDER / "node"
 NAMES = sorted(path.stem for path in NODE.glob("*.yaml"))
 BEFORE = {
     "dpo": "sft",
+    "grpo": "sft",
+    "dapo": "sft",
     "nope_stage2": "nope_stage1",
     "prulong-masks-and-weights": "prulong-masks",
     "prulong-sft": "prulong-masks-and-weights",
@@ -40,6 +42,11 @@ SMALL = {
     "max_seq_len": 128,
     "limit": 50,
     "no_rope_layers": [3, 4, 5],
+    "max_new_tokens": 8,
+    "max_tokens": 8,
+    "buffer": 4,
+    "prompts": 4,
+    "samples": 2,
 }
 BATCH = {
     "tokens": {"tokens": 128, "micro_rows": 1},
@@ -62,7 +69,7 @@ def smaller(value: Any) -> Any:
     if not isinstance(value, dict):
         return "layers.3-5" if value == "layers.20-32" else value
     reduced = {key: SMALL[key] if key in SMALL else smaller(inner) for key, inner in value.items()}
-    if "batch" in reduced:
+    if "batch" in reduced and reduced["batch"].keys() & BATCH.keys():
         reduced["batch"] = next(BATCH[key] for key in reduced["batch"] if key in BATCH)
     if "epochs" in reduced:
         del reduced["epochs"]
@@ -111,6 +118,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (folder / "models" / name / file.name).write_bytes(file.read_bytes())
     texts = [{"text": f"document {n} says " + "over the hills " * 4} for n in range(60)]
     chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(40)]
+    prompts = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(40)]
     pairs = [
         {"prompt": record["instruction"], "chosen": record["output"], "rejected": "No."}
         for record in chat
@@ -119,6 +127,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, records in (
         ("chat.jsonl", chat),
         ("pairs.jsonl", pairs),
+        ("prompts.jsonl", prompts),
         ("redpajama.jsonl", texts),
         (sample, texts),
     ):

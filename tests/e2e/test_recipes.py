@@ -70,7 +70,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": record["instruction"], "completion": record["output"], "label": n % 3 > 0}
         for n, record in enumerate(chat)
     ]
-    for name, records in (("chat", chat), ("pairs", pairs), ("labelled", labelled)):
+    prompts = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(40)]
+    for name, records in (
+        ("prompts", prompts),
+        ("chat", chat),
+        ("pairs", pairs),
+        ("labelled", labelled),
+    ):
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps(record) + "\n" for record in records)
         )
@@ -103,6 +109,12 @@ def overrides(path: Path, text: Path) -> list[str]:
             "epochs=null",
             "batch={rows: 2, micro_rows: 1}",
             *short,
+        ]
+    if path.stem == "grpo":
+        return [
+            f"init.from={text}/base",
+            f"data.train.0.path={text}/prompts.jsonl",
+            "rollout={prompts: 2, samples: 2, max_new_tokens: 4}",
         ]
     if path.stem == "sparsify":
         return [

@@ -49,6 +49,13 @@ FAST = [
     "data.seq_len=64", "batch={rows: 2, micro_rows: 1}", "epochs=null", "steps=1", "eval.every=1", "eval.rows=1", "track=[]",
     "device=cpu", "data.cache_dir=cache", "data.packing=best_fit",
 ]  # fmt: skip
+POLICY = [
+    "data.valid={fraction: 0.4}",
+    "data.seq_len=128",
+    "rollout={prompts: 2, samples: 2, max_new_tokens: 2}",
+    "batch={micro_rows: 1}",
+]
+"""For recipes that sample answers."""
 SCRATCH = [
     "model.hidden_size=32",
     "model.num_layers=2",
@@ -82,6 +89,7 @@ LINKS = {
     "mixture": ("models/mixture",),
     "gated": ("runs/sparsify-laptop", "runs/shorter", "runs/prulong-masks", "runs/prulong-weights", "runs/sparse"),
     "run": ("runs/my-run", "runs/NAME"),
+    "policy": ("runs/grpo-laptop",),
     "reward": ("runs/reward", "runs/reward-laptop"),
     "seeing": ("runs/tune", "outputs/phase2"),
     "aligned": ("runs/align",),
@@ -189,7 +197,10 @@ def _write_data() -> None:
             for _ in range(3)
         ),
     )
-    write_lines("prompts.jsonl", ({"prompt": f"Say {number}."} for number in range(2)))
+    write_lines(
+        "prompts.jsonl",
+        ({"prompt": f"Say {number}.", "answer": str(number)} for number in range(8)),
+    )
     sampled = ["it is 0", {"text": "1", "stopped_by": "length", "tokens": 2}]
     write_lines(
         "sampled.jsonl",
@@ -394,6 +405,7 @@ def _train_models() -> None:
     run("train", "sparsify", *fine_tune, "objective.window=16", "run.name=gated")
     run("train", "reward", *fine_tune, "run.name=reward")
     run("train", "lora", *fine_tune, "run.name=lora")
+    run("train", "grpo", "data.train=prompts.jsonl", *fine_tune, *POLICY, "run.name=policy")
     run(
         "train",
         "sft",

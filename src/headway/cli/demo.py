@@ -7,16 +7,29 @@ import typer
 
 from headway.cli._options import JSON
 from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
 
 
 def demo(
     out: Path | None = typer.Option(
-        None, "--out", help="Folder for everything the demo makes; demo, or demo-multimodal."
+        None,
+        "--out",
+        help="Folder for everything the demo makes; demo, demo-multimodal or demo-rl.",
     ),
     multimodal: bool = typer.Option(
         False,
         "--multimodal",
         help="Pictures and sounds instead: align encoders, then teach a model to answer.",
+    ),
+    rl: bool = typer.Option(
+        False,
+        "--rl",
+        help="Reinforcement learning instead: a model that half knows sums learns from rewards.",
+    ),
+    control: bool = typer.Option(
+        False,
+        "--control",
+        help="With --rl: also a run that is rewarded for the sums of other questions.",
     ),
     json: bool = JSON,
 ) -> None:
@@ -25,6 +38,13 @@ def demo(
     from headway.runtime.storage import check_writable
     from headway.workflows.demo.run import run_demo
 
+    if multimodal and rl:
+        raise ConfigError("--multimodal and --rl are two demos; give one of them.")
+    if control and not rl:
+        raise ConfigError("--control belongs to the demo --rl. Add --rl, or leave it out.")
+    if rl:
+        _reinforcement(out or Path("demo-rl"), control=control, json=json)
+        return
     if multimodal:
         _multimodal(out or Path("demo-multimodal"), json=json)
         return
@@ -46,6 +66,32 @@ def demo(
     )
     for name in ("pretrain", "sft", "dpo"):
         typer.echo(f"  {name + ':':10}{' '.join(answers[name].split())}")
+    typer.echo("\nTry next:")
+    for line in summary["next"]:
+        typer.echo(f"  {line}")
+
+
+def _reinforcement(out: Path, *, control: bool, json: bool) -> None:
+    from headway.runtime.log import start_logging
+    from headway.runtime.storage import check_writable
+    from headway.workflows.demo.reinforcement import run_addition_demo
+
+    check_writable(out)
+    with start_logging():
+        summary = run_addition_demo(out, control=control)
+    if json:
+        print_json(summary)
+        return
+    typer.echo(
+        f"\nThe demo took {summary['seconds']:.0f} s. Right sums of two-digit numbers, of "
+        f"{summary['held_out_questions']} held-out questions:"
+    )
+    rows: list[tuple[str, str, str]] = []
+    for name, label in (("grpo", "rewarded for right sums"), ("control", "for other sums")):
+        if name in summary:
+            shares = summary[name]
+            rows.append((label, f"{shares['before']:.1%}", f"{shares['after']:.1%}"))
+    print_table(["run", "before", "after"], rows)
     typer.echo("\nTry next:")
     for line in summary["next"]:
         typer.echo(f"  {line}")

@@ -203,8 +203,8 @@ def data(
 ) -> None:
     """Check your data as training reads it: loss mask, stop tokens, packing, accumulation, round trip, copies.
 
-    Of prompts it shows the rewards of sampled answers. Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only.
-    The exit code is 1 if a check fails.
+    Of prompts (objective grpo) it shows what a few sampled answers earn.
+    Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
     """
     from headway.workflows.doctor_data import SampleOptions, check_data
 

@@ -24,6 +24,7 @@ from headway.records.base import (
     count_unread,
     parse_record,
     record_kind,
+    validated_kinds,
 )
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
@@ -126,8 +127,9 @@ class ValidateOptions:
 
 def validate(paths: Sequence[Path | str], options: ValidateOptions) -> ValidationReport:
     """Read all records. Bad records are in the report and raise nothing."""
-    kind = record_kind(options.kind)
-    if kind.has_tokens:
+    if options.kind in validated_kinds():
+        kind = record_kind(options.kind)
+    else:
         kind = check_tokenized(options.kind)
     report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
     measure = _measure(options, kind)

@@ -7,12 +7,34 @@ import pytest
 from support.step_records import STEP_RECORD
 
 from headway.track.base import Event, flatten
-from headway.track.console import Console, step_line
+from headway.track.console import Console, rollout_line, step_line
 
 
 def test_a_step_line_says_when_training_waits_for_data() -> None:
     assert "WAITS FOR DATA 20%" in step_line(3, 10, {"loss": 1.0, "data_wait_share": 0.2})
     assert "DATA" not in step_line(3, 10, {"loss": 1.0, "data_wait_share": 0.04})
+
+
+def test_a_step_with_rollouts_begins_with_its_reward_and_has_a_second_line() -> None:
+    metrics = {
+        "reward": 0.4125,
+        "loss": 1e-8,
+        "rollout/prompts": 8.0,
+        "entropy": 0.381,
+        "kl": 0.01,
+        "agreement/mean": 2.1e-7,
+        "answer/tokens": 187.0,
+        "answer/cut": 0.04,
+        "rollout/no_signal": 0.25,
+        "clipped/high": 0.0,
+        "rollout_share": 0.61,
+    }
+    assert step_line(3, 10, metrics) == "3/10  reward 0.4125  loss 1e-08"
+    assert rollout_line(metrics) == (
+        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%  clipped 0%"
+    )
+    assert len(rollout_line(metrics) or "") <= 100
+    assert rollout_line({"loss": 1.0}) is None
 
 
 def test_a_step_line_shows_sparsity_and_its_target() -> None:

@@ -1,9 +1,10 @@
 """Reinforcement learning in small, on a CPU: a model that adds two-digit numbers now and then learns
 from rewards to do it.
 
-    additions -> tokenizer -> sft on some of them, until about a third is right
+    additions -> tokenizer -> sft on some of them, ended while most sums are still wrong
                            -> grpo on others, rewarded for right sums
-                              -> the share of right answers on held-out questions, before and after
+                              -> the share of right answers on held-out questions, sampled at
+                                 temperature 1, before and after
     control   -> the same grpo, rewarded for the sums of other questions
 
 Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
@@ -55,10 +56,11 @@ data:
   seq_len: 64
   cache_dir: {out}/cache
 objective: {{kind: grpo}}
-rollout: {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512}}
+rollout:
+  {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512, valid_samples: 2, valid_temperature: 1.0}}
 reward: [{{kind: number}}]
 batch: {{micro_rows: 64}}
-optim: {{lr: {lr}, weight_decay: 0.0, schedule: {{kind: constant, warmup: 5}}}}
+optim: {{lr: 2.0e-4, weight_decay: 0.0, schedule: {{kind: constant, warmup: 20}}}}
 steps: {steps}
 eval: {{every: {every}, rows: 1000, at_start: true}}
 checkpoint: {{every: null}}
@@ -74,9 +76,8 @@ class AdditionDemo:
     sft_questions: int = 3000
     prompts: int = 4000
     held_out: int = 500
-    sft_steps: int = 400
-    grpo_steps: int = 150
-    lr: float = 3e-4
+    sft_steps: int = 280
+    grpo_steps: int = 200
 
 
 def run_addition_demo(
@@ -152,7 +153,6 @@ def _reinforce(out: Path, sizes: AdditionDemo, name: str, prompts: str) -> dict[
         name=name,
         out=out.as_posix(),
         prompts=prompts,
-        lr=sizes.lr,
         steps=sizes.grpo_steps,
         every=max(1, sizes.grpo_steps // 5),
     )
