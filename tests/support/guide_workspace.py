@@ -350,6 +350,8 @@ def _write_imports() -> None:
         "qwen3_lora_sft.yaml": "llamafactory-sft.yaml",
         "run_scripts/prulong_masksonly.sh": "prulong-masks.sh",
         "config/phase2_cluster.yaml": "purrsight.yaml",
+        "verl.sh": "verl-dapo.sh",
+        "openrlhf.sh": "openrlhf-grpo.sh",
     }.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(IMPORTED / source, name)
