@@ -17,7 +17,7 @@ from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.infer.load import load_model
-from headway.model.head_gates import settled_masks
+from headway.model.head_gates import settle
 from headway.model.head_masks.choice import MaskChoice
 from headway.model.head_masks.file import read_masks, write_masks
 from headway.model.head_masks.masks import HeadMasks
@@ -265,7 +265,8 @@ def test_an_exported_model_is_the_plain_one_with_gates_beside_it(world: Path) ->
 def test_runs_checkpoints_and_exports_are_read_under_what_their_gates_have_come_to(
     world: Path,
 ) -> None:
-    settled = settled_masks(stored(world / "masks")[GATES], 6, 2)
+    is_full = settle(stored(world / "masks")[GATES]).tolist()
+    settled = HeadMasks(tuple(tuple(row) for row in is_full), 6, 2)
     for path in (
         world / "masks",
         world / "masks" / "checkpoints" / "step-00000006",

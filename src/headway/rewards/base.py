@@ -119,10 +119,16 @@ class RewardSettings(KindConfig):
     """Base of the settings of every reward."""
 
     weight: float = setting(1.0, "The factor of this reward in the sum.")
-    default: float = setting(0.0, "What an answer gets when this reward fails on it.")
-    max_failures: float = setting(
-        0.5, "Stop when more than this share of the last 200 answers failed.", ge=0, le=1
-    )
+
+    @property
+    def fallback(self) -> float:
+        """What an answer gets when this reward fails on it."""
+        return 0.0
+
+    @property
+    def failures_allowed(self) -> float:
+        """The share of the last answers on which it may fail before the run stops."""
+        return 0.0
 
     @property
     def name(self) -> str:
@@ -137,7 +143,24 @@ class RewardSettings(KindConfig):
         raise ConfigError(f"{type(self).__module__} defines no Config.build(tools).")
 
 
-class WorkerSettings(RewardSettings):
+class FallibleSettings(RewardSettings):
+    """Base of the settings of rewards that can fail on an answer."""
+
+    default: float = setting(0.0, "What an answer gets when this reward fails on it.")
+    max_failures: float = setting(
+        0.5, "Stop when more than this share of the last 200 answers failed.", ge=0, le=1
+    )
+
+    @property
+    def fallback(self) -> float:
+        return self.default
+
+    @property
+    def failures_allowed(self) -> float:
+        return self.max_failures
+
+
+class WorkerSettings(FallibleSettings):
     """Base of the settings of rewards that run in worker processes."""
 
     timeout: float = setting(10.0, "Seconds that one answer may take.", gt=0, le=3600)

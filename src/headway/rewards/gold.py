@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.config.section import setting
-from headway.rewards.base import RewardAnswer, RewardSettings, column_value, require_column
+from headway.rewards.base import FallibleSettings, RewardAnswer, column_value, require_column
 
 COLUMNS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
 """Where records keep the right answer, the first that is there."""
 MARK = "####"
 
 
-class GoldSettings(RewardSettings):
+class GoldSettings(FallibleSettings):
     """Settings of rewards that compare with the right answer."""
 
     column: str | None = setting(

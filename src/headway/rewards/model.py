@@ -16,16 +16,16 @@ from typing import Any, Literal
 from headway.config.section import setting
 from headway.errors import ConfigError
 from headway.rewards.base import (
+    FallibleSettings,
     ModelScorer,
     RewardAnswer,
     RewardOutcome,
-    RewardSettings,
     RewardTools,
     settings_digest,
 )
 
 
-class Config(RewardSettings):
+class Config(FallibleSettings):
     """Settings of the reward model."""
 
     kind: str = setting("model", "model.", on_resume="fixed")

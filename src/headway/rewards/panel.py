@@ -85,7 +85,7 @@ class _Member:
                 "reward %s failed on an answer, which gets its default of %g: %s. Further "
                 "failures are counted.",
                 self.name,
-                self.settings.default,
+                self.settings.fallback,
                 problem.rstrip("."),
             )
 
@@ -103,11 +103,13 @@ class _Member:
     def require_health(self) -> None:
         """End the run if the reward failed on too many of the last answers."""
         count = sum(self.failures)
-        if len(self.failures) < FEWEST or count <= self.settings.max_failures * len(self.failures):
+        if len(self.failures) < FEWEST or count <= self.settings.failures_allowed * len(
+            self.failures
+        ):
             return
         raise GaveUpError(
             f"reward {self.name} failed on {count} of the last {len(self.failures)} answers; "
-            f"reward.N.max_failures is {self.settings.max_failures:g}. The last reason: "
+            f"reward.N.max_failures is {self.settings.failures_allowed:g}. The last reason: "
             f"{self.last_problem.rstrip('.')}. Correct it and resume the run."
         )
 
@@ -159,7 +161,7 @@ class RewardPanel:
         """Identifies sources, settings and weights."""
         return digest_of(
             [
-                [member.name, member.digest, member.settings.weight, member.settings.default]
+                [member.name, member.digest, member.settings.weight, member.settings.fallback]
                 for member in self._members
             ]
         )
@@ -185,7 +187,7 @@ class RewardPanel:
         for member, outcome in zip(self._members, outcomes, strict=True):
             value = outcome.value
             if value is None:
-                value = member.settings.default
+                value = member.settings.fallback
                 problems.append(f"{member.name}: {outcome.problem}")
             parts[member.name] = value
             for name, number in outcome.details.items():

@@ -22,7 +22,7 @@ import torch
 from headway.errors import TrainingError
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest
-from headway.infer.engine.text import RequestText
+from headway.infer.engine.text import CONTEXT
 from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling
 from headway.model.base import build_frozen_model
@@ -165,8 +165,12 @@ class PolicySampler:
         )
 
     def _text(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        decoder = RequestText(self.tokenizer, prompt)
-        return decoder.add(ids) + decoder.finish()
+        """The text of a whole answer. One decoding, where a stream needs one for each token."""
+        # Behind the end of the prompt, as in a stream: some tokenizers drop the first space of a text.
+        tail = list(prompt)[-CONTEXT:]
+        before = len(self.tokenizer.decode_bytes(tail, skip_special=True))
+        whole = self.tokenizer.decode_bytes([*tail, *ids], skip_special=True)
+        return whole[before:].decode("utf-8", "replace")
 
 
 def _in_order(requests: Sequence[AnswerRequest]) -> tuple[list[int], list[int]]:
