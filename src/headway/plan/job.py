@@ -72,6 +72,40 @@ class ReferenceModel:
 
 
 @dataclass(frozen=True)
+class SamplerCopy:
+    """What a run that samples its own answers keeps on every rank beside training: the whole model
+    once more, without its adapter, and the keys and values of the answers that are sampled at the
+    same time."""
+
+    model: ModelConfig
+    at_once: int
+    tokens: int
+    """Of the longest prompt with its answer, at most."""
+    cache_bytes_given: int | None = None
+    """What the recipe allows for keys and values; None: as much as the answers need."""
+
+    def weight_bytes(self, compute_bytes: int) -> int:
+        """The weights, in the compute dtype and on every rank whole."""
+        specs = {spec.name: spec for spec in param_specs(self.model)}
+        counts = count_parameters(self.model, specs, (), 1)
+        whole = counts.on_stages([range(self.model.num_layers)], first=True, last=True)
+        return compute_bytes * whole.frozen
+
+    def cache_bytes(self, compute_bytes: int) -> int:
+        """Keys and values of all answers at their longest; layers with a window keep no more."""
+        if self.cache_bytes_given is not None:
+            return self.cache_bytes_given
+        positions = 0
+        for layer in range(self.model.num_layers):
+            window = self.model.window_of(layer)
+            positions += self.tokens if window is None else min(self.tokens, window)
+        # With latent attention the stored vector is key and value in one.
+        vectors = 2 if self.model.latent_attention is None else 1
+        width = self.model.cached_heads * self.model.cached_size
+        return self.at_once * positions * vectors * width * compute_bytes
+
+
+@dataclass(frozen=True)
 class PlanJob:
     """One run on one layout."""
 
@@ -101,6 +135,8 @@ class PlanJob:
     """fsdp: a block's parameters are gathered again for backward."""
     reference: ReferenceModel | None = None
     """A frozen second model in memory."""
+    sampler: SamplerCopy | None = None
+    """The copy that samples answers, in a run that learns from rewards."""
 
     allows: Callable[[Layout], bool] | None = field(default=None, compare=False, repr=False)
     """Whether the recipe may run on another layout, besides the rules of sizes; None = on any."""
@@ -277,6 +313,12 @@ class PlanJob:
             reference_bytes = self.reference.weight_bytes(self.compute_bytes, layout.tensor)
             reference_token_bytes = self.reference.token_bytes(self.compute_bytes)
 
+        sampler_weights = 0
+        answer_cache = 0
+        if self.sampler is not None:
+            sampler_weights = self.sampler.weight_bytes(self.compute_bytes)
+            answer_cache = self.sampler.cache_bytes(self.compute_bytes)
+
         return MemoryJob(
             model=self.model,
             trained=count.trained,
@@ -311,6 +353,8 @@ class PlanJob:
             bucket_bytes=self.bucket_bytes,
             reference_bytes=reference_bytes,
             reference_token_bytes=reference_token_bytes,
+            sampler_weights=sampler_weights,
+            answer_cache=answer_cache,
         )
 
     @property

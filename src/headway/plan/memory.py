@@ -123,6 +123,10 @@ class MemoryJob:
     """Weights of a frozen second model (`ReferenceModel`)."""
     reference_token_bytes: int = 0
     """What a microbatch keeps of the second model's forward pass, for each token."""
+    sampler_weights: int = 0
+    """The copy of the model that samples answers (`SamplerCopy`)."""
+    answer_cache: int = 0
+    """Keys and values of the answers that it samples at the same time."""
 
     @property
     def tokens(self) -> int:
@@ -186,6 +190,11 @@ def estimate(job: MemoryJob) -> Estimate:
     }
     if job.reference_bytes:
         kinds["reference model"] = job.reference_bytes + job.reference_token_bytes * job.tokens
+
+    # Both stay while the run trains: the engine's recorded steps keep pointers to them.
+    if job.sampler_weights:
+        kinds["sampler"] = job.sampler_weights
+        kinds["cache of answers"] = job.answer_cache
 
     host = 0
     if on_host:

@@ -23,7 +23,7 @@ from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.device import is_out_of_memory
 from headway.runtime.machine import ram_bytes
 from headway.runtime.process import ChildFailureError
-from headway.train.planning import layout_of, reference_model
+from headway.train.planning import layout_of, reference_model, sampler_copy
 
 if TYPE_CHECKING:
     from headway.data.batch import StepBatch
@@ -103,6 +103,7 @@ def describe_job(
         bucket_bytes=recipe.parallel.bucket_bytes,
         pipeline_split=recipe.parallel.pipeline_split,
         reference=reference_model(recipe, model),
+        sampler=sampler_copy(recipe, model),
     )
 
     # `plan` assumes a GPU; here the device is known.

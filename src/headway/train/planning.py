@@ -18,8 +18,8 @@ from headway.optim.groups import make_groups, trainable
 from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
-from headway.plan.hardware import GpuModel
-from headway.plan.job import PlanJob, ReferenceModel
+from headway.plan.hardware import GIB, GpuModel
+from headway.plan.job import PlanJob, ReferenceModel, SamplerCopy
 from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
@@ -89,6 +89,7 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
         allows=lambda other: obeys_rules(recipe, model, other),
         reshard=parallel.fsdp.reshard_after_forward,
         reference=reference_model(recipe, model),
+        sampler=sampler_copy(recipe, model),
     )
     job.check()
     parallel.check_rows(model, seq_len, recipe.objective, recipe.adapter)
@@ -121,6 +122,21 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
     specs = all_specs(model, adapter)
     without_adapter = {name: spec for name, spec in specs.items() if "adapter" not in spec.groups}
     return ReferenceModel(wanted.role, model, without_adapter)
+
+
+def sampler_copy(recipe: Recipe, model: ModelConfig) -> SamplerCopy | None:
+    """What rollouts keep beside training; None where nothing is sampled."""
+    if not recipe.objective.needs.rollouts:
+        return None
+    rollout = recipe.rollout
+    cache_bytes = None
+    if rollout.cache_gib is not None:
+        cache_bytes = int(rollout.cache_gib * GIB)
+    # A rank never samples more answers at the same time than its share of a rollout has.
+    at_once = min(rollout.at_once, rollout.prompts * rollout.samples)
+    # How long prompts are is known only when they are read; they count as long as answers.
+    tokens = min(recipe.data.seq_len, model.max_seq_len, 2 * rollout.max_new_tokens)
+    return SamplerCopy(model, at_once, tokens, cache_bytes)
 
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
