@@ -224,6 +224,9 @@ class SandboxRun:
             os._exit(code)
 
     def _build_steps(self) -> int:
+        # The user of the program must be able to enter what is made here, whatever mask the shell
+        # that started headway has.
+        os.umask(0o022)
         if os.getuid() == 0:
             os.setgroups([])
         # Its number where /proc is mounted; os.getpid() may be that of an inner namespace.

@@ -38,6 +38,19 @@ def test_a_program_reads_stdin_and_prints(client: SandboxClient) -> None:
 
 
 @needs_sandbox
+def test_the_mask_of_a_shell_does_not_matter() -> None:
+    mask = os.umask(0o077)
+    try:
+        with_mask = SandboxClient(LIMITS)
+        try:
+            assert output(with_mask, "print(7)") == "7\n"
+        finally:
+            with_mask.close()
+    finally:
+        os.umask(mask)
+
+
+@needs_sandbox
 def test_an_exit_code_arrives(client: SandboxClient) -> None:
     assert client.run("import sys; sys.exit(3)", None, "", 20.0).code == 3
 
