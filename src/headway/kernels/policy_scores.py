@@ -10,8 +10,9 @@ With logits x_j, temperature T, y_j = x_j / T, p = softmax(y) and the target t:
     d entropy  / d x_j = -p_j (log p_j + entropy) / T
 
 Both are differentiable in any way: the backward pass computes the logits again, chunk by chunk.
-Models pad their vocabulary, and samplers never draw an id that the tokenizer lacks: ids from `vocab`
-on have no probability here either. With a `VocabShard`, weight holds this rank's rows of the head and targets count all of them.
+Models pad their vocabulary, and samplers never draw an id that the tokenizer lacks: ids from
+`vocab` on have no probability here either. With a `VocabShard`, weight holds this rank's rows of
+the head and targets count all of them.
 
 Shapes: N tokens, D width, V vocabulary (of this rank). Softmax arithmetic is fp32.
 """
