@@ -73,9 +73,10 @@ class ReferenceModel:
 
 @dataclass(frozen=True)
 class SamplerCopy:
-    """What a run that samples its own answers keeps on every rank beside training: the whole model
-    once more, without its adapter, and the keys and values of the answers that are sampled at the
-    same time."""
+    """What a run that samples its own answers keeps on every rank besides what trains.
+
+    That is the whole model once more, without its adapter, and the keys and values of the answers
+    that are sampled at the same time."""
 
     model: ModelConfig
     at_once: int

@@ -125,7 +125,7 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
 
 
 def sampler_copy(recipe: Recipe, model: ModelConfig) -> SamplerCopy | None:
-    """What rollouts keep beside training; None where nothing is sampled."""
+    """What rollouts keep in memory as well; None where nothing is sampled."""
     if not recipe.objective.needs.rollouts:
         return None
     rollout = recipe.rollout
