@@ -153,5 +153,5 @@ def test_doctor_data_names_a_reward_that_cannot_read_the_records(
 ) -> None:
     words = ["grpo", f"init.from={model}", "data.train=prompts.jsonl", *SMALL]
     reward = "reward={kind: number, column: nothing}"
-    assert main(["doctor", "data", *words, reward, "--samples", "1"]) == 1
+    assert main(["doctor", "data", *words, reward, "--samples", "1", "--json"]) == 1
     assert "needs one of the columns nothing" in capfd.readouterr().out

@@ -113,7 +113,13 @@ def assert_same_run(first: Path, two: Path, step: int) -> None:
     assert deterministic(first / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
 
 
-CLOCKED = ("time", "rollout/seconds", "rollout/reward_seconds", "rollout/tokens_per_second")
+CLOCKED = (
+    "time",
+    "rollout/seconds",
+    "rollout/refresh_seconds",
+    "rollout/reward_seconds",
+    "rollout/tokens_per_second",
+)
 """Keys of a record whose values a clock says."""
 
 

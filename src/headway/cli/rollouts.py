@@ -53,8 +53,8 @@ def rollouts(
 
 
 def _print_batches(report: RolloutReport) -> None:
-    columns = ["step", "prompts", "answers", "reward", "lowest", "highest"]
-    columns += ["no signal", "tokens", "cut", "tok/s", "seconds"]
+    columns = ["step", "prompts", "answers", "reward", "low", "high"]
+    columns += ["no signal", "tokens", "cut", "tok/s", "time"]
     is_staged = any(figures.stage is not None for figures in report.batches)
     rows: list[list[str]] = []
     for figures in report.batches:
@@ -69,7 +69,7 @@ def _print_batches(report: RolloutReport) -> None:
             f"{figures.tokens:.0f}",
             _share(figures.cut),
             _rate(figures.tokens_per_second),
-            f"{figures.seconds + (figures.reward_seconds or 0):.1f}",
+            f"{figures.seconds + (figures.reward_seconds or 0):.1f} s",
         ]
         if is_staged:
             row.insert(0, figures.stage or "")

@@ -37,6 +37,9 @@ def main() -> int:
     """Fork the worker, and end with whichever of trainer and worker ends first."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # What Python has compiled of a user's file counts as current for a second and as long as the
+    # size stays: a file that was just edited would be the old one.
+    sys.dont_write_bytecode = True
     parent = os.getppid()
     isolate_processes()
     worker = _fork(_keep_worker)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
+from headway.rollout.config import RolloutConfig
 from headway.tasks.grpo import Config as PolicyConfig
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def check_rollouts(recipe: Recipe) -> None:
 
 
 def _states_rollout(recipe: Recipe) -> bool:
-    return "rollout" in recipe.model_fields_set
+    # By value: the recipe in a run folder states every section.
+    return recipe.rollout != RolloutConfig()
 
 
 def scores_rollouts(recipe: Recipe) -> bool:

@@ -65,7 +65,7 @@ def test_a_file_here_comes_before_the_shipped_recipe_of_its_name(tmp_path: Path)
         ("laptop/stf", "did you mean laptop/sft?"),
         ("recipes/laptop/lorra.yaml", "did you mean laptop/lora?"),
         ("pretrian", "did you mean pretrain?"),
-        ("qwen", "laptop/dpo, laptop/kto, laptop/lora"),
+        ("qwen", "laptop/dpo, laptop/grpo, laptop/kto, laptop/lora"),
         ("missing.yaml", "missing.yaml: no such file"),
         ("", "is a folder"),
         ("x" * 3000, "too long"),

@@ -222,11 +222,6 @@ def _logprobs(
     """Log-probability of the chosen tokens [n], ids and log-probabilities of the likeliest [n,
     count]."""
     chosen = tokens[to_device(torch.tensor(scored), tokens.device)]
-    if count == 0:
-        # No table of log-probabilities for the whole vocabulary is needed.
-        at_chosen = logits.gather(-1, chosen[:, None])[:, 0]
-        nothing = logits.new_empty(len(scored), 0)
-        return [at_chosen - logits.logsumexp(-1), nothing.long(), nothing]
     scores = logits.log_softmax(-1)
     top = scores.topk(min(count, scores.shape[-1]), dim=-1)
     return [scores.gather(-1, chosen[:, None])[:, 0], top.indices, top.values]
