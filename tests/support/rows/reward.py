@@ -26,6 +26,14 @@ def judged(overrides: tuple[str, ...]) -> Any:
     return [(score.total, score.parts, score.problems) for score in scores]
 
 
+def judged_few(overrides: tuple[str, ...]) -> Any:
+    """The same of two answers: each that runs out of time takes a process with it."""
+    settings = load(Recipe, None, [*BASE, *overrides]).reward
+    answers = [RewardAnswer(number, (), TEXTS[number], {"answer": "12"}) for number in range(2)]
+    with RewardPanel(settings) as panel:
+        return [(score.total, score.problems) for score in panel.score(answers)]
+
+
 def kinds(kind: str, name: str, first: object, second: object, *more: str) -> Row:
     """A reward with two values of one setting."""
     values = [
@@ -58,7 +66,7 @@ ROWS: dict[str, Row] = {
     "reward[math].weight": kinds("math", "weight", 1.0, 2.0),
     "reward[math].column": kinds("math", "column", "answer", "gold"),
     "reward[math].default": kinds("math", "default", 0.0, -1.0, *FAILING, "max_failures: 1"),
-    "reward[math].timeout": kinds("math", "timeout", 10.0, 1.0e-9, "max_failures: 1"),
+    "reward[math].timeout": (*kinds("math", "timeout", 10.0, 1.0e-9, "max_failures: 1")[:3], judged_few),
     "reward[math].memory_gib": kinds("math", "memory_gib", 4.0, 0.001),
     "reward[math].max_failures": kinds("math", "max_failures", 1.0, 0.5, *FAILING),
     "reward[number].kind": ((), ["{kind: number}"], ["{kind: nothing}"], judged),
