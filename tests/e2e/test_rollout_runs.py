@@ -1,6 +1,8 @@
 """Learning from rewards as whole runs: sampler and trainer agree, every way of using answers does what it says, mistakes are one line."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from headway.rollout.journal import FILE, RolloutJournal, read_journal
 from headway.rollout.sampler import PolicySampler
 from headway.track.metrics_file import read_metrics
 from headway.train import train
+from headway.train.health import BadStep
+from headway.train.run import Run
 
 Records = list[dict[str, Any]]
 
@@ -103,6 +107,32 @@ def test_rows_and_microbatches_change_no_answer_before_rounding_does(
         assert {key: got[key] for key in SAME} == pytest.approx(
             {key: expected[key] for key in SAME}, rel=1e-4, abs=1e-5
         )
+
+
+def test_a_run_that_rolls_back_samples_the_batch_that_takes_the_place_of_the_skipped_one(
+    folder: Path,
+) -> None:
+    recipe = rollout_recipe(folder, "back", "heal.on_spike=rollback", "checkpoint.every=1")
+    steps: list[int] = []
+
+    @contextmanager
+    def spoiled(run: Run) -> Iterator[None]:
+        def after_step(step: int) -> None:
+            steps.append(step)
+            if steps == [1, 2]:
+                run.healer.bad = BadStep(2, "spike", "a test says so")
+
+        run.on_step(after_step)
+        yield
+
+    train(recipe, hook=spoiled)
+    assert steps == [1, 2, 2, 3, 4]
+    # The second batch was skipped: its answers are gone, and the third is of its weights.
+    batches = [(sampled.batch, sampled.version) for sampled in journal_of(recipe.run.folder)]
+    assert batches == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 3)]
+    records = read_metrics(recipe.run.folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert max(record["agreement/mean"] for record in records) < 1e-5
 
 
 def test_stale_weights_end_the_run_with_the_bound(

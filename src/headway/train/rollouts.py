@@ -274,9 +274,10 @@ class Rollouts:
             torch.cuda.synchronize(self.compute.device)
 
     def close(self) -> None:
-        """End the processes of rewards."""
+        """End the processes of rewards. After a rollback the next loader starts them again."""
         if self._panel is not None:
             self._panel.close()
+            self._panel = None
 
     # ---- answers and rewards of a batch of prompts
 
