@@ -21,6 +21,8 @@ SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?
 """`PATH`, `PATH@WEIGHT` or `PATH#REPEAT`: the short form of a source."""
 MAX_STEP_TOKENS = 1 << 28
 """Only a typing error gives a larger step."""
+MAX_DOCUMENTS = 1 << 20
+"""Of one row. More is a typing error: every row of a batch has a bound for each."""
 DEFAULT_ROWS = 8
 """Rows of a microbatch where the recipe says nothing."""
 
@@ -322,6 +324,8 @@ class DataConfig(Section):
     def _room_for_padding(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 2:
             raise ValueError(f"is {value}; it must be at least 2: a document and the padding")
+        if isinstance(value, int) and value > MAX_DOCUMENTS:
+            raise ValueError(f"is {value}; it must be at most {MAX_DOCUMENTS}")
         return value
 
     @field_validator("skip_batches")

@@ -19,6 +19,8 @@ from headway.model.rope_config import RopeScaling
 DEFAULT_HIDDEN_SIZE = 256
 MAX_ELEMENTS = 1 << 40
 """Of one matrix. More is a typing error, and overflows where torch counts bytes."""
+MAX_HEAD_DIM = 65_536
+"""Of one head, many times what any kernel takes."""
 MAX_LAYERS = 10_000
 """More is a typing error too: `plan` and the check of this section go through all layers."""
 
@@ -68,16 +70,23 @@ class LatentAttentionConfig(Section):
         gt=0,
     )
     nope_head_dim: int = setting(
-        128, "Channels of a query or key head that are not rotated (qk_nope_head_dim).", gt=0
+        128,
+        "Channels of a query or key head that are not rotated (qk_nope_head_dim).",
+        gt=0,
+        le=MAX_HEAD_DIM,
     )
     rope_head_dim: int = setting(
         64,
         "Channels of a query or key head that are rotated; heads share those of keys.",
         gt=0,
+        le=MAX_HEAD_DIM,
         multiple_of=2,
     )
     value_head_dim: int = setting(
-        128, "Channels of a value head (v_head_dim); at most nope_head_dim + rope_head_dim.", gt=0
+        128,
+        "Channels of a value head (v_head_dim); at most nope_head_dim + rope_head_dim.",
+        gt=0,
+        le=MAX_HEAD_DIM,
     )
 
     @property
@@ -125,7 +134,9 @@ class ModelConfig(Section):
     num_layers: int = setting(4, "Number of layers.", gt=0)
     num_heads: int = setting(4, "Query heads.", gt=0)
     num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0)
-    head_dim: int | None = setting(None, "Width of one head; null = hidden_size / num_heads.", gt=0)
+    head_dim: int | None = setting(
+        None, "Width of one head; null = hidden_size / num_heads.", gt=0, le=MAX_HEAD_DIM
+    )
     ffn_size: int = setting(688, "Inner width of the feed-forward layer.", gt=0)
     vocab_size: int | None = setting(
         None,
@@ -169,7 +180,7 @@ class ModelConfig(Section):
     parallel_block: bool = setting(
         False, "Attention and feed-forward read the same normed stream, and both are added to it."
     )
-    norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0)
+    norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0, le=1)
     qkv_bias: bool = setting(False, "Bias on the query, key and value projections.")
     output_bias: bool = setting(False, "Bias on the attention output projection.")
     ffn_bias: bool = setting(False, "Bias on the feed-forward projections.")

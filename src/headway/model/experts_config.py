@@ -35,6 +35,7 @@ class ExpertsConfig(Section):
         "gate * sigmoid(alpha * gate) * (up + 1); "
         "null = gate * sigmoid(gate) * up.",
         gt=0,
+        le=1e6,
     )
     swiglu_alpha: float = setting(1.702, "alpha of clamped SwiGLU.", gt=0)
     routed_scale: float = setting(

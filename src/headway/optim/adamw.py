@@ -30,7 +30,7 @@ class Config(OptimConfig):
     beta2_c: float = setting(
         0.0, "beta2 rises as max(beta2, 1 - n^-c) over updates n; 0 keeps it constant.", ge=0
     )
-    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0, le=1)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
         "fp32",
         "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The "

@@ -139,7 +139,7 @@ class GroupRule(Section):
         le=1000,
     )
     betas: tuple[float, float] | None = setting(None, "Adam's betas of the group.")
-    eps: float | None = setting(None, "Adam's epsilon of the group.", gt=0)
+    eps: float | None = setting(None, "Adam's epsilon of the group.", gt=0, le=1)
     weight_decay: float | None = setting(None, "Weight decay of the group.", ge=0, le=1000)
     maximize: bool | None = setting(None, "Ascend instead of descend.")
 

@@ -45,7 +45,7 @@ class AdamWPart(Section):
         None, "Decoupled weight decay; null = optim.weight_decay.", ge=0, le=1000
     )
     betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the first and second moment.")
-    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0, le=1)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
         "fp32", "How AdamW's moments are stored between updates."
     )

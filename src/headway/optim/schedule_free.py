@@ -81,7 +81,7 @@ class Config(OptimConfig):
         (0.9, 0.999),
         "Share of the average in the weights that train; decay rate of the second moment.",
     )
-    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0, le=1)
     schedule: WarmupSchedule = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
         WarmupSchedule, "Warm-up; the rate is constant afterwards."
     )

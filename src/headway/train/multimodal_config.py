@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
 
@@ -15,6 +15,8 @@ POOLED_TOKENS = 4
 """Soft tokens of an item that an encoder pools into one vector."""
 POOLED_HIDDEN = 2048
 """Width inside the projector of pooled vectors."""
+MAX_FILE_NAME = 255
+"""Bytes of one part of a path that file systems take."""
 
 
 class MediaInputConfig(Section):
@@ -39,6 +41,18 @@ class MediaInputConfig(Section):
         gt=0,
         le=65536,
     )
+
+    @field_validator("encoder")
+    @classmethod
+    def _can_be_a_file(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if "\0" in value or any(len(part.encode()) > MAX_FILE_NAME for part in value.split("/")):
+            raise ValueError(
+                f"is a name of {len(value)} characters that no folder can have. Give a folder, a "
+                "hub id or the name of an encoder"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_origin(self) -> MediaInputConfig:
