@@ -28,8 +28,11 @@ from headway.errors import HeadwayError
 
 CASE_SECONDS = 10.0
 MEMORY_BYTES = 2 << 30
-"""What a case may take beyond what the process holds when it begins. A busy machine must be able to fill it within CASE_SECONDS: a model
-that fits is allowed, whatever its settings look like."""
+"""What a case may take beyond what the process holds when it begins.
+
+A model that fits is allowed, whatever its settings look like. So a busy machine must be able to fill this
+much within CASE_SECONDS.
+"""
 
 
 class Hang(BaseException):
