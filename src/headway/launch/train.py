@@ -130,6 +130,7 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     from headway.train import dry_run
     from headway.train.next_steps import next_lines
     from headway.train.session import run_recipe
+    from headway.train.start_time import StartTime
 
     hook: Callable[[Run], Any] = nullcontext
     if options.profile:
@@ -146,7 +147,7 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     if options.dry_run:
         outcome: dict[str, Any] = dry_run(recipe, resume=options.resume)
     else:
-        outcome = run_recipe(recipe, options.resume, hook)
+        outcome = run_recipe(recipe, options.resume, hook, start_time=StartTime.of_program())
 
     is_first = from_environment().is_first
     if not options.json and not options.dry_run and is_first:

@@ -478,6 +478,16 @@ def process_start(pid: int) -> str | None:
     return fields[19]
 
 
+def process_age_seconds() -> float | None:
+    """How long this process has run; None where the system does not say."""
+    start = process_start(os.getpid())
+    if start is None or sys.platform == "win32":
+        return None
+    # Both count from the boot of the machine, with the time in which it slept.
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return since_boot - int(start) / os.sysconf("SC_CLK_TCK")
+
+
 def most_open_files() -> int:
     """How many files and connections this process may have open at once."""
     try:

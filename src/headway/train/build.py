@@ -99,6 +99,7 @@ def build(
     if resolved.weights is not None:
         end_ids = resolved.weights.end_ids
     targets = check_targets(data, resolved.tokenizer, end_ids)
+    session.start_time.done("data")
 
     # A cached reference scores what the run will read and is freed before the engine exists. It
     # must know where the run starts, which the state says only later. Where init.content decides
@@ -152,6 +153,7 @@ def build(
     loader = make_loader(recipe, data, batch, state.cursor, ranks, rollouts)
     state.cursor = loader.state
     total_steps = count_steps(recipe, loader, batch)
+    session.start_time.done("model")
 
     return Run(
         recipe=recipe,

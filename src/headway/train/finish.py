@@ -261,6 +261,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "run": str(run.start.folder),
         "steps": run.state.step,
         "seconds": run.state.seconds,
+        "start_seconds": run.session.start_time.parts,
         "tokens": run.state.consumed_tokens,
         "tokens_per_second": tokens_per_second,
         "samples_per_second": samples_per_second,

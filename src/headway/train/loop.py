@@ -48,12 +48,14 @@ def run_loop(run: Run) -> dict[str, Any]:
     # From now on a signal is a request that the loop handles, and no longer ends the program.
     run.session.stop.starting = False
     run.data_check.begin()
+    run.session.start_time.done("folder")
     try:
         with run.finishing_saves():
             if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
                 run.save()  # a rollback needs a checkpoint
             run.validate_at_start()
             sample_before(run)
+            run.session.start_time.done("before")
 
             while continues(run):
                 run.session.locks.check()

@@ -77,6 +77,7 @@ from headway.train.run_folder import (
     write_save_record,
 )
 from headway.train.start import Start
+from headway.train.start_time import StartTime
 from headway.train.state import Clock, TrainState
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Session:
     locks: RunLocks = field(default_factory=RunLocks)
     hook: RunHook = nullcontext
     callbacks: RunCallbacks = field(default_factory=RunCallbacks)
+    start_time: StartTime = field(default_factory=StartTime)
     original_recipe: Recipe | None = None
     """The recipe before model and data were read, of a run without stages."""
 
@@ -344,11 +346,18 @@ class Run:
 
             self.healer.check(self, record)
             self._check_agreement(record)
+            self._report_start(record)
             if self._is_logged(record):
                 # Trackers have the validation at the start already: `validate_at_start` sent it.
                 shown = {name: value for name, value in record.items() if name != AT_START}
                 for tracker in self.trackers:
                     tracker.log(record["step"], shown)
+
+    def _report_start(self, record: dict[str, Any]) -> None:
+        """Log where the time of the start went, once the first step's time is known."""
+        start_time = self.session.start_time
+        if not start_time.is_reported:
+            log.info("%s", start_time.report(record["time"]["step_seconds"]))
 
     def _check_agreement(self, record: dict[str, Any]) -> None:
         """Give up where trainer and sampler no longer compute the same probabilities."""

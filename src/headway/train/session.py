@@ -47,6 +47,7 @@ from headway.train.run import Run, RunHook, Session
 from headway.train.run_folder import lock_run, read_summary, save_tokenizer
 from headway.train.run_form import run_form
 from headway.train.start import agree_on_start
+from headway.train.start_time import StartTime
 
 if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
@@ -60,19 +61,25 @@ def run_recipe(
     resume: str = "auto",
     hook: RunHook = nullcontext,
     callbacks: Sequence[Callback] = (),
+    start_time: StartTime | None = None,
 ) -> dict[str, Any]:
     """Train, in one stage or several; returns the summary.
 
     Nothing is written before everything is built.
     """
+    start_time = start_time or StartTime()
     with running_callbacks(recipe, callbacks, is_first=from_environment().is_first) as running:
-        outcome = _run_recipe(recipe, resume, hook, running)
+        outcome = _run_recipe(recipe, resume, hook, running, start_time)
         running.summary = outcome
     return outcome
 
 
 def _run_recipe(
-    recipe: Recipe, resume: str, hook: RunHook, callbacks: RunCallbacks
+    recipe: Recipe,
+    resume: str,
+    hook: RunHook,
+    callbacks: RunCallbacks,
+    start_time: StartTime,
 ) -> dict[str, Any]:
     process = from_environment()
     # Files of stores stay open during the whole run.
@@ -87,6 +94,7 @@ def _run_recipe(
             resolved = None
             if not recipe.stages:
                 resolved = resolve(recipe)
+            start_time.done("recipe")
 
             backend = backend_of(recipe.device)
             if backend == "nccl" and process.world > 1:
@@ -100,7 +108,10 @@ def _run_recipe(
                 start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world,
                 lock_run(recipe, world) as locks,
             ):
-                session = Session(process, world, stop, locks, hook, callbacks)
+                start_time.done("ranks")
+                session = Session(
+                    process, world, stop, locks, hook, callbacks, start_time=start_time
+                )
                 if resolved is not None:
                     session = replace(session, original_recipe=recipe)
                     outcome = _run(session, resolved, resume)
