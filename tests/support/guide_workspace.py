@@ -82,6 +82,7 @@ LINKS = {
         "runs/lora-laptop", "runs/pretrain-laptop", "runs/sft-laptop", "runs/dpo-laptop", "runs/one", "runs/two", "runs/before",
         "runs/after", "runs/mine", "runs/dense", "runs/large", "runs/small", "runs/base", "runs/big", "runs/sft", "runs/dpo", "models/base",
         "models/large", "models/qwen", "demo/runs/pretrain", "demo/runs/sft", "runs/style", "runs/alone", "runs/student",
+        "runs/rated", "runs/tuned",
         "models/llama-3.1-8b-instruct", "models/qwen2.5-7b", "M", "hf/internlm", "models/tiny",
     ),
     "deep": ("models/qwen2.5-3b", "runs/nope-stage1", "runs/nope-stage2"),
@@ -183,6 +184,7 @@ def _write_data() -> None:
         for record in CHAT
     ]
     write_lines("demo/instructions/docstrings.jsonl", turns)
+    write_lines("demo/pairs/docstrings.jsonl", PAIRS)
     sampled_style = [{"text": "Well: a stone. Clear?", "stopped_by": "eos", "tokens": 5}]
     write_lines("after.jsonl", [{"prompt": "Say 1.", "generations": sampled_style}])
     write_lines(

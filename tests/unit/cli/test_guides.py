@@ -127,6 +127,25 @@ def test_commands_have_verbs_flags_and_settings_that_exist(page: Path) -> None:
                 )
 
 
+COOKBOOK = [page for page in GUIDES if page.parent.name == "cookbook"]
+OF_THE_READER = {"my-run"}
+"""Runs that a page of the cookbook names without having trained them."""
+
+
+@pytest.mark.parametrize("page", COOKBOOK, ids=lambda page: page.name)
+def test_a_page_of_the_cookbook_trains_the_runs_that_it_uses(page: Path) -> None:
+    """A reader who follows the page has a run under exactly these names."""
+    known = set(OF_THE_READER)
+    for words in lines(page):
+        if words[0] == "train":
+            known |= {
+                word.removeprefix("run.name=") for word in words if word.startswith("run.name=")
+            }
+        # A run below demo/ is of `headway demo`.
+        used = set(re.findall(r"(?<![\w/])runs/([\w.-]+)", " ".join(words)))
+        assert used <= known, f"{sorted(used - known)} in headway {' '.join(words)}"
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_settings_and_flags_in_running_text_exist(page: Path) -> None:
     known, sections = settings()
@@ -306,6 +325,19 @@ def test_these_guides_exist_in_chinese_and_both_link_to_each_other(page: Path) -
     chinese = page.with_suffix(".zh-CN.md")
     assert f"[中文]({chinese.name})" in page.read_text(encoding="utf-8")
     assert f"[English]({page.name})" in chinese.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_a_page_in_chinese_leads_to_pages_in_chinese(page: Path) -> None:
+    links = re.findall(r"\[([^\]]*)\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+    in_english = [
+        link
+        for text, link in links
+        if text != "English"
+        and not link.endswith(".zh-CN.md")
+        and (page.parent / link).with_suffix(".zh-CN.md").exists()
+    ]
+    assert not in_english, f"{page.name}: {in_english}"
 
 
 @pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
