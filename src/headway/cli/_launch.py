@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headway.cli._complete import complete_recipe
-from headway.cli._options import split_recipe, translate_key
+from headway.cli._options import split_recipe
 from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError, LaunchError
 
@@ -91,6 +91,7 @@ def read_job(
     from headway.config.load import load
     from headway.config.shipped import find_recipe
     from headway.launch.targets.base import Job
+    from headway.train.change import translate_key
     from headway.train.config import Recipe
     from headway.train.run_name import name_override, with_name
 

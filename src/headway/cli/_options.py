@@ -272,6 +272,7 @@ def read_recipe(
     """
     from headway.config.load import load
     from headway.config.shipped import find_recipe
+    from headway.train.change import translate_key
     from headway.train.config import Recipe
     from headway.train.run_name import with_name
 
@@ -300,13 +301,6 @@ def read_recipe(
     if makes_name:
         return with_name(recipe, file, overrides, say)
     return recipe
-
-
-def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:
-    """How headway writes a key of another trainer; None if it is not known."""
-    from headway.workflows.import_config.names import translate
-
-    return translate(key, value, is_nested=is_nested)
 
 
 def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:

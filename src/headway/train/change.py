@@ -8,6 +8,7 @@ key as a stage does.
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,15 @@ from headway.errors import ConfigError
 from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
+NAMES_OF_OTHERS = "headway.workflows.import_config.names"
+"""The module with the names of other trainers. It reads the tables of the importers, which stand
+above this package, so it is loaded by name, and only to word an error.
+"""
+
+
+def translate_key(key: str, value: Any, is_nested: bool = False) -> str | None:
+    """How headway writes a key of another trainer (`learning_rate`); None if it is not known."""
+    return importlib.import_module(NAMES_OF_OTHERS).translate(key, value, is_nested=is_nested)
 
 
 def load_recipe(
@@ -61,11 +71,12 @@ def load_recipe(
         data = _plain(recipe)
         where: Where = {}
         apply_overrides(Recipe, data, lines, where)
-        loaded = validate(Recipe, data, where)
+        loaded = validate(Recipe, data, where, translate_key)
     elif recipe is None:
-        loaded = load(Recipe, None, lines)
+        loaded = load(Recipe, None, lines, translate=translate_key)
     else:
-        loaded = load(Recipe, find_recipe(recipe, log.info), lines)
+        file = find_recipe(recipe, log.info)
+        loaded = load(Recipe, file, lines, translate=translate_key)
     if changes:
         return changed(loaded, changes)
     return loaded
@@ -94,7 +105,7 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
         # command line, which says what an override has removed.
         list(replace_alternatives(data, changed_keys[-1:], where))
     list(leave_out_other_kinds(Recipe, before, data, changed_keys))
-    return validate(Recipe, data, where)
+    return validate(Recipe, data, where, translate_key)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
