@@ -9,6 +9,8 @@ which is highest at PERIOD - 1, the distance from a letter to the one before its
 Values are letters, and the head reads them where the layer wrote them.
 """
 
+import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +83,20 @@ def weights(ids: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
             for number, token in enumerate(ids):
                 value[token, CODE + number] = CONFIDENCE
         yield name, value
+
+
+def write_documents(path: Path, *, copies: int = 4, shuffled: int = 4) -> None:
+    """Documents whose second half repeats the first, and as many turns of others in which it is
+    shuffled; the last document is short.
+    """
+    rng = random.Random(0)
+    lines: list[str] = []
+    for number in range(2 * max(copies, shuffled)):
+        half = rng.choices(LETTERS, k=PERIOD)
+        second = list(half)
+        if number % 2:
+            rng.shuffle(second)
+        if number // 2 < (shuffled if number % 2 else copies):
+            lines.append(json.dumps({"text": "".join(half + second)}))
+    lines.append(json.dumps({"text": "short"}))
+    path.write_text("".join(f"{line}\n" for line in lines))

@@ -1,7 +1,6 @@
 """`headway data long-range`: gains equal two naive forwards, far copies stand out, and work that is done is kept."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.byte_model import CONFIG, write_model
-from support.copying_model import LETTERS, PERIOD, write_copying_model
+from support.copying_model import write_copying_model, write_documents
 from support.dense_head_masks import masked_forward
 
 from headway.cli import main
@@ -74,20 +73,6 @@ def test_the_gain_equals_two_naive_forwards(
         expected = naive(loaded, ids, streaming)[far].mean() - naive(loaded, ids, None)[far].mean()
         assert gains[document].gain == pytest.approx(expected, abs=1e-5)
         assert abs(expected) > 1e-4
-
-
-def write_documents(path: Path, shuffled: bool = False) -> None:
-    """Documents whose second half repeats the first, and others in which it is shuffled."""
-    rng = random.Random(0)
-    lines: list[str] = []
-    for number in range(8):
-        half = rng.choices(LETTERS, k=PERIOD)
-        second = list(half)
-        if number % 2:
-            rng.shuffle(second)
-        lines.append(json.dumps({"text": "".join(half + second)}))
-    lines.append(json.dumps({"text": "short"}))
-    path.write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture
