@@ -34,6 +34,7 @@ from headway.train.run_form import run_form
 from headway.train.staged_run import check_stages
 from headway.train.stages import expand
 from headway.workflows.doctor_prompts import ShownPrompt, check_prompts
+from headway.workflows.far_check import far_check
 
 ROUND_TRIP_TEXTS = 2000
 """Texts of each source that are encoded and decoded."""
@@ -119,6 +120,9 @@ def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions
                 "not tried: these documents hold pictures or sounds",
             )
         )
+    far = far_check(resolved, data)
+    if far is not None:
+        checks.append(far)
     return DataCheckup(stage, tuple(checks), tuple(take_samples(data, resolved.tokenizer, options)))
 
 

@@ -25,6 +25,7 @@ from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpe
 from headway.runtime.child import run_command
 from headway.runtime.device import choose_compute
 from headway.runtime.process import headway_command
+from headway.workflows.far_check import warn_without_far_gain
 from headway.workflows.sparsify_options import SparsifyPlan
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def sparsify(
     from headway.workflows.stopping import stop_code
 
     checked = check(recipe, plan)
+    warn_without_far_gain(recipe)
     run = recipe.run.folder
     log.info("[1/3] train %s", run)
     # `run_recipe` reports a stop in its summary, where `train` raises Interrupted or Terminated.
