@@ -21,7 +21,9 @@ from support.runs import headway
 from headway.cli import GAVE_UP
 from headway.errors import GaveUpError, HeadwayError
 from headway.rollout.journal import FILE, RolloutJournal, read_journal
+from headway.rollout.rows import AnswerSource
 from headway.rollout.sampler import PolicySampler
+from headway.tasks.grpo import KEPT
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.health import BadStep
@@ -179,6 +181,47 @@ def test_the_reward_rises(folder: Path) -> None:
     rewards = [record["reward"] for record in records]
     assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.1
     assert max(record["agreement/mean"] for record in records) < 1e-5
+
+
+# ---- cuts of the distribution
+
+CUT = ("rollout.top_k=20", "rollout.top_p=0.8", "rollout.min_p=0.01", "optim.lr=1e-2")
+
+
+@pytest.mark.parametrize("layout", ["alone", "tensor"])
+def test_with_cuts_trainer_and_sampler_agree_on_what_could_be_drawn(
+    folder: Path, layout: str
+) -> None:
+    """The loss uses the kept ids of the journal, also where the reference and later updates read
+    them, and where a rank has half of the vocabulary."""
+    more = ("rollout.updates=2", "objective.beta=0.05", "objective.kl_in=reward")
+    name = f"cut-{layout}"
+    if layout == "alone":
+        records = run(folder, name, *CUT, *more)
+    else:
+        records = run(folder, name, *CUT, *more, "parallel.tensor=2", world=2)
+    assert max(record["agreement/mean"] for record in records) < 1e-5
+    assert max(record["agreement/max"] for record in records) < 1e-4
+    for sampled in journal_of(folder / "runs" / name):
+        for answer in sampled.answers:
+            assert answer.kept is not None
+            assert answer.kept.counts.max() <= 20
+            for token, kept in zip(answer.ids, answer.kept.of_tokens(), strict=True):
+                assert token in kept.tolist()
+
+
+def test_without_the_kept_ids_trainer_and_sampler_would_differ(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_fill = AnswerSource.fill_columns
+
+    def without(self: AnswerSource, columns: Any, pieces: Any, layout: Any) -> None:
+        plain_fill(self, columns, pieces, layout)
+        columns[KEPT][:] = -1
+
+    monkeypatch.setattr(AnswerSource, "fill_columns", without)
+    records = run(folder, "unkept", *CUT, "steps=1", "rollout.difference_limit=null")
+    assert records[0]["agreement/mean"] > 0.1
 
 
 # ---- several updates, refill, masks
@@ -395,6 +438,9 @@ MISTAKES = {
     "prompts=4 and updates=3": ("rollout.updates=3",),
     "valid_samples=2 and valid_temperature=0": ("rollout.valid_samples=2",),
     "algorithm": ("objective.algorithm=ppo",),
+    "rollout.top_k": ("rollout.top_k=1025",),
+    "rollout.top_p": ("rollout.top_p=0",),
+    "rollout.min_p": ("rollout.min_p=1.5",),
     "has no prompt of at most": ("data.seq_len=24", "rollout.max_new_tokens=16"),
     "must not exceed model.max_seq_len": ("rollout.max_new_tokens=300", "data.seq_len=512"),
     "needs whole rows": ("parallel.context=2",),

@@ -11,10 +11,12 @@ With logits x_j, temperature T, y_j = x_j / T, p = softmax(y) and the target t:
 
 Both are differentiable in any way: the backward pass computes the logits again, chunk by chunk.
 Models pad their vocabulary, and samplers never draw an id that the tokenizer lacks: ids from
-`vocab` on have no probability here either. With a `VocabShard`, weight holds this rank's rows of
-the head and targets count all of them.
+`vocab` on have no probability here either. Where top-k, top-p or min-p cut the distribution, `kept`
+has the ids that the sampler drew from: all others have no probability, and all sums go over those
+that are kept. With a `VocabShard`, weight holds this rank's rows of the head; targets and kept ids
+count all of them.
 
-Shapes: N tokens, D width, V vocabulary (of this rank). Softmax arithmetic is fp32.
+Shapes: N tokens, D width, V vocabulary (of this rank), K kept ids. Softmax arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class _PolicyScores(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        kept: Tensor | None,
         drawn: DrawnFrom,
         chunk: int,
         shard: VocabShard | None,
@@ -74,6 +77,8 @@ class _PolicyScores(torch.autograd.Function):
             if temperature != 1.0:
                 y.div_(temperature)
             y[:, padding] = NEVER
+            if kept is not None:
+                y.masked_fill_(_is_cut(kept[part], first, weight.shape[0]), NEVER)
             if shard is None:
                 part_lse = torch.logsumexp(y, -1)
                 at_target = y.gather(1, targets[part, None]).squeeze(1)
@@ -87,7 +92,7 @@ class _PolicyScores(torch.autograd.Function):
             lse[part] = part_lse
             log_prob[part] = at_target - part_lse
             entropy[part] = part_lse - mean
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
         ctx.temperature = temperature
         ctx.chunk = chunk
         ctx.softcap = softcap
@@ -99,7 +104,7 @@ class _PolicyScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, lse, entropy, kept = ctx.saved_tensors
         d_log_prob, d_entropy = grads
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         d_hidden = None
@@ -117,6 +122,8 @@ class _PolicyScores(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 y.div_(ctx.temperature)
             y[:, ctx.padding] = NEVER
+            if kept is not None:
+                y.masked_fill_(_is_cut(kept[part], ctx.first or 0, weight.shape[0]), NEVER)
             log_p = y.sub_(lse[part, None])
             gradient = log_p.exp()
             if d_entropy is None:
@@ -138,7 +145,7 @@ class _PolicyScores(torch.autograd.Function):
                 torch.mm(gradient, weight, out=d_hidden[part])
             if d_weight is not None:
                 accumulate_outer(d_weight, gradient, hidden[part])
-        return d_hidden, d_weight, *(None,) * 5
+        return d_hidden, d_weight, *(None,) * 6
 
 
 def _expectation(y: Tensor, lse: Tensor) -> Tensor:
@@ -153,6 +160,17 @@ def _padding(vocab: int | None, first: int, rows: int) -> slice:
     return slice(min(max(vocab - first, 0), rows), rows)
 
 
+def _is_cut(kept: Tensor, first: int, rows: int) -> Tensor:
+    """Which ids [n, rows of the head at hand] are not among kept ones [n,K]. A token without kept
+    ids, all -1, was drawn from all of them."""
+    is_cut = torch.ones(len(kept), rows + 1, dtype=torch.bool, device=kept.device)
+    # The row behind the last takes the -1 and the ids of other ranks.
+    here = kept.long() - first
+    is_elsewhere = (kept < 0) | (here < 0) | (here >= rows)
+    is_cut.scatter_(1, here.masked_fill(is_elsewhere, rows), False)
+    return is_cut[:, :rows] & (kept >= 0).any(1, keepdim=True)
+
+
 def linear_policy_scores(
     hidden: Tensor,
     weight: Tensor,
@@ -161,7 +179,10 @@ def linear_policy_scores(
     chunk_tokens: int = 2048,
     shard: VocabShard | None = None,
     softcap: float | None = None,
+    kept: Tensor | None = None,
 ) -> PolicyScores:
-    """Log-probabilities and entropies of targets [N] in the distribution they were drawn from."""
-    scores = _PolicyScores.apply(hidden, weight, targets, drawn, chunk_tokens, shard, softcap)
+    """Log-probabilities and entropies of targets [N] in the distribution they were drawn from.
+
+    `kept`, int [N,K]: the ids that it was cut to, -1 behind the last; None: it was not cut."""
+    scores = _PolicyScores.apply(hidden, weight, targets, kept, drawn, chunk_tokens, shard, softcap)
     return PolicyScores(*scores)  # pyright: ignore[reportGeneralTypeIssues]

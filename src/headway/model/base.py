@@ -173,9 +173,12 @@ class LMHead:
         )
         return log_prob.view(targets.shape), lse.view(targets.shape)
 
-    def policy(self, targets: Tensor, drawn: DrawnFrom = DrawnFrom()) -> PolicyScores:
+    def policy(
+        self, targets: Tensor, drawn: DrawnFrom = DrawnFrom(), kept: Tensor | None = None
+    ) -> PolicyScores:
         """Log-probability and entropy of sampled targets, [B, T] each, in the distribution that
-        they were drawn from; differentiable in any way."""
+        they were drawn from; differentiable in any way. `kept` [B, T, K]: the ids that it was cut
+        to, -1 behind the last."""
         scores = linear_policy_scores(
             self._tokens(),
             self.weight,
@@ -184,6 +187,7 @@ class LMHead:
             self.chunk_tokens,
             self.shard,
             self.softcap,
+            None if kept is None else kept.flatten(0, 1),
         )
         return PolicyScores(*(per_token.view(targets.shape) for per_token in scores))
 

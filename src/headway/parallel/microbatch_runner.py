@@ -30,6 +30,7 @@ from headway.tasks.base import (
     Task,
     first_passes_of,
 )
+from headway.tasks.grpo import KEPT
 
 FULL_HEADS = "full_heads"
 STREAMING_HEADS = "streaming_heads"
@@ -170,7 +171,8 @@ class MicrobatchRunner:
         log_probs: list[Tensor] = []
 
         def read(index: int, micro: Batch, out: ModelOut) -> None:
-            log_probs.append(out.head.policy(micro.targets, drawn).log_prob)
+            scores = out.head.policy(micro.targets, drawn, micro.extra.get(KEPT))
+            log_probs.append(scores.log_prob)
 
         self._forward_each(microbatches, step_info, read)
         return self._on_all_stages(log_probs, microbatches)

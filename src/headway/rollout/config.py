@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import model_validator
 
 from headway.config.section import Section, setting
+
+MOST_KEPT = 1024
+"""Ids that a token may be drawn from where the distribution is cut: they are in the journal."""
+
+
+class Cuts(NamedTuple):
+    """What is left out of the distribution that tokens are drawn from, after the temperature: in
+    this order, and what is left is renormalised."""
+
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
 
 
 class RolloutConfig(Section):
@@ -27,6 +41,25 @@ class RolloutConfig(Section):
         "Temperature of the sampling. The loss uses the probabilities of the distribution that "
         "was sampled from.",
         gt=0,
+    )
+    top_k: int | None = setting(
+        None,
+        f"Draw from the so many likeliest tokens; null = all, or {MOST_KEPT} with top_p or min_p. "
+        "The journal has the ids that each token was drawn from, and the loss uses them.",
+        ge=1,
+        le=MOST_KEPT,
+    )
+    top_p: float | None = setting(
+        None,
+        "Draw from the smallest set of likeliest tokens with this total probability.",
+        gt=0,
+        le=1,
+    )
+    min_p: float | None = setting(
+        None,
+        "Draw from the tokens with at least this share of the likeliest one's probability.",
+        gt=0,
+        le=1,
     )
     updates: int = setting(
         1,
@@ -91,6 +124,15 @@ class RolloutConfig(Section):
                 "samples are equal. Set valid_temperature, e.g. 1.0"
             )
         return self
+
+    @property
+    def cuts(self) -> Cuts:
+        """What the sampling leaves out."""
+        cuts = Cuts(self.top_k, self.top_p, self.min_p)
+        if cuts != Cuts() and cuts.top_k is None:
+            # The ids are kept for every token, so there is a bound on their number.
+            cuts = cuts._replace(top_k=MOST_KEPT)
+        return cuts
 
     @property
     def num_updates(self) -> int:

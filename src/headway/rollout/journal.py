@@ -10,7 +10,8 @@ line short: it is removed when the file is opened. A run that resumes from an ea
 finds the records of later batches here: nothing is sampled twice, no reward is asked twice. Only a
 batch that other weights or settings answer removes lines, from the end.
 
-Arrays are base64 of little-endian numbers: ids int32, log-probabilities float32.
+Arrays are base64 of little-endian numbers: ids int32, log-probabilities float32. Kept ids are
+ascending for each token, so their differences are small numbers: these are compressed with zlib.
 """
 
 from __future__ import annotations
@@ -37,6 +38,22 @@ REWARDS = "rewards"
 SCORES = "scores"
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class KeptIds:
+    """What the tokens of an answer were drawn from, where top-k, top-p or min-p cut the
+    distribution. The sampler's own choice: other logits, a rounding away, may keep others."""
+
+    counts: Ints
+    """Of every token: how many ids were kept."""
+    ids: Ints
+    """The kept ids of all tokens, one after the other; ascending for each token."""
+
+    def of_tokens(self) -> list[Ints]:
+        """The kept ids of every token."""
+        return np.split(self.ids, np.cumsum(self.counts)[:-1])
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,8 @@ class SampledAnswer:
     finished: str
     """Why it ended: eos, stop, length, context."""
     text: str
+    kept: KeptIds | None = None
+    """None: every token was drawn from the whole vocabulary."""
 
     @property
     def is_cut(self) -> bool:
@@ -260,7 +279,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
             offset += len(line)
 
 
-def _packed(values: Sequence[float] | Floats, dtype: str) -> str:
+def _packed(values: Sequence[float] | Floats | Ints, dtype: str) -> str:
     return base64.b64encode(np.asarray(values, dtype).tobytes()).decode("ascii")
 
 
@@ -271,17 +290,7 @@ def _unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
 def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]:
     """A record as JSON has it."""
     if isinstance(record, SampledBatch):
-        answers = [
-            {
-                "prompt": answer.prompt,
-                "sample": answer.sample,
-                "ids": _packed(answer.ids, "<i4"),
-                "logprobs": _packed(answer.logprobs, "<f4"),
-                "finished": answer.finished,
-                "text": answer.text,
-            }
-            for answer in record.answers
-        ]
+        answers = [_plain_answer(answer) for answer in record.answers]
         return {
             "kind": ANSWERS,
             "batch": record.batch,
@@ -312,6 +321,31 @@ def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]
     }
 
 
+def _plain_answer(answer: SampledAnswer) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "prompt": answer.prompt,
+        "sample": answer.sample,
+        "ids": _packed(answer.ids, "<i4"),
+        "logprobs": _packed(answer.logprobs, "<f4"),
+        "finished": answer.finished,
+        "text": answer.text,
+    }
+    if answer.kept is not None:
+        differences = np.diff(answer.kept.ids, prepend=np.int32(0)).astype("<i4")
+        compressed = zlib.compress(differences.tobytes())
+        entry["kept"] = base64.b64encode(compressed).decode("ascii")
+        entry["kept_counts"] = _packed(answer.kept.counts, "<i4")
+    return entry
+
+
+def _kept(entry: Mapping[str, Any]) -> KeptIds | None:
+    if "kept" not in entry:
+        return None
+    differences = np.frombuffer(zlib.decompress(base64.b64decode(entry["kept"])), "<i4")
+    ids = np.cumsum(differences, dtype=np.int32)
+    return KeptIds(_unpacked(entry["kept_counts"], "<i4"), ids)
+
+
 def _sampled(record: Mapping[str, Any]) -> SampledBatch:
     answers = [
         SampledAnswer(
@@ -321,6 +355,7 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
             logprobs=_unpacked(entry["logprobs"], "<f4"),
             finished=entry["finished"],
             text=entry["text"],
+            kept=_kept(entry),
         )
         for entry in record["answers"]
     ]

@@ -24,9 +24,9 @@ from headway.data.row_stream import PackedBlock
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import balanced_order
 from headway.errors import DataError
-from headway.rollout.journal import Floats
+from headway.rollout.journal import Floats, KeptIds
 from headway.store.source import Flags, Ids, Longs
-from headway.tasks.grpo import ADVANTAGE, ANSWERS, OLD, SAMPLED
+from headway.tasks.grpo import ADVANTAGE, ANSWERS, KEPT, OLD, SAMPLED
 
 if TYPE_CHECKING:
     from headway.data.rows import RowPieces
@@ -43,6 +43,8 @@ class TrainedAnswer:
     old: Floats | None = None
     """The trainer's log-probabilities before the first update."""
     has_loss: bool = True
+    kept: KeptIds | None = None
+    """What its tokens were drawn from; None: the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class AnswerSource(GroupSource):
         )
         self.num_tokens = int(self._lengths.sum())
         self._has_old = any(answer.old is not None for answer in self.answers)
+        self._most_kept = max(
+            (int(answer.kept.counts.max()) for answer in self.answers if answer.kept is not None),
+            default=0,
+        )
 
     @cached_property
     def masked(self) -> bool:
@@ -102,11 +108,17 @@ class AnswerSource(GroupSource):
         return flags[start:stop]
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
-        """Advantages and log-probabilities [rows, seq_len] at the positions of their targets."""
+        """Advantages and log-probabilities [rows, seq_len] at the positions of their targets; kept
+        ids [rows, seq_len, most of a token] where the sampling was cut."""
         names = [ADVANTAGE, SAMPLED]
         if self._has_old:
             names.append(OLD)
-        return {name: np.zeros((num_rows, layout.seq_len), np.float32) for name in names}
+        columns: Columns = {
+            name: np.zeros((num_rows, layout.seq_len), np.float32) for name in names
+        }
+        if self._most_kept:
+            columns[KEPT] = np.full((num_rows, layout.seq_len, self._most_kept), -1, np.int32)
+        return columns
 
     def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
         # Where each piece begins in its row: after the pieces before it.
@@ -124,6 +136,9 @@ class AnswerSource(GroupSource):
             columns[SAMPLED][row, part] = answer.logprobs
             if answer.old is not None:
                 columns[OLD][row, part] = answer.old
+            if answer.kept is not None:
+                for offset, ids in enumerate(answer.kept.of_tokens()):
+                    columns[KEPT][row, first + offset, : len(ids)] = ids
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling
 from headway.model.base import build_frozen_model
 from headway.model.layout import GATES
-from headway.rollout.journal import Floats
+from headway.rollout.config import Cuts
+from headway.rollout.journal import Floats, Ints, KeptIds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,8 @@ class DrawnAnswer:
     logprobs: Floats
     finished: str
     text: str
+    kept: KeptIds | None = None
+    """None: every token was drawn from the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,23 @@ class PolicySampler:
         requests: Sequence[AnswerRequest],
         temperature: float,
         on_round: Callable[[], object] = str,
+        cuts: Cuts = Cuts(),
     ) -> list[DrawnAnswer]:
         """The answers to some requests, in their order; `on_round` is called again and again."""
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=cuts.top_k,
+            top_p=cuts.top_p,
+            min_p=cuts.min_p,
+            seed=self.settings.seed,
+            # Without cuts there is nothing to sort.
+            by_id=temperature > 0 and cuts == Cuts(),
+        )
         first, others = _in_order(requests)
-        running = {self._submit(requests[index], temperature): index for index in first}
+        running = {self._submit(requests[index], sampling): index for index in first}
         ids: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
+        kept: list[list[Ints]] = [[] for _ in requests]
         finished = [""] * len(requests)
         unread = set(first)
 
@@ -133,12 +147,15 @@ class PolicySampler:
                 if event.error is not None:
                     raise TrainingError(f"rollout: an answer failed: {event.error}")
                 ids[index] += event.tokens
-                logprobs[index] += [entry.logprob for entry in event.logprobs or ()]
+                for entry in event.logprobs or ():
+                    logprobs[index].append(entry.logprob)
+                    if entry.kept is not None:
+                        kept[index].append(entry.kept)
                 if event.finished is not None:
                     finished[index] = event.finished
             # Their prompts are in the cache now: the other answers to them begin there.
             if not unread and others:
-                running |= {self._submit(requests[index], temperature): index for index in others}
+                running |= {self._submit(requests[index], sampling): index for index in others}
                 others = []
         return [
             DrawnAnswer(
@@ -146,13 +163,12 @@ class PolicySampler:
                 np.array(logprobs[index], np.float32),
                 finished[index],
                 self._text(request.prompt, ids[index]),
+                _joined(kept[index]),
             )
             for index, request in enumerate(requests)
         ]
 
-    def _submit(self, request: AnswerRequest, temperature: float) -> int:
-        is_drawn = temperature > 0
-        sampling = Sampling(temperature=temperature, seed=self.settings.seed, by_id=is_drawn)
+    def _submit(self, request: AnswerRequest, sampling: Sampling) -> int:
         return self._engine.submit(
             EngineRequest(
                 request.prompt,
@@ -160,7 +176,7 @@ class PolicySampler:
                 sampling=sampling,
                 key=request.key,
                 logprobs=0,
-                drawn_logprobs=is_drawn,
+                drawn_logprobs=sampling.temperature > 0,
             )
         )
 
@@ -171,6 +187,14 @@ class PolicySampler:
         before = len(self.tokenizer.decode_bytes(tail, skip_special=True))
         whole = self.tokenizer.decode_bytes([*tail, *ids], skip_special=True)
         return whole[before:].decode("utf-8", "replace")
+
+
+def _joined(kept: Sequence[Ints]) -> KeptIds | None:
+    """The kept ids of every token of an answer; None where the sampling was not cut."""
+    if not kept:
+        return None
+    counts = np.array([len(ids) for ids in kept], np.int32)
+    return KeptIds(counts, np.concatenate(kept))
 
 
 def _in_order(requests: Sequence[AnswerRequest]) -> tuple[list[int], list[int]]:

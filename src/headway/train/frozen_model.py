@@ -60,6 +60,7 @@ from headway.runtime.storage import (
     write_sealed,
 )
 from headway.tasks.base import ReferenceSpec, ScoreColumns, TaskConfig
+from headway.tasks.grpo import KEPT
 from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
@@ -450,7 +451,8 @@ def drawn_from(resolved: Resolved) -> DrawnFrom:
 
 def with_token_scores(model: Model, batch: Batch, column: str, drawn: DrawnFrom) -> Batch:
     """The microbatch with a model's log-probability of every target."""
-    scores = model.forward_batch(batch).head.policy(batch.targets, drawn)
+    head = model.forward_batch(batch).head
+    scores = head.policy(batch.targets, drawn, batch.extra.get(KEPT))
     return replace(batch, extra={**batch.extra, column: scores.log_prob})
 
 

@@ -35,6 +35,7 @@ from headway.errors import ConfigError, GaveUpError, HeadwayError, TrainingError
 from headway.eval.rewards import open_reward_model
 from headway.rewards.base import RewardAnswer
 from headway.rewards.panel import RewardPanel
+from headway.rollout.config import Cuts
 from headway.rollout.journal import (
     Floats,
     RewardedBatch,
@@ -82,6 +83,8 @@ TRAINING_SETTINGS = {
     "precision",
 }
 """Of a recipe: what decides how answers change the weights."""
+LATER_SETTINGS: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None}
+"""Of `rollout`, with their defaults: settings that the first journals did not know."""
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
 
 
@@ -317,6 +320,7 @@ class Rollouts:
             version,
             self.recipe.rollout.temperature,
             f"rollout {batch}",
+            self.recipe.rollout.cuts,
         )
         sampled = SampledBatch(
             batch,
@@ -338,6 +342,7 @@ class Rollouts:
         version: int,
         temperature: float,
         title: str,
+        cuts: Cuts = Cuts(),
     ) -> list[SampledAnswer]:
         """An answer for each (prompt, sample, key), in order; every rank samples its share."""
         sampler = self.sampler(version)
@@ -355,7 +360,7 @@ class Rollouts:
                 world.heart.beat("rollout", self.state.step)
                 advance(1)
 
-            here = sampler.sample(requests, temperature, on_round)
+            here = sampler.sample(requests, temperature, on_round, cuts)
         drawn: dict[int, DrawnAnswer] = {}
         for part in world.gather(dict(zip(mine, here, strict=True))):
             drawn |= part
@@ -367,6 +372,7 @@ class Rollouts:
                 drawn[index].logprobs,
                 drawn[index].finished,
                 drawn[index].text,
+                drawn[index].kept,
             )
             for index, (number, sample, _) in enumerate(wanted)
         ]
@@ -446,7 +452,13 @@ class Rollouts:
             )
 
         answers = [
-            TrainedAnswer(self._prompts[answer.prompt].ids, answer.ids, answer.logprobs, 0.0)
+            TrainedAnswer(
+                self._prompts[answer.prompt].ids,
+                answer.ids,
+                answer.logprobs,
+                0.0,
+                kept=answer.kept,
+            )
             for answer in sampled.answers
         ]
         step = answer_step(answers, self.step_rows(), self.state.epoch)
@@ -583,12 +595,18 @@ class Rollouts:
             self.tokenizer.fingerprint,
             sorted(self.end_ids),
         ]
+        # Appended where they are set: journals of runs without them keep their digests.
+        if rollout.cuts != Cuts():
+            content.append(list(rollout.cuts))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _training_digest(self) -> str:
         """Settings that decide what updates make of the weights: with others, answers to later
         batches were drawn by weights that a resumed run does not reach."""
         settings = self.recipe.model_dump(mode="json", include=TRAINING_SETTINGS)
+        for name, default in LATER_SETTINGS.items():
+            if settings["rollout"][name] == default:
+                del settings["rollout"][name]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -676,6 +694,7 @@ class RolloutLoader:
                         advantage,
                         old,
                         has_loss=not (rollout.mask_cut and answer.is_cut),
+                        kept=answer.kept,
                     )
                 )
         facts = {**collected.facts, "rollout/staleness": float(update)}

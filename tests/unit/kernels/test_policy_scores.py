@@ -55,16 +55,24 @@ class Numbers(NamedTuple):
     d_weight: Tensor
 
 
-def by_autograd(given: Head, drawn: DrawnFrom, softcap: float | None = None) -> Numbers:
-    """In fp64, with logits."""
+def by_autograd(
+    given: Head, drawn: DrawnFrom, softcap: float | None = None, kept: Tensor | None = None
+) -> Numbers:
+    """In fp64, with logits; of those that are not kept with a logit of -inf."""
     hidden = given.hidden.double().requires_grad_()
     weight = given.weight.double().requires_grad_()
     logits = hidden @ weight.t()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_p = (logits[:, : drawn.vocab] / drawn.temperature).log_softmax(-1)
+    logits = logits[:, : drawn.vocab] / drawn.temperature
+    if kept is not None:
+        for row, ids in enumerate(kept.tolist()):
+            cut = sorted(set(range(logits.shape[1])) - set(ids))
+            if ids[0] >= 0:
+                logits[row, cut] = -torch.inf
+    log_p = logits.log_softmax(-1)
     log_prob = log_p.gather(1, given.targets[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
     (log_prob * given.of_log_prob + entropy * given.of_entropy).sum().backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -143,7 +151,43 @@ def test_the_formulas_agree_with_finite_differences() -> None:
     torch.testing.assert_close(d_log_prob, (is_target - p) / temperature)
 
 
-def on_a_rank(given: Head, drawn: DrawnFrom, softcap: float | None, group: RankGroup) -> Numbers:
+def kept_ids(given: Head, vocab: int) -> Tensor:
+    """Some ids of every token, its target among them; of two tokens none, so all of them."""
+    draw = torch.Generator().manual_seed(5)
+    kept = torch.full((TOKENS, 6), -1, dtype=torch.int32)
+    for row, target in enumerate(given.targets.tolist()):
+        count = row % 6
+        others = [
+            token for token in torch.randperm(vocab, generator=draw).tolist() if token != target
+        ]
+        kept[row, : count + 1] = torch.tensor(sorted([target, *others[:count]]))
+    kept[[4, 9]] = -1
+    return kept
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("drawn", [DrawnFrom(), DrawnFrom(0.7, 30)], ids=str)
+def test_of_kept_ids_alone_values_and_gradients_are_those_of_plain_autograd(
+    drawn: DrawnFrom, chunk: int, softcap: float | None
+) -> None:
+    given = head(drawn.vocab or VOCAB)
+    kept = kept_ids(given, drawn.vocab or VOCAB)
+    hidden = given.hidden.clone().requires_grad_()
+    weight = given.weight.clone().requires_grad_()
+    scores = linear_policy_scores(
+        hidden, weight, given.targets, drawn, chunk, softcap=softcap, kept=kept
+    )
+    (scores.log_prob * given.of_log_prob + scores.entropy * given.of_entropy).sum().backward()
+    got = Numbers(*scores, hidden.grad, weight.grad)  # pyright: ignore[reportArgumentType]
+    assert_equal(got, by_autograd(given, drawn, softcap, kept))
+    # The first token is kept alone: it is certain.
+    assert scores.log_prob[0] == 0
+
+
+def on_a_rank(
+    given: Head, drawn: DrawnFrom, softcap: float | None, kept: Tensor | None, group: RankGroup
+) -> Numbers:
     """What one rank with some rows of the head computes; its gradient of hidden states is summed over ranks."""
     rows = even_parts(VOCAB, group.size)[group.rank]
     hidden = given.hidden.clone().requires_grad_()
@@ -153,7 +197,7 @@ def on_a_rank(given: Head, drawn: DrawnFrom, softcap: float | None, group: RankG
         return torch.stack([torch.from_numpy(each) for each in group.gather(part.numpy())])
 
     shard = VocabShard(rows.start, VOCAB, collect, lambda x: x)
-    scores = linear_policy_scores(hidden, weight, given.targets, drawn, 10, shard, softcap)
+    scores = linear_policy_scores(hidden, weight, given.targets, drawn, 10, shard, softcap, kept)
     (scores.log_prob * given.of_log_prob + scores.entropy * given.of_entropy).sum().backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -162,6 +206,7 @@ def on_a_rank(given: Head, drawn: DrawnFrom, softcap: float | None, group: RankG
     return Numbers(scores.log_prob.detach(), scores.entropy.detach(), d_hidden, d_weight)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(
     "drawn",
@@ -169,9 +214,12 @@ def on_a_rank(given: Head, drawn: DrawnFrom, softcap: float | None, group: RankG
     ids=["whole", "padded", "a rank of padding alone"],
 )
 def test_two_ranks_with_half_of_the_head_each_have_the_numbers_of_the_whole_head(
-    drawn: DrawnFrom, softcap: float | None
+    drawn: DrawnFrom, softcap: float | None, is_cut: bool
 ) -> None:
     given = head(drawn.vocab or VOCAB)
-    right = by_autograd(given, drawn, softcap)
-    for got in run_ranks(lambda group: on_a_rank(given, drawn, softcap, group), 2):
+    kept = None
+    if is_cut:
+        kept = kept_ids(given, drawn.vocab or VOCAB)
+    right = by_autograd(given, drawn, softcap, kept)
+    for got in run_ranks(lambda group: on_a_rank(given, drawn, softcap, kept, group), 2):
         assert_equal(got, Numbers(*(each.detach() for each in right)))

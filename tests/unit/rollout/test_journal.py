@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from headway.errors import DataError
 from headway.rollout.journal import (
     FILE,
+    KeptIds,
     RewardedBatch,
     RolloutJournal,
     SampledAnswer,
@@ -78,6 +80,25 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
         assert journal.answers(3) is None
         assert journal.rewards(3) is None
         assert journal.scores(3) is None
+
+
+def test_kept_ids_are_read_again(tmp_path: Path) -> None:
+    """Ascending for each token, from any part of a large vocabulary."""
+    kept = KeptIds(
+        np.array([3, 1, 2], np.int32), np.array([0, 17, 151_000, 5, 4, 151_935], np.int32)
+    )
+    cut = sampled(0)
+    cut = replace(cut, answers=tuple(replace(answer, kept=kept) for answer in cut.answers))
+    RolloutJournal.open(tmp_path).add(cut)
+    found = RolloutJournal.open(tmp_path).answers(0)
+    assert found is not None
+    for answer in found.answers:
+        assert answer.kept is not None
+        assert [ids.tolist() for ids in answer.kept.of_tokens()] == [
+            [0, 17, 151_000],
+            [5],
+            [4, 151_935],
+        ]
 
 
 def test_a_folder_without_a_journal_has_no_batches_and_gets_no_file(tmp_path: Path) -> None:

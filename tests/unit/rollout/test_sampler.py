@@ -12,6 +12,7 @@ from headway.kernels.attention import causal_mask
 from headway.model.base import build_frozen_model
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.rollout.config import Cuts
 from headway.rollout.sampler import AnswerRequest, DrawnAnswer, PolicySampler, SamplerSettings
 
 MODEL = CONFIG.with_(max_seq_len=96, init_std=0.3)
@@ -62,6 +63,65 @@ def test_log_probabilities_are_the_models_at_the_temperature(temperature: float)
         assert answer.logprobs.tolist() == pytest.approx(
             expected_logprobs(1, request.prompt, answer.ids, temperature), abs=2e-5
         )
+
+
+def plain_cut(scores: torch.Tensor, cuts: Cuts) -> set[int]:
+    """The ids that a rule keeps of scores [V], token by token."""
+    p = scores.double().softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda token: (-p[token], token))
+    kept: set[int] = set()
+    before = 0.0
+    for rank, token in enumerate(order):
+        is_in_k = cuts.top_k is None or rank < cuts.top_k
+        is_in_p = cuts.top_p is None or before < cuts.top_p
+        is_likely = cuts.min_p is None or p[token] >= cuts.min_p * p[order[0]]
+        if is_in_k and is_in_p and is_likely:
+            kept.add(token)
+        before += p[token]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [Cuts(top_k=5), Cuts(top_p=0.6), Cuts(min_p=0.3), Cuts(top_k=40, top_p=0.9, min_p=0.02)],
+    ids=str,
+)
+def test_with_cuts_log_probabilities_are_those_of_the_ids_that_could_be_drawn(cuts: Cuts) -> None:
+    """The kept ids are those of a plain rule, and the log-probability is renormalised over them."""
+    temperature = 0.7
+    model = build_frozen_model(MODEL, weights(1), torch.device("cpu"), torch.float32)
+    answers = sampler(1).sample(REQUESTS, temperature, cuts=cuts)
+    some_cut = False
+    for request, answer in zip(REQUESTS, answers, strict=True):
+        assert answer.kept is not None
+        size = len(request.prompt) + len(answer.ids)
+        with torch.no_grad():
+            ids = torch.tensor([request.prompt + answer.ids])
+            hidden = model(ids, torch.arange(size)[None], causal_mask(1, size))
+            logits = model.logits(hidden)[0, len(request.prompt) - 1 : -1]
+        logits = logits[:, : byte_tokenizer().vocab_size] / temperature
+        for token, logprob, scores, kept in zip(
+            answer.ids, answer.logprobs.tolist(), logits, answer.kept.of_tokens(), strict=True
+        ):
+            listed = kept.tolist()
+            assert token in listed
+            assert set(listed) == plain_cut(scores, cuts)
+            among = scores[listed].log_softmax(-1)
+            assert logprob == pytest.approx(float(among[listed.index(token)]), abs=2e-5)
+            some_cut |= len(listed) < scores.shape[0]
+    assert some_cut
+
+
+def test_neither_order_nor_number_at_once_changes_an_answer_with_cuts() -> None:
+    cuts = Cuts(top_k=20, top_p=0.8)
+    expected = sampler(1).sample(REQUESTS, 1.0, cuts=cuts)
+    others = sampler(1, at_once=2).sample(REQUESTS[::-1], 1.0, cuts=cuts)[::-1]
+    assert tokens(others) == tokens(expected)
+    for answer, other in zip(expected, others, strict=True):
+        assert answer.kept is not None
+        assert other.kept is not None
+        assert answer.kept.ids.tolist() == other.kept.ids.tolist()
+        assert answer.kept.counts.tolist() == other.kept.counts.tolist()
 
 
 def test_a_temperature_of_zero_takes_the_likeliest_whatever_the_key() -> None:

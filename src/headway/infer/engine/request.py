@@ -72,8 +72,9 @@ class EngineRequest:
     """n: log-probabilities of the chosen token and of the n likeliest; 0: of the chosen one
     only."""
     drawn_logprobs: bool = False
-    """Log-probabilities are those of the distribution that tokens are drawn from, after the
-    temperature. Needs `logprobs` of 0, and a sampling without penalties, biases and cuts."""
+    """Log-probabilities are those of the distribution that tokens are drawn from: after the
+    temperature, among the tokens that top_k, top_p and min_p keep. Needs `logprobs` of 0, and a
+    sampling without penalties and biases."""
     prompt_logprobs: bool = False
     """Log-probabilities of the prompt's tokens too, in the first event."""
     constraint: str | None = None
@@ -93,12 +94,11 @@ class EngineRequest:
             self.logprobs != 0
             or sampling.temperature == 0
             or sampling.changes_scores
-            or sampling.cuts
             or self.constraint is not None
         ):
             raise ConfigError(
                 "drawn_logprobs is true; it needs logprobs=0, a temperature above 0, and no "
-                "penalties, biases, grammar, top_k, top_p or min_p."
+                "penalties, biases or grammar."
             )
         if self.logprobs is not None and self.logprobs < 0:
             raise ConfigError(
@@ -108,12 +108,16 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token, before temperature and penalties."""
+    """How likely the model found a token, before temperature and penalties; with `drawn_logprobs`
+    in the distribution that it was drawn from."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """(id, log-probability) of the likeliest tokens, likeliest first."""
+    kept: np.ndarray | None = field(default=None, compare=False)
+    """int32: the ids that could be drawn, ascending; None: all of them. With `drawn_logprobs`
+    only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.prefill_batches import PieceOf
 from headway.infer.engine.request import EngineRequest, TokenLogprobs, failure_line
-from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler
+from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler, kept_tokens
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.sampling import Sampling
 from headway.model.cache_blocks import to_device
@@ -84,8 +84,8 @@ class PendingTokens:
         scores: list[torch.Tensor],
         failures: Mapping[int, str] = {},
     ) -> None:
-        """`scored`: the rows whose log-probabilities are in `scores`; `failures`: why some rows
-        have no token."""
+        """`scored`: the rows whose log-probabilities are in `scores`, perhaps with the ids that
+        could be drawn; `failures`: why some rows have no token."""
         self.rows = list(rows)
         self._scored = scored
         self._failures = failures
@@ -99,11 +99,14 @@ class PendingTokens:
         # All rows were scored with the largest count that one of them asks for.
         logprobs: list[TokenLogprobs | None] = [None] * len(values)
         if self._scored:
-            chosen, ids, tops = (part.tolist() for part in scores)
+            chosen, ids, tops = (part.tolist() for part in scores[:3])
             for index, row in enumerate(self._scored):
                 count = self.rows[row].request.logprobs or 0
                 top = tuple(zip(ids[index][:count], tops[index][:count], strict=True))
-                logprobs[row] = TokenLogprobs(values[row], chosen[index], top)
+                kept = None
+                if len(scores) > 3:
+                    kept = _ascending(scores[3][index])
+                logprobs[row] = TokenLogprobs(values[row], chosen[index], top, kept)
 
         results: list[SequenceResult] = []
         for row, sequence in enumerate(self.rows):
@@ -166,9 +169,13 @@ def choose_tokens(
     scores = []
     if scored:
         most = max(rows[row].request.logprobs or 0 for row in scored)
-        if any(rows[row].request.drawn_logprobs for row in scored):
-            raw = _drawn_from(raw, [rows[row].request for row in scored])
+        requests = [rows[row].request for row in scored]
+        kept = None
+        if any(request.drawn_logprobs for request in requests):
+            raw, kept = _drawn_from(raw, requests)
         scores = _logprobs(raw, tokens.clamp(min=0), scored, most)
+        if kept is not None:
+            scores.append(kept)
     for sequence in rows:
         sequence.in_flight += 1
     return PendingTokens(rows, tokens, scored, scores, failures)
@@ -205,15 +212,47 @@ def _mask(sequence: EngineSequence, vocab: int) -> np.ndarray | None:
     return mask
 
 
-def _drawn_from(logits: torch.Tensor, requests: Sequence[EngineRequest]) -> torch.Tensor:
-    """Logits [n,V] at the temperature of requests that ask for the distribution they draw from."""
+def _drawn_from(
+    logits: torch.Tensor, requests: Sequence[EngineRequest]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits [n,V] of the distribution that requests draw from, of those that ask for it; and the
+    ids [n,k] that it is cut to, NO_TOKEN behind the last, None where no request cuts."""
+    cut = [
+        row
+        for row, request in enumerate(requests)
+        if request.drawn_logprobs and request.sampling.cuts
+    ]
+    kept = None
+    allowed = None
+    if cut:
+        where = to_device(torch.tensor(cut), logits.device)
+        # By the same function as the draw: of the same scores it keeps the same tokens.
+        some = kept_tokens(logits[where], [requests[row].sampling for row in cut])
+        kept = some.new_full((len(requests), some.shape[1]), NO_TOKEN)
+        kept[where] = some
+        # A row that is not cut keeps everything. The column behind the last takes the padding.
+        vocab = logits.shape[-1]
+        allowed = torch.ones(len(requests), vocab + 1, dtype=torch.bool, device=logits.device)
+        allowed[where] = False
+        allowed.scatter_(1, kept.where(kept >= 0, vocab), True)
+        allowed = allowed[:, :vocab]
     temperatures = [
         request.sampling.temperature if request.drawn_logprobs else 1.0 for request in requests
     ]
-    if all(temperature == 1.0 for temperature in temperatures):
-        return logits
-    divisor = torch.tensor(temperatures, dtype=logits.dtype)
-    return logits / to_device(divisor, logits.device)[:, None]
+    if any(temperature != 1.0 for temperature in temperatures):
+        divisor = torch.tensor(temperatures, dtype=logits.dtype)
+        logits = logits / to_device(divisor, logits.device)[:, None]
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits, kept
+
+
+def _ascending(kept: torch.Tensor) -> np.ndarray | None:
+    """The ids of a row of `kept_tokens`, int32; None where it has none."""
+    ids = kept[kept >= 0]
+    if len(ids) == 0:
+        return None
+    return np.sort(ids.numpy().astype(np.int32))
 
 
 def _logprobs(

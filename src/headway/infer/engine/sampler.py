@@ -162,7 +162,6 @@ def _penalties(sampling: Sampling) -> tuple[float, float, float]:
 
 def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor:
     """The token of each row, int64 [n]; NO_TOKEN where there is none."""
-    vocab = scores.shape[-1]
     largest = scores.amax(-1)
     greedy = scores.argmax(-1).where(largest > -torch.inf, NO_TOKEN)  # NaN is not above either
     if all(row.sampling.temperature == 0 for row in rows):
@@ -180,36 +179,9 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
             tokens[where] = choose_rows(scores[where], [rows[index] for index in part])
         return tokens
 
-    # All rows in one pass: what a row does not set has a value that changes nothing.
-    limits: list[int] = []
-    numbers: list[tuple[float, ...]] = []
-    for row in rows:
-        sampling = row.sampling
-        limit = min(sampling.top_k or vocab, vocab)
-        if sampling.temperature == 0:
-            limit = 1  # its token is the greedy one, taken at the end
-        top_p = NO_TOP_P if sampling.top_p is None else sampling.top_p
-        limits.append(limit)
-        numbers.append(
-            (sampling.temperature or 1.0, top_p, sampling.min_p or 0.0, row.draw, float(limit))
-        )
-    exact = to_float64(scores)
-    # One copy to the device for the numbers of all rows: [5, n, 1].
-    settings = to_device(torch.tensor(numbers, dtype=torch.float64), exact.device).t()[..., None]
-    temperature, top_p, min_p, draw, top_k = settings
-
-    # Double, so that the running sum over a large vocabulary gives the same choice on every device.
-    # The greatest is subtracted first: a tiny temperature would make it infinite.
-    probability = ((exact - exact.amax(-1, keepdim=True)) / temperature).softmax(-1)
-
-    # By decreasing score, ids and probabilities [n, largest top-k].
-    token = _likeliest(scores.to(exact.device), max(limits))
-    likely = probability.gather(-1, token)
-    reached = likely.cumsum(-1)
-    rank = torch.arange(likely.shape[-1], device=likely.device)
-    # The token that reaches top_p is kept: what counts is the sum before it.
-    excluded = (reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1])
-    likely = likely.masked_fill(excluded, 0.0)
+    token, likely = _kept(scores, [row.sampling for row in rows])
+    draws = torch.tensor([row.draw for row in rows], dtype=torch.float64)
+    draw = to_device(draws, likely.device)[:, None]
 
     # The draw falls into one of the kept tokens, in proportion to their probabilities.
     reached = likely.cumsum(-1)
@@ -223,6 +195,45 @@ def choose_rows(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor
         torch.tensor([row.sampling.temperature == 0 for row in rows]), scores.device
     )
     return torch.where(is_greedy, greedy, chosen)
+
+
+def kept_tokens(scores: torch.Tensor, rules: Sequence[Sampling]) -> torch.Tensor:
+    """The ids that top-k, top-p and min-p leave of each row of scores [n,V], likeliest first: int64
+    [n,k], NO_TOKEN behind the last. What `choose_rows` draws from with the same scores."""
+    token, likely = _kept(scores, rules)
+    return token.masked_fill(likely == 0, NO_TOKEN).to(scores.device)
+
+
+def _kept(scores: torch.Tensor, rules: Sequence[Sampling]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [n, largest top-k] by decreasing score, and their probabilities in double, 0 for those
+    that a rule leaves out."""
+    # All rows in one pass: what a row does not set has a value that changes nothing.
+    vocab = scores.shape[-1]
+    limits: list[int] = []
+    numbers: list[tuple[float, ...]] = []
+    for sampling in rules:
+        limit = min(sampling.top_k or vocab, vocab)
+        if sampling.temperature == 0:
+            limit = 1  # its token is the greedy one
+        top_p = NO_TOP_P if sampling.top_p is None else sampling.top_p
+        limits.append(limit)
+        numbers.append((sampling.temperature or 1.0, top_p, sampling.min_p or 0.0, float(limit)))
+    exact = to_float64(scores)
+    # One copy to the device for the numbers of all rows: [4, n, 1].
+    settings = to_device(torch.tensor(numbers, dtype=torch.float64), exact.device).t()[..., None]
+    temperature, top_p, min_p, top_k = settings
+
+    # Double, so that the running sum over a large vocabulary gives the same choice on every device.
+    # The greatest is subtracted first: a tiny temperature would make it infinite.
+    probability = ((exact - exact.amax(-1, keepdim=True)) / temperature).softmax(-1)
+
+    token = _likeliest(scores.to(exact.device), max(limits))
+    likely = probability.gather(-1, token)
+    reached = likely.cumsum(-1)
+    rank = torch.arange(likely.shape[-1], device=likely.device)
+    # The token that reaches top_p is kept: what counts is the sum before it.
+    excluded = (reached - likely >= top_p) | (rank >= top_k) | (likely < min_p * likely[:, :1])
+    return token, likely.masked_fill(excluded, 0.0)
 
 
 def _draw_by_id(scores: torch.Tensor, rows: Sequence[RowChoice]) -> torch.Tensor:

@@ -41,6 +41,9 @@ SAMPLED = "policy.sampled"
 OLD = "policy.old"
 """Column: the trainer's log-probability of a target before the first update on these answers, fp32
 [rows, T]. Absent where the only update is the first."""
+KEPT = "policy.kept"
+"""Column: the ids that a target was drawn from, int32 [rows, T, K], -1 behind the last; absent where
+the sampling is not cut."""
 SCORED = "policy.scored"
 """Column: the frozen model's log-probability of a target, fp32 [rows, T]; absent without one."""
 AGREEMENT = "agreement/mean"

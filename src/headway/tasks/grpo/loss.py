@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.tasks.base import LARGEST, Collectives, Loss, MetricSums, StepInfo, Term
-from headway.tasks.grpo import ADVANTAGE, AGREEMENT, ANSWERS, OLD, SAMPLED, SCORED, Config
+from headway.tasks.grpo import ADVANTAGE, AGREEMENT, ANSWERS, KEPT, OLD, SAMPLED, SCORED, Config
 from headway.tasks.preference.loss import document_sums
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PolicyTask:
         import torch
 
         mask = batch.loss_weight
-        scores = out.head.policy(batch.targets, self.drawn)
+        scores = out.head.policy(batch.targets, self.drawn, batch.extra.get(KEPT))
         # Beside answers there is nothing to learn, and no number that may be used.
         log_prob = torch.where(mask > 0, scores.log_prob, 0.0)
         old = batch.extra.get(OLD)

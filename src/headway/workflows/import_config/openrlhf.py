@@ -12,6 +12,7 @@ from headway.errors import ConfigError
 from headway.workflows.import_config.hugging_face import recompute
 from headway.workflows.import_config.policy import (
     counted,
+    cut,
     finish_policy,
     reward_model,
     rollouts_to_updates,
@@ -155,7 +156,7 @@ RULES: dict[str, Rule] = {
     "prompt_max_len": counted("data.seq_len"),
     "generate_max_len": sets("rollout.max_new_tokens", integer),
     "temperature": sets("rollout.temperature", number),
-    "top_p": missing("answers are drawn from the whole distribution", off=(1, 1.0)),
+    "top_p": cut("rollout.top_p"),
     "advantage_estimator": estimator,
     "eps_clip": clip,
     "eps_clip_low_high": clip_pair,

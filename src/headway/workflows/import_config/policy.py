@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.config.kinds import kind_names
+from headway.rollout.config import MOST_KEPT
 from headway.workflows.import_config.rules import ImportDraft, Rule, number
 
 PROMPT_TOKENS = 512
@@ -36,6 +37,25 @@ def counted(path: str) -> Rule:
         # `settle` writes the value, which other keys decide as well.
         draft.paths[len(draft.report)] = path
         draft.tell(key, number(key, value), "set", path, "computed from several keys")
+
+    return rule
+
+
+def cut(path: str) -> Rule:
+    """A bound on the tokens that answers are drawn from: top_k, top_p or min_p."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        # How systems write that nothing is left out: none, 1 for top_p, 0 or -1 for top_k.
+        is_off = value is None or number(key, value) <= 0
+        if path == "rollout.top_p" and not is_off:
+            is_off = number(key, value) >= 1
+        if is_off:
+            draft.tell(key, value, "automatic", note="answers are drawn from all tokens")
+        elif path == "rollout.top_k" and number(key, value) > MOST_KEPT:
+            note = f"the journal keeps the ids of at most {MOST_KEPT} tokens"
+            draft.tell(key, value, "missing", f"{path}: {MOST_KEPT}", note)
+        else:
+            draft.write(key, value, path, value)
 
     return rule
 

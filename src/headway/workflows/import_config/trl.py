@@ -13,6 +13,7 @@ from headway.workflows.import_config import hugging_face
 from headway.workflows.import_config.policy import (
     add_reward,
     counted,
+    cut,
     finish_policy,
     reward_model,
     set_length,
@@ -132,7 +133,6 @@ def peft(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 IN_THE_SAME_PROCESS = automatic("the model samples in the processes that train it; no server")
-NO_TRUNCATION = missing("answers are drawn from the whole distribution", "rollout.temperature")
 RULES: dict[str, Rule] = {
     **hugging_face.RULES,
     **hugging_face.LORA,
@@ -157,9 +157,9 @@ RULES: dict[str, Rule] = {
     "max_completion_length": sets("rollout.max_new_tokens", integer),
     "max_prompt_length": counted("data.seq_len"),
     "temperature": sets("rollout.temperature", number),
-    "top_p": missing("answers are drawn from the whole distribution", off=(None, 1, 1.0)),
-    "top_k": missing("answers are drawn from the whole distribution", off=(None, 0, -1)),
-    "min_p": NO_TRUNCATION,
+    "top_p": cut("rollout.top_p"),
+    "top_k": cut("rollout.top_k"),
+    "min_p": cut("rollout.min_p"),
     "repetition_penalty": missing("there is no penalty in rollouts", off=(None, 1, 1.0)),
     "beta": sets("objective.beta", number),
     "epsilon": lower,

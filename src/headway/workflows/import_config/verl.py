@@ -13,6 +13,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.workflows.import_config.policy import (
     counted,
+    cut,
     finish_policy,
     reward_model,
     rollouts_to_updates,
@@ -279,8 +280,8 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.*": missing("an option of verl's actor"),
     f"{ROLLOUT}.n": sets("rollout.samples", integer),
     f"{ROLLOUT}.temperature": sets("rollout.temperature", number),
-    f"{ROLLOUT}.top_p": missing("answers are drawn from the whole distribution", off=(1, 1.0)),
-    f"{ROLLOUT}.top_k": missing("answers are drawn from the whole distribution", off=(-1, 0)),
+    f"{ROLLOUT}.top_p": cut("rollout.top_p"),
+    f"{ROLLOUT}.top_k": cut("rollout.top_k"),
     f"{ROLLOUT}.val_kwargs.n": sets("rollout.valid_samples", integer),
     f"{ROLLOUT}.val_kwargs.temperature": sets("rollout.valid_temperature", number),
     f"{ROLLOUT}.val_kwargs.*": automatic("rollout.valid_temperature says it"),

@@ -225,7 +225,6 @@ def test_draws_by_id_that_would_need_an_order_are_refused(settings: dict[str, fl
     ("sampling", "more"),
     [
         (Sampling(), {}),
-        (Sampling(1.0, top_k=4), {}),
         (Sampling(1.0, repetition_penalty=1.2), {}),
         (Sampling(1.0, presence_penalty=0.2), {}),
         (Sampling(1.0, logit_bias=((3, 1.0),)), {}),
