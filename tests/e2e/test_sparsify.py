@@ -54,25 +54,32 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
         "--samples",
         "1",
         "--depths",
-        "0,1",
+        "0",
+        "--random-draws",
+        "2",
         "--json",
     ]
     assert main(command) == 0
     printed = json.loads(capsys.readouterr().out)
     run = tmp_path / "runs" / "sparse"
     folder = run / "sparsify"
-    assert [variant["name"] for variant in printed["variants"]] == [
+    names = [variant["name"] for variant in printed["variants"]]
+    assert [name for name in names if not name.startswith(("random", "equal"))] == [
         "full",
         "s=0.25",
-        "random s=0.25",
+        "first s=0.25",
+        "windows",
         "s=0.5",
-        "random s=0.5",
+        "first s=0.5",
     ]
+    assert sum(name.startswith("random") for name in names) == 2 * 2
+    assert [compared["sparsity"] for compared in printed["comparisons"]] == [0.25, 0.5]
     for sparsity, full in ((0.25, 3), (0.5, 2)):
         masks = read_masks(folder / f"masks_sp{sparsity}.tsv")
         assert (masks.num_full, masks.window, masks.sinks) == (full, 16, 4)
-    sizes = [variant["cache_bytes"] for variant in printed["variants"]]
-    assert sizes[0] > sizes[1] == sizes[2] > sizes[3] == sizes[4]
+    sizes = {variant["name"]: variant["cache_bytes"] for variant in printed["variants"]}
+    assert sizes["full"] > sizes["s=0.25"] == sizes["random 2 s=0.25"] > sizes["s=0.5"]
+    assert sizes["s=0.5"] == sizes["random 2 s=0.5"] == sizes["first s=0.5"] > sizes["windows"]
     report = (folder / "report.md").read_text()
     assert "Training: steps 4" in report
     assert "![gates of all heads](heads.png)" in report
@@ -92,10 +99,12 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     )
     assert main([*command, "--masks", "own", "--chat-template", str(template)]) == 0
     asked = json.loads(capsys.readouterr().out)
-    assert [(variant["name"], variant["masks_from"]) for variant in asked["variants"][5:]] == [
+    further = asked["variants"][len(names) :]
+    assert [(variant["name"], variant["masks_from"]) for variant in further][:2] == [
         ("own", "own"),
         ("random own", "random"),
     ]
+    assert "windows" not in {variant["name"] for variant in further}, "measured once"
     assert asked["prompts"] == f"questions in chat template {template}"
     assert asked["chunks"] == {"128": 16}
     assert main(command) == 0

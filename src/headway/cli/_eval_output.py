@@ -107,12 +107,16 @@ def print_all(results: Sequence[Evaluation], json: bool, out: Path | None) -> No
 
 def print_long(result: LongResult) -> None:
     """The tables of a long-context report."""
-    from headway.eval.long_report import KV_COLUMNS, kv_rows, score_table
+    from headway.eval.long_report import KV_COLUMNS, comparison_table, kv_rows, score_table
 
     if result.plan.tasks:
         print_table(*score_table(result))
         typer.echo()
     print_table(KV_COLUMNS, kv_rows(result.variants))
+    comparisons = result.comparisons()
+    if any(comparison.random or comparison.simple for comparison in comparisons):
+        typer.echo()
+        print_table(*comparison_table(comparisons))
 
 
 def _print_tables(evaluations: Sequence[Evaluation]) -> None:

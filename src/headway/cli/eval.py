@@ -240,7 +240,9 @@ def long(
     from headway.eval.long_report import write_long_report
 
     check_start(compute, out)
-    variants = masks.variants(find_model(model).mask_source())
+    # The seed of the questions is that of random masks, too.
+    spec = replace(masks, seed=plan.questions.seed)
+    variants = spec.variants(find_model(model).mask_source())
 
     # With --out, each measurement is kept when it is done: a command that was stopped continues.
     results_dir = None

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
 from headway.eval.long_tasks import Case, fit, smallest
+from headway.eval.mask_comparison import MaskComparison, compare_masks
 from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
@@ -30,7 +31,7 @@ from headway.runtime.storage import write_atomic
 if TYPE_CHECKING:
     from headway.eval.perplexity import EvalDocument
     from headway.infer.load import LoadedModel
-    from headway.model.head_masks.choice import MaskVariant
+    from headway.model.head_masks.choice import MaskVariant, VariantKind
     from headway.tokenizer.load import Tokenizer
 
 
@@ -57,7 +58,8 @@ class VariantResult:
     window: int | None
     sinks: int | None
     masks_from: str | None
-    """`own` (of the model's gates), a file or `random`; None: every head keeps the whole past."""
+    """`own` (of the model's gates), a file or the kind of a baseline; None: every head keeps the
+    whole past."""
     cells: list[Cell]
     footprints: dict[str, float]
     """Of each task: KV footprint as a share of full causal attention, averaged over the cases."""
@@ -70,6 +72,11 @@ class VariantResult:
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     perplexity: dict[str, Any] | None = None
+    kind: VariantKind = "full"
+    compared_with: str | None = None
+    """Of a baseline: the name of the masks that are compared with it."""
+    seed: int | None = None
+    """Of random masks."""
 
     def score(self, task: str, length: int | None = None) -> float:
         """Mean over the cases of a task, at one length or at all."""
@@ -97,9 +104,17 @@ class LongResult:
     notes: list[str] = field(default_factory=list)
     """Limits of what the numbers mean."""
 
+    def comparisons(self) -> list[MaskComparison]:
+        """Every one of the masks with its random draws and simple choices."""
+        return compare_masks(self.variants, self.plan.tasks)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "plan": self.plan.to_json()}
+        return {
+            **asdict(self),
+            "plan": self.plan.to_json(),
+            "comparisons": [comparison.to_json() for comparison in self.comparisons()],
+        }
 
 
 @dataclass(frozen=True)
@@ -243,11 +258,14 @@ def evaluate_long(
     cases = make_cases(loaded.tokenizer, plan)
     prompts = prompts_in_words(loaded.tokenizer, plan)
     notes = plan_notes(plan)
+    # Baselines are many, and their masks are all of one size.
+    chosen = [variant for variant in variants if variant.kind in ("full", "masks")]
     log.info(
-        "%s: prompts are %s; masks %s",
+        "%s: prompts are %s; masks %s; %d masks to compare with",
         loaded.path,
         prompts,
-        "; ".join(map(variant_in_words, variants)),
+        "; ".join(map(variant_in_words, chosen)),
+        len(variants) - len(chosen),
     )
     # Before the measurement, which takes long; the report has them, too.
     for note in notes:
@@ -262,9 +280,9 @@ def evaluate_long(
             _load_or_measure(loaded, variant, plan, cases, texts, results_dir, texts_key)
         )
 
-    # Random masks are what learned ones are compared with; they do not count as a way to save.
+    # Baselines are what masks are compared with; they do not count as a way to save.
     full = results[0]
-    measured = [result for result in results if not result.name.startswith("random")]
+    measured = [result for result in results if result.kind in ("full", "masks")]
     critical: dict[str, float | None] = {}
     for task in plan.tasks:
         critical[task] = None
@@ -295,7 +313,11 @@ def _load_or_measure(
         content = load_json(file)
         if content.get("key") == key:
             stored = content["result"]
-            return VariantResult(**{**stored, "cells": [Cell(**cell) for cell in stored["cells"]]})
+            result = VariantResult(
+                **{**stored, "cells": [Cell(**cell) for cell in stored["cells"]]}
+            )
+            # What the measurement is of is said by this command, not by the one that made it.
+            return replace(result, **_about(variant))
 
     result = _measure(loaded.with_masks(variant.masks), variant, plan, cases, texts)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +411,17 @@ def _measure(
         prefill_tokens_per_second=speed.prefill_tokens_per_second,
         decode_tokens_per_second=speed.decode_tokens_per_second,
         perplexity=text_scores,
+        **_about(variant),
     )
+
+
+def _about(variant: MaskVariant) -> dict[str, Any]:
+    """What a variant is for, as fields of its result."""
+    return {
+        "kind": variant.kind,
+        "compared_with": variant.compared_with,
+        "seed": variant.seed,
+    }
 
 
 def _answer(

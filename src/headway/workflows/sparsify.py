@@ -102,11 +102,16 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
         MaskChoice(equal_per_layer=plan.equal_per_layer),
         sparsities,
         plan.random,
+        plan.random_draws,
+        plan.simple,
         plan.questions.seed,
     )
+    has_extra = plan.masks not in (None, NONE)
     extra = MaskSpec(
         MaskChoice(plan.masks or NONE),
-        random=plan.random and plan.masks not in (None, NONE),
+        random=plan.random and has_extra,
+        random_draws=plan.random_draws,
+        simple=plan.simple and has_extra,
         seed=plan.questions.seed,
     )
 
@@ -207,11 +212,11 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
     from headway.model.head_masks.plot import draw_masks
 
     source = find_model(run).mask_source()
-    # The variants also hold the full model, which has no masks, and random masks.
+    # The variants also hold the full model, which has no masks, and what they are compared with.
     learned = [
         variant.masks
         for variant in spec.variants(source)
-        if variant.masks is not None and variant.masks_from != "random"
+        if variant.masks is not None and variant.kind == "masks"
     ]
     # Variants come in ascending order of sparsity, and so do the names.
     files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(spec.sparsities)]
@@ -237,7 +242,10 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
     assert variants[0].name == FULL
     # The first of the further variants is the full model once more.
     for variant in checked.extra.variants(source)[1:]:
-        variants.append(_named(variant, plan.masks))
+        named = _named(variant, plan.masks)
+        # Windows alone may have been measured for the run's own gates.
+        if named.name not in {other.name for other in variants}:
+            variants.append(named)
     return evaluate_long(
         loaded,
         variants,
@@ -250,12 +258,14 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:
     """A variant under the name of its masks; other variants are named by sparsity."""
-    name = variant.name
-    if masks:
-        name = Path(masks).name
-    if variant.masks_from == "random":
-        name = f"random {name}"
-    return replace(variant, name=name)
+    if not masks or variant.kind == "windows":
+        return variant
+    file_name = Path(masks).name
+    if variant.compared_with is None:
+        return replace(variant, name=file_name)
+    # random 2 s=0.50 -> random 2 masks.tsv
+    name = variant.name.removesuffix(variant.compared_with) + file_name
+    return replace(variant, name=name, compared_with=file_name)
 
 
 def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:

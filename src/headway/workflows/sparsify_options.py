@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from headway.config.options import inner_options, option
 from headway.eval.options import LongQuestions, parse_lengths
-from headway.model.head_masks.choice import EQUAL_PER_LAYER, parse_sparsities
+from headway.model.head_masks.choice import (
+    EQUAL_PER_LAYER,
+    RANDOM_DRAWS,
+    RANDOM_DRAWS_HELP,
+    parse_sparsities,
+)
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
@@ -45,6 +50,13 @@ class SparsifyPlan:
         True,
         "Also measure random masks with as many heads.",
         "--random-masks/--no-random-masks",
+    )
+    random_draws: int = option(RANDOM_DRAWS, RANDOM_DRAWS_HELP)
+    simple: bool = option(
+        True,
+        "Also measure simple masks: the best heads of each layer, the first of each, windows "
+        "everywhere.",
+        "--simple-masks/--no-simple-masks",
     )
     equal_per_layer: bool = option(False, *EQUAL_PER_LAYER)
     masks: str | None = option(

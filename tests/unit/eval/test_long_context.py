@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model
@@ -122,7 +123,8 @@ def comparison(model: str, tmp_path: Path) -> Comparison:
     report = tmp_path / "report"
     arguments = [
         "--model", model, "--tasks", "key_value,passkey", "--lengths", "350,400", "--depths", "0,1", "--samples", "1",
-        "--masks", str(masks), "--random-masks", "--data", str(text), "--out", str(report),
+        "--masks", str(masks), "--random-masks", "--random-draws", "2", "--no-simple-masks", "--data", str(text),
+        "--out", str(report),
     ]  # fmt: skip
     return Comparison(arguments, text, report)
 
@@ -131,8 +133,13 @@ def test_a_comparison_measures_the_model_with_and_without_masks(
     capsys: pytest.CaptureFixture[str], comparison: Comparison
 ) -> None:
     variants = json.loads(run(capsys, *comparison.arguments, "--json"))["variants"]
-    assert [variant["name"] for variant in variants] == ["full", "s=0.75", "random s=0.75"]
-    full, sparse, _ = variants
+    assert [variant["name"] for variant in variants] == [
+        "full",
+        "s=0.75",
+        "random s=0.75",
+        "random 2 s=0.75",
+    ]
+    full, sparse, *_ = variants
     assert full["footprint"] == pytest.approx(1.0)
     assert sparse["footprint"] < 1
     assert sparse["sparsity"] == 0.75
@@ -154,11 +161,52 @@ def test_a_comparison_is_written_as_numbers_tables_and_pictures(
     assert stored["variants"] == variants
     page = (comparison.report / "report.md").read_text()
     assert "| task | full | s=0.75 | random s=0.75 | critical footprint |" in page
+    assert "| random s=0.75 | random, 2 draws | 75.0% |" in page
     assert "Loss by tokens of context" in page
     assert f"| full | none | 0.0% | 100.0% | 100.0% | {full['cache_bytes']:,} | 1.00x |" in page
     for picture in ("heat-map.png", "score-by-footprint.png"):
         assert (comparison.report / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert "s=0.75" in run(capsys, *comparison.arguments)
+
+
+def test_by_default_masks_are_compared_with_random_draws_and_simple_choices(
+    capsys: pytest.CaptureFixture[str], comparison: Comparison
+) -> None:
+    arguments = comparison.arguments[: comparison.arguments.index("--random-masks")]
+    more = ["--data", str(comparison.text), "--out", str(comparison.report)]
+    arguments[arguments.index("--tasks") + 1] = "key_value"
+    arguments[arguments.index("--lengths") + 1] = "350"
+    printed = json.loads(run(capsys, *arguments, *more, "--seed", "7", "--json"))
+    # Of four heads one is full: there are four such masks, and no fifth to draw.
+    assert [variant["name"] for variant in printed["variants"]] == [
+        "full",
+        "s=0.75",
+        "random s=0.75",
+        "random 2 s=0.75",
+        "random 3 s=0.75",
+        "random 4 s=0.75",
+        "first s=0.75",
+        "windows",
+    ]
+    draws = [variant for variant in printed["variants"] if variant["kind"] == "random"]
+    losses = [draw["perplexity"]["loss"] for draw in draws]
+    (compared,) = printed["comparisons"]
+    assert compared["seeds"] == [draw["seed"] for draw in draws]
+    assert compared["seeds"][0] == 7
+    random_loss = compared["random"]["loss"]
+    assert random_loss["values"] == losses
+    assert (random_loss["min"], random_loss["max"]) == (min(losses), max(losses))
+    assert random_loss["mean"] == pytest.approx(fmean(losses))
+    assert random_loss["std"] == pytest.approx(stdev(losses))
+    assert random_loss["std"] > 0
+    windows = next(variant for variant in printed["variants"] if variant["kind"] == "windows")
+    assert compared["simple"]["windows"]["loss"] == windows["perplexity"]["loss"]
+    assert set(compared["simple"]) == {"first", "windows"}, "a table of 0 and 1 ranks no heads"
+    page = (comparison.report / "report.md").read_text()
+    assert f"{fmean(losses):.4f} ± {stdev(losses):.4f}" in page
+    assert f"{min(losses):.4f} to {max(losses):.4f}" in page
+    told = run(capsys, *arguments, "--random-draws", "0", code=2)
+    assert "--random-draws is 0" in told
 
 
 def test_a_comparison_is_measured_again_when_seed_or_text_change(

@@ -12,14 +12,15 @@ imports this module for every help, so it imports nothing large.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headway.config.options import inner_options, option, parse_numbers
 from headway.errors import ConfigError, HeadwayError
-from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks, random_masks
+from headway.model.head_masks.baselines import WINDOWS, Baseline, random_draws, simple_choices
+from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks, Table
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
@@ -187,6 +188,10 @@ def _warn_if_different(gates: TrainedGates, file: Path | None) -> None:
         )
 
 
+VariantKind = Literal["full", "masks", "random", "equal", "first", "windows"]
+"""The model without masks, masks that were chosen, and what these are compared with."""
+
+
 @dataclass(frozen=True)
 class MaskVariant:
     """One way to run a model."""
@@ -194,7 +199,13 @@ class MaskVariant:
     name: str
     masks: HeadMasks | None
     masks_from: str | None = None
-    """`own` (of the model's gates), a file or `random`; None without masks."""
+    """`own` (of the model's gates), a file or the kind of a baseline; None without masks."""
+    kind: VariantKind = "full"
+    compared_with: str | None = None
+    """Of a baseline: the name of the variant that is compared with it; None for windows alone,
+    which all variants of one reach are compared with."""
+    seed: int | None = None
+    """Of a random draw."""
 
 
 def parse_sparsities(text: str | None) -> tuple[float, ...]:
@@ -202,6 +213,23 @@ def parse_sparsities(text: str | None) -> tuple[float, ...]:
     if text is None:
         return ()
     return parse_numbers("--sparsities", text)
+
+
+RANDOM_MASKS = (
+    "Also measure random masks with as many full heads; default: where there are masks.",
+    "--random-masks/--no-random-masks",
+)
+SIMPLE_MASKS = (
+    "Also measure simple masks: the best heads of each layer, the first of each, windows "
+    "everywhere; default: where there are masks.",
+    "--simple-masks/--no-simple-masks",
+)
+"""Help and flags, of `eval long` and `sparsify`."""
+RANDOM_DRAWS = 5
+"""The fewest draws whose spread says something."""
+RANDOM_DRAWS_HELP = "Random masks for each mask; a verdict needs 2 or more."
+MAX_DRAWS = 1000
+"""More is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +244,13 @@ class MaskSpec:
         read=parse_sparsities,
     )
     """A soft mask file, or else the model's own gates, select the heads."""
-    random: bool = option(
-        False,
-        "Also measure random masks with as many heads, for comparison.",
-        "--random-masks",
-    )
-    """After each, random masks with as many full heads."""
+    random: bool | None = option(None, *RANDOM_MASKS)
+    """After each, random masks with as many full heads; None: where there are masks."""
+    random_draws: int = option(RANDOM_DRAWS, RANDOM_DRAWS_HELP)
+    simple: bool | None = option(None, *SIMPLE_MASKS)
+    """After those, the simple choices; None: where there are masks."""
     seed: int = 0
+    """Of the first random draw; the others have the seeds after it."""
 
     def __post_init__(self) -> None:
         has_repeats = len(set(self.sparsities)) < len(self.sparsities)
@@ -232,17 +260,33 @@ class MaskSpec:
                 f"--sparsities is {listed}; give different shares above 0 and up to 1. The model "
                 "without masks is always evaluated."
             )
-        if self.choice.masks == NONE and (self.sparsities or self.random):
-            flag = "--sparsities" if self.sparsities else "--random-masks"
+        if not 1 <= self.random_draws <= MAX_DRAWS:
+            raise ConfigError(
+                f"--random-draws is {self.random_draws}; it must be from 1 to {MAX_DRAWS}. To "
+                "measure no random masks, give --no-random-masks."
+            )
+        flag = self._first_flag()
+        if self.choice.masks == NONE and flag is not None:
             raise ConfigError(
                 f"{flag} is given with --masks none; it needs masks. Leave one of them out."
             )
 
+    def _first_flag(self) -> str | None:
+        """The first given option that needs masks, by name."""
+        if self.sparsities:
+            return "--sparsities"
+        if self.random:
+            return "--random-masks"
+        if self.simple:
+            return "--simple-masks"
+        return None
+
     def variants(self, source: MaskSource) -> list[MaskVariant]:
-        """The model without masks, then under each of the masks, most full heads first."""
+        """The model without masks, then under each of the masks, most full heads first, each before
+        what it is compared with."""
         masked = self._masked(source)
         if not masked:
-            flag = "--random-masks" if self.random else self.choice.first_flag()
+            flag = self._first_flag() or self.choice.first_flag()
             if flag is not None:
                 raise ConfigError(
                     f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, "
@@ -250,14 +294,28 @@ class MaskSpec:
                 )
 
         variants = [MaskVariant(FULL, None)]
-        for variant in masked:
-            variants.append(variant)
-            if self.random and variant.masks is not None:
-                baseline = random_masks(variant.masks, self.seed)
-                variants.append(MaskVariant(f"random {variant.name}", baseline, "random"))
+        for ranked in masked:
+            variants.append(ranked.variant)
+            for baseline in self._baselines(ranked):
+                # Windows alone are the same for all masks with one window.
+                if all(baseline.masks != variant.masks for variant in variants) or (
+                    baseline.kind != "windows"
+                ):
+                    variants.append(_compared(ranked.variant, baseline, variants))
         return variants
 
-    def _masked(self, source: MaskSource) -> list[MaskVariant]:
+    def _baselines(self, ranked: RankedVariant) -> list[Baseline]:
+        """What one of the masks is compared with."""
+        masks = ranked.variant.masks
+        assert masks is not None
+        baselines: list[Baseline] = []
+        if self.random is not False:
+            baselines += random_draws(masks, self.random_draws, self.seed)
+        if self.simple is not False:
+            baselines += simple_choices(masks, ranked.scores)
+        return baselines
+
+    def _masked(self, source: MaskSource) -> list[RankedVariant]:
         """The variants with masks."""
         choice = self.choice
         if choice.masks == NONE:
@@ -268,14 +326,74 @@ class MaskSpec:
                 choice.read(choice.file, source.config, sparsity)
                 for sparsity in sorted(self.sparsities) or [None]
             ]
-            return [MaskVariant(f"s={masks.sparsity:.2f}", masks, choice.masks) for masks in tables]
+            scores = _scores_of(choice.file)
+            return [
+                RankedVariant(
+                    MaskVariant(f"s={masks.sparsity:.2f}", masks, choice.masks, "masks"), scores
+                )
+                for masks in tables
+            ]
         if self.sparsities:
             gates = source.trained_gates()
             return [
-                MaskVariant(f"s={sparsity:g}", choice.at_sparsity(gates, sparsity), OWN)
+                RankedVariant(
+                    MaskVariant(
+                        f"s={sparsity:g}", choice.at_sparsity(gates, sparsity), OWN, "masks"
+                    ),
+                    gates.log_alpha.tolist(),
+                )
                 for sparsity in sorted(self.sparsities)
             ]
         masks = choice.own(source)
         if masks is None:
             return []
-        return [MaskVariant(OWN, masks, OWN)]
+        gates = source.read_gates()
+        scores = None
+        if gates is not None:
+            scores = gates.log_alpha.tolist()
+        return [RankedVariant(MaskVariant(OWN, masks, OWN, "masks"), scores)]
+
+
+@dataclass(frozen=True)
+class RankedVariant:
+    """A variant with masks, and what its heads were ranked by."""
+
+    variant: MaskVariant
+    scores: Table | None
+    """None: a table of 0 and 1, which ranks nothing."""
+
+
+def _scores_of(file: Path) -> Table | None:
+    """The soft values of a mask file; None if it holds only 0 and 1."""
+    from headway.model.head_masks.file import find_masks, read_table
+
+    scores = read_table(find_masks(file))
+    if all(value in (0.0, 1.0) for row in scores for value in row):
+        return None
+    return scores
+
+
+def _compared(
+    variant: MaskVariant, baseline: Baseline, others: Sequence[MaskVariant]
+) -> MaskVariant:
+    """A baseline as a variant of its own. The first random draw has no number: random s=0.5,
+    random 2 s=0.5."""
+    if baseline.kind == "windows":
+        name = _unused(WINDOWS, others)
+        return MaskVariant(name, baseline.masks, baseline.kind, baseline.kind)
+    name = _unused(f"{baseline.kind} {variant.name}", others)
+    return MaskVariant(
+        name, baseline.masks, baseline.kind, baseline.kind, variant.name, baseline.seed
+    )
+
+
+def _unused(name: str, others: Sequence[MaskVariant]) -> str:
+    """A name that no other variant has: with a number after its first word."""
+    taken = {variant.name for variant in others}
+    first, *rest = name.split(" ", 1)
+    candidate = name
+    number = 1
+    while candidate in taken:
+        number += 1
+        candidate = " ".join([first, str(number), *rest])
+    return candidate

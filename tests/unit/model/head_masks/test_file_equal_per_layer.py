@@ -43,7 +43,7 @@ def test_every_verb_keeps_the_best_heads_of_each_layer(
     ]
     # eval long --sparsities, and the mask files of sparsify
     spec = MaskSpec(EQUAL, (0.5,))
-    _, variant = spec.variants(find_model(gated).mask_source())
+    _, variant, *_ = spec.variants(find_model(gated).mask_source())
     assert variant.masks == HeadMasks(BEST, 6, 2)
     (name,) = write_mask_files(gated, spec, tmp_path)
     assert read_masks(tmp_path / name) == HeadMasks(BEST, 6, 2)
@@ -61,7 +61,7 @@ def test_soft_mask_files_are_ranked_in_each_layer(
         [int(keeps) for keeps in row] for row in BEST
     ]
     for sparsities in ((), (0.5,)):
-        _, variant = MaskSpec(MaskChoice(str(soft), equal_per_layer=True), sparsities).variants(
+        _, variant, *_ = MaskSpec(MaskChoice(str(soft), equal_per_layer=True), sparsities).variants(
             find_model(gated).mask_source()
         )
         assert variant.masks is not None
