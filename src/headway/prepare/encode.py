@@ -35,7 +35,7 @@ from headway.records.base import (
 )
 from headway.runtime.seed import derive
 from headway.store.media_items import MediaItem
-from headway.store.source import Longs
+from headway.store.source import Ids, Longs
 from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.document import Record, TextSplit
 from headway.text.read import read_blocks, read_documents, read_records
@@ -93,42 +93,48 @@ class TextEncoder:
 
     def encode(self, items: list[TextPiece]) -> Encoded:
         """The ids of some texts. The first and the last item may be parts of longer texts."""
-        encode = self._tokenizer.encode_pieces
-        # One text at a time keeps a worker on one core; many at once would start as many threads as
-        # there are cores in every worker.
+        # Many pieces at once would start as many threads as there are cores in every worker.
         if self.threads:
-            encoded = encode(items)
+            encoded = [np.array(ids, np.uint32) for ids in self._tokenizer.encode_pieces(items)]
         else:
-            encoded = [encode([item])[0] for item in items]
+            encoded = [self._tokenizer.encode_on_one_core(item) for item in items]
 
-        flat: list[int] = []
+        begin_token = _as_ids(self.bos_id)
+        end_token = _as_ids(self.eos_id)
+        parts: list[Ids] = []
         lengths: list[int] = []
         empty = 0
-        begin = 0
+        # Tokens of a text whose last piece is not among the items so far.
+        open_tokens = 0
         for item, ids in zip(items, encoded, strict=True):
             # A whole text without a token is no document; a part of one may well be empty.
-            if item.first and item.last and not ids:
+            if item.first and item.last and not len(ids):
                 empty += 1
                 continue
-            if item.first and self.bos_id is not None:
-                flat.append(self.bos_id)
-            flat.extend(ids)
+            if item.first:
+                parts.append(begin_token)
+                open_tokens += len(begin_token)
+            parts.append(ids)
+            open_tokens += len(ids)
             if item.last:
-                if self.eos_id is not None:
-                    flat.append(self.eos_id)
-                lengths.append(len(flat) - begin)
-                begin = len(flat)
+                parts.append(end_token)
+                lengths.append(open_tokens + len(end_token))
+                open_tokens = 0
 
         # ASCII, the usual case, need not be encoded to know its bytes.
         size = sum(
             len(item.text) if item.text.isascii() else len(item.text.encode()) for item in items
         )
         counts = {"bytes": size, "empty": empty}
-        # Tokens of a text whose last piece is not among these items.
-        open_tokens = len(flat) - begin
-        return Encoded(
-            np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts, open_tokens
-        )
+        flat = np.concatenate([_as_ids(None), *parts])
+        return Encoded(flat, np.array(lengths, np.int64), None, counts, open_tokens)
+
+
+def _as_ids(token: int | None) -> Ids:
+    """A special token as ids of a text; none at all if the tokenizer has no such token."""
+    if token is None:
+        return np.empty(0, np.uint32)
+    return np.array([token], np.uint32)
 
 
 @dataclass(frozen=True)

@@ -213,12 +213,11 @@ def encode_segments(
         )
     )
 
-    # One text at a time keeps a worker process on one core; a batch would start threads for all
-    # cores in every worker.
+    # A batch would start threads for all cores in every worker process.
     if threads:
         encoded = tokenizer.encode_batch(texts)
     else:
-        encoded = [ids for text in texts for ids in tokenizer.encode_batch([text])]
+        encoded = [_encode_on_one_core(text, tokenizer) for text in texts]
 
     ids: dict[Part, list[int]] = dict(zip(texts, encoded, strict=True))
     others = dict.fromkeys(
@@ -226,6 +225,13 @@ def encode_segments(
     )
     ids |= {part: _control_ids(part, name, tokenizer) for part in others}
     return [_assemble(conversation, ids, name, tokenizer) for conversation in runs]
+
+
+def _encode_on_one_core(text: str, tokenizer: Tokenizer) -> list[int]:
+    ids: list[int] = []
+    for piece in tokenizer.pieces([text]):
+        ids += tokenizer.encode_on_one_core(piece).tolist()
+    return ids
 
 
 def _single(rendered: list[Rendered | DataError]) -> Rendered:

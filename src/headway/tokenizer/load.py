@@ -17,6 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
+
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.byte_level import unspell
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
     from headway.tokenizer.split_points import SplitPoints, TextPiece
+    from headway.tokenizer.word_ids import Ids, WordIds
 
 MODEL_MULTIPLE = 64
 """The rows of an embedding are a multiple of this."""
@@ -210,6 +213,26 @@ class Tokenizer:
         if other_texts:
             other_ids = iter(self._encode(self.split_points.continued, other_texts))
         return [next(first_ids if piece.first else other_ids) for piece in pieces]
+
+    def encode_on_one_core(self, piece: TextPiece) -> Ids:
+        """Ids of a piece that `split_points` made, without a thread. For workers that encode much:
+        they keep a table of the words they have seen.
+        """
+        ids = None
+        if self._word_ids is not None:
+            ids = self._word_ids.encode(piece.text)
+        if ids is None:
+            ids = np.array(self.encode_pieces([piece])[0], np.uint32)
+        return ids
+
+    @cached_property
+    def _word_ids(self) -> WordIds | None:
+        if self.is_sentencepiece:
+            return None
+
+        from headway.tokenizer.word_ids import word_ids
+
+        return word_ids(self.fast)
 
     def _encode(
         self, backend: tokenizers.Tokenizer | SentencePieceProcessor, texts: Sequence[str]

@@ -61,24 +61,24 @@ _HAN_AND_OTHERS = frozenset({r"\p{Han}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}&&[^\p{
 # GPT-4o's words: capitals then small letters, with or without a clitic at the end.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CASED = [
+CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+CASED = [
     frozenset(
         {
             rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}",
             rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}",
         }
     )
-    for end in ("", _CLITIC + "?")
+    for end in ("", CLITIC + "?")
 ]
 # Sets of branches of which each matches every letter.
-_COVERS = [*(frozenset({branch}) for branch in _LETTERS), _HAN_AND_OTHERS, *_CASED]
+_COVERS = [*(frozenset({branch}) for branch in _LETTERS), _HAN_AND_OTHERS, *CASED]
 # Branches that match no letter before such a character, and look no further than one character past
 # what they match.
 _OTHERS = frozenset({
     # clitics
     "'s", "'t", "'re", "'ve", "'m", "'ll", "'d",
-    _CLITIC, r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])",
+    CLITIC, r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])",
     # digits
     r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r" ?\p{N}+", r"[0-9]", r"[0-9][0-9][0-9]",
     # Chinese and Japanese
@@ -335,7 +335,7 @@ def _ends_word(step: dict[str, Any], before: str, after: str) -> bool | None:
     # Both ways keep the matches as words: `Isolated`, or `Removed` of what is between the matches.
     plain = (step["behavior"], bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
     # Every branch must be known, and some of them together must match every letter.
-    branches = frozenset(_branches(step["pattern"]["Regex"]))
+    branches = frozenset(pattern_branches(step["pattern"]["Regex"]))
     covering = [branch_set for branch_set in _COVERS if branch_set <= branches]
     if not plain or not word_end or not branches <= _OTHERS.union(*covering):
         return None
@@ -343,7 +343,7 @@ def _ends_word(step: dict[str, Any], before: str, after: str) -> bool | None:
     return bool(covering)
 
 
-def _branches(pattern: str) -> Iterator[str]:
+def pattern_branches(pattern: str) -> Iterator[str]:
     """The alternatives of a pattern's top level."""
     begin = 0
     depth = 0
@@ -415,12 +415,15 @@ def _parts(step: Any, key: str) -> list[dict[str, Any]]:
     if step is None:
         return []
     state: dict[str, Any] = json.loads(step.__getstate__())
-    return _flat(state, key)
+    return flat_steps(state, key)
 
 
-def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def flat_steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokenizer of tokenizer.json as a list of steps without sequences."""
+    if step is None:
+        return []
     if step["type"] == "Sequence":
-        return [part for inner in step[key] for part in _flat(inner, key)]
+        return [part for inner in step[key] for part in flat_steps(inner, key)]
     return [step]
 
 
@@ -467,7 +470,7 @@ def _without_prefix(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if content["normalizer"] is not None:
         kept = [
             part
-            for part in _flat(content["normalizer"], "normalizers")
+            for part in flat_steps(content["normalizer"], "normalizers")
             if part["type"] != "Prepend"
         ]
         content["normalizer"] = None
@@ -476,7 +479,7 @@ def _without_prefix(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
     steps = []
     if content["pre_tokenizer"] is not None:
-        steps = _flat(content["pre_tokenizer"], "pretokenizers")
+        steps = flat_steps(content["pre_tokenizer"], "pretokenizers")
 
     for step in filter(_puts_prefix, steps):
         if step["type"] == "ByteLevel":
