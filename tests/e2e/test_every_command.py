@@ -59,6 +59,7 @@ STAND_INS = {
     "Qwen/Qwen2.5-0.5B-Instruct": "models/tiny",
     "Qwen/Qwen2.5-0.5B": "models/tiny",
     "Qwen/Qwen3-0.6B": "models/tiny",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "models/whole",
     "Qwen/Qwen3-30B-A3B": "models/mixture",
     "openai/gpt-oss-20b": "models/mixture",
 }

@@ -20,6 +20,7 @@ from support.byte_model import byte_tokenizer
 from support.internlm_folder import write_optimizer, write_weights
 from support.runs import headway
 from support.small_video import film
+from support.whole_cases import CASES, TOKENS, build_whole
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ROOT / "tests" / "support" / "imported"
@@ -88,6 +89,7 @@ LINKS = {
     "deep": ("models/qwen2.5-3b", "runs/nope-stage1", "runs/nope-stage2"),
     "deep3": ("runs/nope3-stage2",),
     "mixture": ("models/mixture",),
+    "whole": ("models/whole",),
     "gated": ("runs/sparsify-laptop", "runs/shorter", "runs/prulong-masks", "runs/prulong-weights", "runs/sparse"),
     "run": ("runs/my-run", "runs/NAME"),
     "policy": ("runs/grpo-laptop",),
@@ -293,6 +295,7 @@ def _write_models() -> None:
     _write_model("deep", CONFIG.with_(family="qwen2", num_layers=6, qkv_bias=True))
     _write_model("qwen3", CONFIG.with_(family="qwen3", num_layers=6, qk_norm=True))
     _write_model("mixture", CONFIG.with_(family="mixtral", experts={"num": 4, "per_token": 2}))
+    _write_whole_model()
     # A checkpoint of InternLM with its optimizer: one tensor rank, one stage, one zero rank.
     config = ModelConfig(**INTERNLM)
     weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
@@ -310,6 +313,18 @@ def _write_models() -> None:
         updates=1,
         context=context,
     )
+
+
+def _write_whole_model() -> None:
+    """A Qwen2.5-VL whose text part fits the tokenizer of the other models."""
+    case = CASES["qwen2_5_vl"]
+    text = {**case["text_config"], "vocab_size": CONFIG.vocab_size, "max_position_embeddings": 4096}
+    # Ids above those of the tokenizer: no text has them.
+    tokens = {name: 310 + number for number, name in enumerate(TOKENS)}
+    model = build_whole("qwen2_5_vl", {**case, "text_config": text, **tokens})
+    model.save_pretrained("made/whole")
+    for path in Path("made/templated").iterdir():
+        shutil.copy(path, "made/whole")
 
 
 def _write_recipes() -> None:

@@ -165,11 +165,12 @@ def _reinforce(out: Path, sizes: AdditionDemo, name: str, prompts: str) -> dict[
 def _shares(run: Path) -> dict[str, Any]:
     """What metrics.jsonl says about held-out questions, and about the rewards of training."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    course: list[tuple[int, float]] = []
+    # Lists of [step, share], as the figures are read from JSON when a later demo does not repeat a part.
+    course: list[list[float]] = []
     for record in records:
         for step, key in ((record["step"] - 1, "valid_at_start"), (record["step"], "valid")):
             if key in record:
-                course.append((step, record[key]["held_out"]["reward"]))
+                course.append([step, record[key]["held_out"]["reward"]])
     return {
         "before": course[0][1],
         "after": course[-1][1],
