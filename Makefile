@@ -115,6 +115,10 @@ docs: $(VENV)/.ready-docs
 reference: $(VENV)/.ready
 	$(BIN)/python docs/_site_pages.py > docs/api-reference.md
 
+# RUNS: a folder with finished runs; CHAT: the address of a server with two models.
+pictures: setup
+	RUNS=$(RUNS) CHAT=$(CHAT) $(BIN)/python .ci/pictures
+
 docs-serve: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
