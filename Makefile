@@ -6,7 +6,7 @@ JOBS ?= 2
 # One version of each package. `make constraints` resolves them afresh; CONSTRAINTS=/dev/null takes the newest that pyproject.toml admits.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve wheel release-check bench clean
+.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve reference pictures wheel release-check bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make drill-cluster  the same with the long cases: killed nodes, preemption, arrays, chains"
 	@echo "make mutants   small mistakes put into the source one at a time: does a test notice each?"
 	@echo "make docs      the documentation site in site/; make docs-serve serves it on 127.0.0.1:8000"
+	@echo "make reference write docs/api-reference.md from the docstrings; make pictures takes the pictures of docs/images (needs Chromium)"
 	@echo "make constraints    resolve the packages afresh and write their versions to constraints.txt"
 	@echo "make vendor    fetch the JavaScript libraries of the web pages from npm (versions: src/headway/vendor/libraries.json)"
 	@echo "make wheel     build sdist and wheel in dist/, check them, and install the wheel in a new environment"
@@ -106,8 +107,17 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 
 docs: $(VENV)/.ready-docs
 	$(BIN)/headway config reference > docs/settings.md
+	$(BIN)/python docs/_site_pages.py > docs/api-reference.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
+
+# The page of Python names, from their docstrings.
+reference: $(VENV)/.ready
+	$(BIN)/python docs/_site_pages.py > docs/api-reference.md
+
+# RUNS: a folder with finished runs; CHAT: the address of a server with two models.
+pictures: setup
+	RUNS=$(RUNS) CHAT=$(CHAT) $(BIN)/python .ci/pictures
 
 docs-serve: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000

@@ -7,6 +7,7 @@ repository (`../benchmarks/README.md`) and are changed here to those of the site
 import inspect
 import posixpath
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,7 +41,6 @@ def on_files(files: Any, config: Any) -> Any:
     for page, text in {
         **made,
         "commands.md": commands_page(),
-        "api-reference.md": api_page(),
     }.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -127,35 +127,75 @@ def _parameter(parameter: Any) -> str | None:
 
 
 def api_page() -> str:
-    """The public names of `headway`, with signatures and docstrings: functions, then classes, then errors."""
+    """The names of `headway` and `headway.plugin`, with signatures and docstrings: docs/api-reference.md."""
     import headway
+    from headway import plugin
+    from headway.track.callbacks import CallbackControl
 
-    names = [name for name in headway.__all__ if not name.startswith("_")]
-    rank = {name: (_rank(getattr(headway, name)), name) for name in names}
+    public = {
+        f"hw.{name}": getattr(headway, name) for name in headway.__all__ if not name.startswith("_")
+    }
+    # What a callback finds in `self.control`.
+    public["Callback.control"] = CallbackControl
+    shown_above = {id(thing) for thing in public.values()}
+    of_plugins = {f"plugin.{name}": getattr(plugin, name) for name in plugin.__all__}
+
     lines = [
-        "# Python names",
+        "# Python reference",
         "",
-        "`import headway as hw` gives these names. [The Python API](api.md) shows how they are used.",
+        "Made from the docstrings by `make reference`; a test compares them. [The Python API](api.md) shows by example how the",
+        "names are used, and [Extend headway](extend.md) does so for plug-ins.",
+        "",
+        "`import headway as hw` gives the names that begin with `hw.`: functions first, then classes, then errors.",
         "",
     ]
-    for name in sorted(names, key=rank.__getitem__):
-        thing = getattr(headway, name)
-        lines += [f"## hw.{name}", ""]
-        if (shown := _signature(thing)) and len(shown) < 600 and rank[name][0] < 2:
-            lines += ["```python", f"hw.{name}{shown}", "```", ""]
-        lines += [_text(thing), ""]
-        for member, value in vars(thing).items() if inspect.isclass(thing) else ():
-            found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if not member.startswith("_") and inspect.isfunction(found) and found.__doc__:
-                shown = "" if isinstance(value, property) else _signature(found)
-                lines += [
-                    f"### .{member}",
-                    "",
-                    *(["```python", f"{member}{shown}", "```", ""] if shown else []),
-                    _text(found),
-                    "",
-                ]
-    return "\n".join(lines)
+    for name in sorted(public, key=lambda name: (_rank(public[name]), name)):
+        lines += _entry(name, public[name])
+
+    lines += [
+        "## Names for plug-ins",
+        "",
+        "`from headway import plugin` gives these. A *protocol* is a set of methods that your class has; nothing needs to be",
+        "derived from it.",
+        "",
+    ]
+    for name, thing in of_plugins.items():
+        if id(thing) not in shown_above:
+            lines += _entry(name, thing)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _entry(name: str, thing: Any) -> list[str]:
+    """The heading of a name, its signature, its docstring, and its documented members."""
+    lines = [f"## {name}", ""]
+    if not inspect.isclass(thing) and not inspect.isfunction(thing):
+        # A module, or a name for a type: `dict[str, numpy.ndarray]`.
+        if inspect.ismodule(thing):
+            lines += [f"The module `{thing.__name__}`. {_text(thing)}", ""]
+        else:
+            lines += [f"The type `{_type(thing)}`.", ""]
+        return lines
+
+    signature = _signature(thing)
+    is_error = inspect.isclass(thing) and issubclass(thing, BaseException)
+    # The signature of a section of settings is its fields: docs/settings.md lists those.
+    has_settings = hasattr(thing, "model_fields")
+    if getattr(thing, "_is_protocol", False):
+        lines += ["*A protocol.*", ""]
+    elif signature and len(signature) < 600 and not is_error and not has_settings:
+        lines += ["```python", f"{name}{signature}", "```", ""]
+    lines += [_text(thing), ""]
+
+    members = vars(thing).items() if inspect.isclass(thing) else ()
+    for member, value in members:
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if member.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        lines += [f"### .{member}", ""]
+        if not isinstance(value, property):
+            lines += ["```python", f"{member}{_signature(function)}", "```", ""]
+        lines += [_text(function), ""]
+    return lines
 
 
 def _rank(thing: Any) -> int:
@@ -209,4 +249,9 @@ def _signature(thing: Any) -> str:
 
 def _type(annotation: Any) -> str:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = re.sub(r"ForwardRef\('([^']*)'[^)]*\)", r"\1", text)
     return re.sub(r"\b(?:headway|pathlib|collections\.abc|typing)\.(?:\w+\.)*", "", text)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(api_page())

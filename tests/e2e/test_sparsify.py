@@ -82,6 +82,13 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     assert sizes["s=0.5"] == sizes["random 2 s=0.5"] == sizes["first s=0.5"] > sizes["windows"]
     report = (folder / "report.md").read_text()
     assert "Training: steps 4" in report
+    # Four steps move no gate, and this model finds nothing.
+    assert printed["gates"]["target"] == 0.5
+    assert printed["gates"]["sparsity"] < 0.4
+    verdict = printed["verdict"]
+    assert verdict["kind"] == "full_model_fails"
+    assert [mask["variant"] for mask in verdict["masks"]] == ["s=0.25", "s=0.5"]
+    assert f"**Verdict**: {verdict['line']}" in report
     assert "![gates of all heads](heads.png)" in report
     assert "## Keys and values" in report
     assert json.loads((folder / "results.json").read_text())["variants"] == printed["variants"]
@@ -107,6 +114,8 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     assert "windows" not in {variant["name"] for variant in further}, "measured once"
     assert asked["prompts"] == f"questions in chat template {template}"
     assert asked["chunks"] == {"128": 16}
+    assert main(command[:-1]) == 0
+    assert f"\nverdict: {verdict['line']}\n" in capsys.readouterr().out
     assert main(command) == 0
     printed = json.loads(capsys.readouterr().out)
 

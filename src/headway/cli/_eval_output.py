@@ -106,7 +106,7 @@ def print_all(results: Sequence[Evaluation], json: bool, out: Path | None) -> No
 
 
 def print_long(result: LongResult) -> None:
-    """The tables of a long-context report."""
+    """The tables of a long-context report, and its verdict."""
     from headway.eval.long_report import KV_COLUMNS, comparison_table, kv_rows, score_table
 
     if result.plan.tasks:
@@ -117,6 +117,9 @@ def print_long(result: LongResult) -> None:
     if any(comparison.random or comparison.simple for comparison in comparisons):
         typer.echo()
         print_table(*comparison_table(comparisons))
+    verdict = result.verdict()
+    if verdict is not None:
+        typer.echo(f"\nverdict: {verdict.line}")
 
 
 def _print_tables(evaluations: Sequence[Evaluation]) -> None:

@@ -238,6 +238,7 @@ def long(
     from headway.eval.dataset import read_texts
     from headway.eval.long_context import evaluate_long
     from headway.eval.long_report import write_long_report
+    from headway.train.run_folder import read_sparsity_target
 
     check_start(compute, out)
     # The seed of the questions is that of random masks, too.
@@ -251,7 +252,13 @@ def long(
     loaded = compute.load(model)
     texts = read_texts(data, loaded, plan.questions.bos)
     result = evaluate_long(
-        loaded, variants, plan, name=str(model), texts=texts, results_dir=results_dir
+        loaded,
+        variants,
+        plan,
+        name=str(model),
+        texts=texts,
+        results_dir=results_dir,
+        target=read_sparsity_target(model),
     )
     if out is not None:
         write_long_report(out, result)

@@ -22,7 +22,8 @@ import numpy as np
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
 from headway.eval.long_tasks import Case, fit, smallest
-from headway.eval.mask_comparison import MaskComparison, compare_masks
+from headway.eval.mask_comparison import MaskComparison, compare_masks, scores_of
+from headway.eval.mask_verdict import GateState, LongVerdict, verdict_of
 from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
@@ -103,17 +104,28 @@ class LongResult:
     """The form of the prompts, in the words of `prompts_in_words`."""
     notes: list[str] = field(default_factory=list)
     """Limits of what the numbers mean."""
+    gates: GateState | None = None
+    """How the model's gates ended, where masks are made of them."""
 
     def comparisons(self) -> list[MaskComparison]:
         """Every one of the masks with its random draws and simple choices."""
         return compare_masks(self.variants, self.plan.tasks)
 
+    def verdict(self) -> LongVerdict | None:
+        """What the comparisons come to; None where no masks were measured and the full model can do
+        the tasks."""
+        full = self.variants[0]
+        cases = sum(cell.cases for cell in full.cells)
+        return verdict_of(scores_of([full], self.plan.tasks), self.comparisons(), cases, self.gates)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
+        verdict = self.verdict()
         return {
             **asdict(self),
             "plan": self.plan.to_json(),
             "comparisons": [comparison.to_json() for comparison in self.comparisons()],
+            "verdict": None if verdict is None else verdict.to_json(),
         }
 
 
@@ -239,10 +251,12 @@ def evaluate_long(
     name: str | None = None,
     texts: Callable[[], Iterable[EvalDocument]] | None = None,
     results_dir: Path | None = None,
+    target: float | None = None,
 ) -> LongResult:
     """Evaluate every variant on the same cases.
 
-    With `results_dir`, results are stored there and not measured again.
+    With `results_dir`, results are stored there and not measured again. `target`: the sparsity that
+    the model's gates were trained for, if it is known.
     """
     if loaded.tokenizer is None:
         raise ConfigError(
@@ -291,7 +305,13 @@ def evaluate_long(
             critical[task] = critical_footprint(full.score(task), points)
 
     chunks = {length: plan.chunk(length) for length in plan.lengths}
-    return LongResult(name or str(loaded.path), plan, results, critical, chunks, prompts, notes)
+    gates = None
+    if loaded.gates is not None:
+        trained = loaded.gates
+        gates = GateState(trained.sparsity, trained.undecided, trained.log_alpha.numel(), target)
+    return LongResult(
+        name or str(loaded.path), plan, results, critical, chunks, prompts, notes, gates
+    )
 
 
 def _load_or_measure(

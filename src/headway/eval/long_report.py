@@ -334,6 +334,10 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
     cases = sum(cell.cases for cell in variants[0].cells)
     yield "# Long context"
     yield ""
+    verdict = result.verdict()
+    if verdict is not None:
+        yield f"**Verdict**: {verdict.line}"
+        yield ""
     yield from preface
     if plan.tasks:
         lengths = ", ".join(map(str, plan.lengths))

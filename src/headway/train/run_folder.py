@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.retention import restore_links, set_aside_later
 from headway.config.load import dump_yaml
-from headway.errors import ConfigError
+from headway.config.yaml_reader import parse_yaml
+from headway.errors import ConfigError, HeadwayError
 from headway.runtime.heartbeat import clear_beats
 from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.machine import environment
@@ -326,6 +327,19 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not isinstance(summary, dict) or not SUMMARY_KEYS.issubset(summary):
         return None
     return summary
+
+
+def read_sparsity_target(model: Path) -> float | None:
+    """The share of streaming heads that a run trained its gates for; None where the path is no run,
+    or it did not say."""
+    try:
+        recipe: Any = parse_yaml(read_bounded(model / RECIPE).decode(), RECIPE)
+        target = recipe["objective"]["target"]
+    except (OSError, HeadwayError, UnicodeDecodeError, KeyError, TypeError):
+        return None
+    if not isinstance(target, int | float):
+        return None
+    return float(target)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -253,7 +253,16 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
         name=str(run),
         texts=read_texts(plan.data, loaded, plan.questions.bos),
         results_dir=run / FOLDER / "parts",
+        target=_target(recipe),
     )
+
+
+def _target(recipe: Recipe) -> float | None:
+    """The sparsity that the gates are trained for."""
+    gates = recipe.objective.needs.gates
+    if gates is None:
+        return None
+    return gates.target
 
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 GATES_FILE = "head_gates.json"
 MASKS_FILE = "masks.tsv"
+DECIDED = 0.9
+"""Probability of one side from which a gate has decided."""
 RAW_COLUMNS = ("layer", "head", "log_alpha", "expected_z", "p_streaming", "p_full")
 
 
@@ -53,6 +55,20 @@ class TrainedGates:
         if equal_per_layer:
             warn_if_unreached(masks, sparsity, num_full)
         return masks.with_reach(self.config.window, self.config.sinks)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of heads that they expect to stream."""
+        from headway.model.head_gates import expected_z
+
+        return float(1 - expected_z(self.log_alpha.double()).mean())
+
+    @property
+    def undecided(self) -> float:
+        """The share of gates whose z is on one side of a half in fewer than 9 of 10 draws."""
+        # P(z > 1/2) = sigmoid(log_alpha), as the stretch is symmetric around a half.
+        on_one_side = (self.log_alpha.double().abs()).sigmoid()
+        return float((on_one_side < DECIDED).double().mean())
 
     def raw(self) -> list[tuple[int, int, float, float, float, float]]:
         """One row per head: layer, head, log_alpha, E[z], P(z=0) and P(z=1)."""
