@@ -238,7 +238,7 @@ class RolloutJournal:
         os.truncate(self.path, end)
         log.warning(
             "%s: line %d is damaged; it and what follows (%d whole lines) are moved to %s. "
-            "The run goes on from line %d: missing answers are sampled again",
+            "The run continues from line %d: missing answers are sampled again",
             self.path,
             number,
             num_whole,
