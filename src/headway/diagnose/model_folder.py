@@ -136,7 +136,7 @@ def _examine_config(report: ModelReport, hf_config: dict[str, Any]) -> ModelConf
         )
         return None
 
-    report.family = family.__name__.rpartition(".")[2]
+    report.family = str(vars(family)["__name__"]).rpartition(".")[2]
     if report.family == WRAPPED:
         detail = f"the class of transformers for {text.get('model_type')}{parts}"
     else:
