@@ -109,7 +109,9 @@ def test_a_validation_has_the_numbers_of_trl_too(micro_rows: int, tmp_path: Path
             assert metrics[name] == pytest.approx(value, abs=2e-6), name
 
 
-def test_microbatches_packing_and_empty_rows_change_nothing(tmp_path: Path) -> None:
+def test_microbatches_packing_and_empty_rows_change_neither_loss_nor_divergence(
+    tmp_path: Path,
+) -> None:
     path = write_unpaired_store(tmp_path / "s", random_records(5, vocab=32, longest=8))
     config = Config(beta=0.5)
     results = []

@@ -83,7 +83,7 @@ def request(number: int, sampling: Sampling = COOL, tokens: int = 12) -> EngineR
 # ---- the sampler
 
 
-def test_tokens_come_as_often_as_they_are_likely() -> None:
+def test_draws_along_the_ids_come_as_often_as_their_tokens_are_likely() -> None:
     """Chi-square over 60,000 draws, with a limit that a right sampler exceeds once in 100,000 seeds."""
     scores = torch.tensor([0.0, 2.0, -torch.inf, 1.0, -3.0, 0.5, -torch.inf])
     for temperature in (0.5, 1.0, 2.0):
