@@ -245,8 +245,10 @@ def test_log_probabilities_of_no_plain_distribution_are_refused(
 def test_padding_of_the_head_is_never_drawn(loaded: LoadedModel) -> None:
     """At a temperature at which all ids are about as likely."""
     assert loaded.tokenizer is not None
-    assert loaded.tokenizer.vocab_size < loaded.config.vocab_size
+    num_ids = loaded.tokenizer.vocab_size
+    assert num_ids is not None
+    assert num_ids < loaded.config.vocab_size
     engine = InferenceEngine(loaded, EngineOptions(max_running=50))
     hot = [request(n, Sampling(50.0, by_id=True), 20) for n in range(50)]
     ids = {token for drawn, _ in answers(engine, hot) for token in drawn}
-    assert max(ids) < loaded.tokenizer.vocab_size
+    assert max(ids) < num_ids
