@@ -246,8 +246,9 @@ def test_padding_of_the_head_is_never_drawn(loaded: LoadedModel) -> None:
     """At a temperature at which all ids are about as likely."""
     assert loaded.tokenizer is not None
     num_ids = loaded.tokenizer.vocab_size
-    assert num_ids is not None
-    assert num_ids < loaded.config.vocab_size
+    padded = loaded.config.vocab_size
+    assert padded is not None
+    assert num_ids < padded
     engine = InferenceEngine(loaded, EngineOptions(max_running=50))
     hot = [request(n, Sampling(50.0, by_id=True), 20) for n in range(50)]
     ids = {token for drawn, _ in answers(engine, hot) for token in drawn}
