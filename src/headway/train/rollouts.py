@@ -331,6 +331,10 @@ class Rollouts:
             time.perf_counter() - began,
             tuple(self._prompts[number].question for number in numbers),
             training,
+            start=version,
+            tokenizer=self.tokenizer.fingerprint,
+            templates=tuple(self._prompts[number].template for number in numbers),
+            seed=self.recipe.seed,
         )
         if self.is_first:
             self.journal.add(sampled)
@@ -695,6 +699,7 @@ class RolloutLoader:
                         old,
                         has_loss=not (rollout.mask_cut and answer.is_cut),
                         kept=answer.kept,
+                        mask=answer.mask,
                     )
                 )
         facts = {**collected.facts, "rollout/staleness": float(update)}
