@@ -204,7 +204,9 @@ def test_averaging_optimizers_and_held_gates_are_refused_together() -> None:
     from headway.optim.schedule_free import Config as ScheduleFree
 
     spec = EngineSpec(SHAPE, Config(control="hold"), ScheduleFree(), freeze=("weights",))
-    with pytest.raises(ConfigError, match=r"which averages weights, and objective\.control is hold"):
+    with pytest.raises(
+        ConfigError, match=r"which averages weights, and objective\.control is hold"
+    ):
         assemble(spec)
 
 
