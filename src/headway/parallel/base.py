@@ -177,6 +177,10 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Set parameters by name; returns the names that were not given."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Wait until all parameters are current."""
 
