@@ -335,8 +335,8 @@ class Rollouts:
         return sampled
 
     def begin(self, batch: int, numbers: Sequence[int], start: int) -> None:
-        """Have a batch of prompts answered by the weights of now, and judged, while the run goes
-        on; all ranks together. Its first update follows `start` others."""
+        """Have a batch of prompts answered by the weights of now, and judged, while the run
+        continues; all ranks together. Its first update follows `start` others."""
         version = self.state.step
         sampled = self._known(batch, numbers, range(version, version + 1), start)
         if sampled is None:
