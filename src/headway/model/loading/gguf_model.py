@@ -48,6 +48,8 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """Ends the name of one of several files of a model: its number, and how many there are."""
 NO_SCALING = ("none", "")
+LOCAL_THETA = 10_000.0
+"""Base of Gemma 3's layers with a window, where a file does not carry it."""
 LLAMA3_LENGTH = 8192
 """The first context length of every Llama 3; its files do not carry it."""
 LLAMA3_FACTORS = (1.0, 4.0)
@@ -135,11 +137,21 @@ class GgufModel:
                 )
             if tensor.type_code not in PLAIN_TYPES:
                 self.file.block(tensor)  # refuses a type that cannot be read
-        strange = sorted(self.file.tensors.keys() - parts.keys() - {ROPE_FACTORS})
+        strange = sorted(
+            name
+            for name in self.file.tensors.keys() - parts.keys() - {ROPE_FACTORS}
+            if not self._predicts_more(name)
+        )
         if strange:
             raise ConfigError(
                 f"{self.file.path}: holds {strange[0]}, which headway's {self.architecture.family} does not compute."
             )
+
+    def _predicts_more(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer behind the last one, which predicts more tokens."""
+        pieces = name.split(".")
+        is_layer = pieces[0] == "blk" and len(pieces) > 1 and pieces[1].isdecimal()
+        return is_layer and int(pieces[1]) >= self.config.num_layers
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Our name and the tensor of every parameter, in forward order."""
@@ -225,9 +237,10 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
     metadata = _Metadata(file.values, architecture.name)
     heads = metadata.whole("attention.head_count")
     width = metadata.whole("embedding_length")
-    layers = metadata.whole("block_count")
-    if layers > MAX_LAYERS:
-        raise ConfigError(f"has {layers} layers; a model may have {MAX_LAYERS}.")
+    # Layers behind the last one that predict more tokens are counted there.
+    layers = metadata.whole("block_count") - metadata.whole("nextn_predict_layers", 0)
+    if not 0 < layers <= MAX_LAYERS:
+        raise ConfigError(f"has {layers} layers; a model may have 1 to {MAX_LAYERS}.")
     embedding = file.tensors.get(gguf_name(EMBEDDING))
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"holds no {gguf_name(EMBEDDING)} of two dimensions.")
@@ -281,7 +294,7 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
         if value:
             settings[key] = value
     if architecture.windows:
-        settings |= _windows(metadata, layers)
+        settings |= _windows(metadata, architecture, layers)
     if architecture.shifted:
         settings["embed_scale"] = width**0.5
         if LARGEST_GEMMAS[architecture.name] == layers:
@@ -307,33 +320,34 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
     return validate(ModelConfig, settings)
 
 
-def _windows(metadata: _Metadata, layers: int) -> dict[str, Any]:
+def _windows(metadata: _Metadata, architecture: GgufArchitecture, layers: int) -> dict[str, Any]:
     """The sliding window, and the layers that have it."""
     window = metadata.whole("attention.sliding_window", 0)
     if not window:
         return {"rope_local_theta": None}
     key = "attention.sliding_window_pattern"
-    listed = metadata.values.get(f"{metadata.name}.{key}")
-    if listed is None:
-        raise ConfigError(
-            f"has {metadata.name}.attention.sliding_window without {key}: it does not say which "
-            "layers have the window. Export it again with a newer llama.cpp."
-        )
+    # Most files leave it out: llama.cpp knows the pattern of published models.
+    listed = metadata.values.get(f"{metadata.name}.{key}", architecture.period)
     flags: list[Any] = []
     if isinstance(listed, list):
         flags = listed
     elif isinstance(listed, int):
-        # Every n-th layer is full.
         period = max(1, listed)
-        flags = [period == 1 or (layer + 1) % period != 0 for layer in range(layers)]
+        flags = [(layer + 1) % period != 0 for layer in range(layers)]
     if len(flags) != layers:
         raise ConfigError(
             f"has {metadata.name}.{key} {str(listed)[:80]}; one value a layer is due."
         )
+
     windowed = [layer for layer in range(layers) if flags[layer]]
-    if len(windowed) == layers:
-        return {"sliding_window": window}
-    return {"sliding_window": window, "window_layers": windowed}
+    if not windowed:
+        return {"rope_local_theta": None}
+    settings: dict[str, Any] = {"sliding_window": window}
+    if architecture.name == "gemma3":
+        settings["rope_local_theta"] = metadata.number("rope.freq_base_swa", LOCAL_THETA)
+    if len(windowed) < layers:
+        settings["window_layers"] = windowed
+    return settings
 
 
 def _experts(metadata: _Metadata, architecture: GgufArchitecture) -> dict[str, Any]:
@@ -388,6 +402,11 @@ def _scaling(file: GgufFile, metadata: _Metadata, head_size: int) -> dict[str, A
             f"has {metadata.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's."
         )
 
+    if metadata.number("rope.scaling.yarn_log_multiplier", 0.0):
+        raise ConfigError(
+            f"has {metadata.name}.rope.scaling.yarn_log_multiplier, which headway does not compute. "
+            "Give the Hugging Face folder."
+        )
     scaling: dict[str, Any] = {
         "kind": "yarn",
         "factor": factor,

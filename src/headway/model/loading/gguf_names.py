@@ -76,6 +76,8 @@ class GgufArchitecture:
     """Of those, the ones stored as 1 / value."""
     windows: bool = False
     """It has sliding windows, in the layers that its metadata lists."""
+    period: int = 0
+    """Where its metadata lists none: every `period`-th layer is full."""
     partial: bool = False
     """It may rotate a part of a head."""
     ties: bool | None = None
@@ -142,6 +144,7 @@ ARCHITECTURES = {
                 "logit_softcap": "final_logit_softcapping",
             },
             windows=True,
+            period=2,
             ties=True,
         ),
         GgufArchitecture(
@@ -151,6 +154,7 @@ ARCHITECTURES = {
             form={**GEMMA, "qk_norm": True},
             free={"rope_local_theta": "rope.freq_base_swa"},
             windows=True,
+            period=6,
         ),
         GgufArchitecture(
             "olmo2",
@@ -159,6 +163,7 @@ ARCHITECTURES = {
             names=BOTH_NORMS,
             form={"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"},
             windows=True,
+            period=4,
             ties=False,
         ),
         GgufArchitecture(
@@ -197,6 +202,7 @@ ARCHITECTURES = {
             form={"norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True},
             free={"logit_scale": "logit_scale"},
             windows=True,
+            period=4,
             ties=True,
         ),
         GgufArchitecture(
