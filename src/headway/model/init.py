@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 
+DECAYS = (0.01, 16.0)
+"""Range of exp(A_log) of linear attention; away from 0, whose logarithm is infinite."""
+
+
 def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tensor:
     """fp32 on the CPU: norms 1 (or 0 where 1 is added to them), biases 0, gates nearly full,
     matrices normal.
@@ -32,6 +36,8 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
         return stock_value(spec.name, config, seed)
     if spec.start == "zero":
         return torch.zeros(spec.shape, device="cpu")
+    if spec.start == "one":
+        return torch.ones(spec.shape, device="cpu")
     if spec.start == "norm":
         factor = 0.0 if config.norm == "rmsnorm1p" else 1.0
         return torch.full(spec.shape, factor, device="cpu")
@@ -46,6 +52,9 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
             is_even = torch.arange(spec.shape[0], device="cpu") % 2 == 0
             return torch.where(is_even, DECIDED, -DECIDED)[:, None].repeat(1, spec.shape[1])
         return value.normal_(gates.init_mean, gates.init_std, generator=generator)
+    if spec.start == "decay":
+        # As published models begin: some heads keep nearly everything, some nearly nothing.
+        return value.uniform_(*DECAYS, generator=generator).log_()
     if spec.start == "uniform":
         # As torch initializes a linear: its inputs are features of any scale, not a normed stream.
         bound = spec.shape[1] ** -0.5

@@ -117,7 +117,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 # alone gets it too; without it the config could not be written as that family.
 _GEMMA = {"norm": "rmsnorm1p", "norm_placement": "both", "activation": "gelu_tanh"}
 _OLMO = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
+_HYBRID = {
+    "norm": "rmsnorm1p", "qk_norm": True, "attention_gate": True, "rotary_fraction": 0.25, "linear_attention": {},
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _HYBRID,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": {**_HYBRID, "experts": {"shared_gate": True}},
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "qk_norm": True},
     "olmo2": _OLMO,

@@ -146,10 +146,10 @@ def gradient_gaps(pair: Pair) -> Iterator[float]:
         whole = reference[piece.name if piece.name in reference else spec.name].grad
         gradient = ours[spec.name].grad
         assert whole is not None and gradient is not None, spec.name
-        some = slice(piece.start, piece.stop, piece.step)
-        part = (
-            whole if piece.dim is None else whole[(*(slice(None) for _ in range(piece.dim)), some)]
-        )
+        part = whole
+        if piece.dim is not None:
+            rows = torch.tensor(piece.rows(whole.shape[piece.dim]))
+            part = whole.index_select(piece.dim, rows)
         part = part.transpose(-1, -2) if piece.transposed else part
         yield ((part - gradient).abs().max() / part.abs().max().clamp(min=1e-3)).item()
 
