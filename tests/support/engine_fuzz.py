@@ -468,7 +468,7 @@ def random_options(
     longest = -(-CONTEXT // page_tokens)
     pages = longest + rng.choice([0, 1, 3, longest])
     slots = running + (max(4, running // 2) if options.prefix_reuse else 0)
-    budget = slots * shape.ring_bytes + pages * shape.page_bytes
+    budget = slots * shape.state_bytes + pages * shape.page_bytes
     draft = "none"
     if speculation is not None:
         draft = "ngram" if speculation.draft is None else "draft"

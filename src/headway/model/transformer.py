@@ -611,7 +611,10 @@ class Transformer(Model):
             for layer, block_halves in enumerate(halves):
                 pre_attention, post_attention, expand = block_halves.of(tokens)
                 q, k, v = pre_attention(x, cos, sin)
-                o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
+                if block_halves.linear_attn is not None:
+                    o = cache.mix(layer, block_halves.linear_attn, q, k, v)
+                else:
+                    o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
                 x = post_attention(x, o)
             return self.model.norm(x)
 
