@@ -136,12 +136,6 @@ def unit_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q32 * q.shape[-1] ** -0.5, k32
 
 
-def delta_flops(key_width: int, value_width: int) -> float:
-    """FLOPs of a token in one value head, as the recurrence counts them: the state is read under the
-    key, changed, and read under the query."""
-    return 3 * 2.0 * key_width * value_width
-
-
 def _in_chunks(x: Tensor, plan: ChunkPlan) -> Tensor:
     """x [N,H,...] as [chunks,H,C,...], with 0 at places without a token."""
     padding = [0, 0] * (x.dim() - 1)

@@ -7,6 +7,7 @@ begins with the same weights.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,8 +57,9 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
         # As published models begin: some heads keep nearly everything, some nearly nothing.
         return value.uniform_(*DECAYS, generator=generator).log_()
     if spec.start == "uniform":
-        # As torch initializes a linear: its inputs are features of any scale, not a normed stream.
-        bound = spec.shape[1] ** -0.5
+        # As torch initializes a linear or a convolution: its inputs are of any scale, no normed
+        # stream.
+        bound = prod(spec.shape[1:]) ** -0.5
         return value.uniform_(-bound, bound, generator=generator)
     if spec.std is not None:
         return value.normal_(0.0, spec.std, generator=generator)

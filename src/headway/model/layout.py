@@ -46,7 +46,7 @@ Start = Literal[
     normal      normal with the config's spread          residual   the same, smaller with depth: a matrix that adds to the stream
     norm        the factor that changes nothing          zero, one  0 and 1
     decay       ln of a uniform draw from 0.01 to 16: how fast a state with a decay forgets
-    uniform     as torch initializes a linear            gates      as the config's head gates say
+    uniform     as torch initializes a layer             gates      as the config's head gates say
     table       of vectors that are looked up and added to a stream, in the towers of an aligner
     given       by the code that adds the parameter: an adapter, or the task
 """
@@ -345,7 +345,9 @@ def linear_attention_specs(
         ParamSpec(prefix + "A_log", (heads,), "column", layer, start="decay"),
         ParamSpec(prefix + "dt_bias", (heads,), "column", layer, start="one"),
     ]
-    taps = partial(ParamSpec, split="column", stage=layer, groups=in_groups("taps"))
+    taps = partial(
+        ParamSpec, split="column", stage=layer, start="uniform", groups=in_groups("taps")
+    )
     specs += [
         taps(prefix + "q_conv.weight", (linear.key_width, 1, linear.taps), unit=key),
         taps(prefix + "k_conv.weight", (linear.key_width, 1, linear.taps), unit=key),
