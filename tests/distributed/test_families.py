@@ -26,7 +26,18 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
     listed = trials(
         2,
         {"tensor": 2},
-        ("gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "gpt2", "granite", "gpt_oss", "qwen3_5"),
+        (
+            "gemma2",
+            "gemma3",
+            "phi3",
+            "glm4",
+            "olmo2",
+            "cohere2",
+            "gpt2",
+            "granite",
+            "gpt_oss",
+            "qwen3_5",
+        ),
     )
     sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
 
@@ -36,10 +47,15 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
 def test_families_on_every_axis_train_like_one_process() -> None:
     whole = {"tensor": 2, "sequence": False}
     listed = trials(
-        2, whole, ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss", "qwen3_5", "qwen3_next")
+        2,
+        whole,
+        ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss", "qwen3_5", "qwen3_next"),
     )
     listed += trials(
-        2, {"tensor": 2}, ("deepseek", "gemma3", "olmo2", "gpt2", "qwen3_5", "qwen3_next"), adapter=LORA
+        2,
+        {"tensor": 2},
+        ("deepseek", "gemma3", "olmo2", "gpt2", "qwen3_5", "qwen3_next"),
+        adapter=LORA,
     )
     listed += trials(
         2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2", "qwen3_5")
@@ -60,7 +76,9 @@ def test_families_on_every_axis_train_like_one_process() -> None:
             config=PLAIN.with_(attention_sinks=True, sliding_window=5),
         )
     ]
-    listed += trials(2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2", "gpt_oss", "qwen3_5"))
+    listed += trials(
+        2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2", "gpt_oss", "qwen3_5")
+    )
     listed += [
         trial(
             "olmo2, 2 KV heads on 4 ranks",

@@ -758,6 +758,11 @@ class ModelConfig(Section):
         """Whether a layer has linear attention with a state, no keys that a cache would store."""
         return self.linear_attention is not None and self.linear_attention.has(layer)
 
+    @property
+    def linear_share(self) -> float:
+        """The share of layers with linear attention."""
+        return sum(map(self.is_linear, range(self.num_layers))) / self.num_layers
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""
         if self.window_layers is None or layer in self.window_layers:

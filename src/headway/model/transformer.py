@@ -41,7 +41,14 @@ from headway.model.base import (
     ModelOut,
     ScoreHead,
 )
-from headway.model.layers import Attention, FeedForward, build_attention, build_mlp, build_norm, dropout
+from headway.model.layers import (
+    Attention,
+    FeedForward,
+    build_attention,
+    build_mlp,
+    build_norm,
+    dropout,
+)
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation

@@ -130,7 +130,9 @@ def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, f
     channels = model.num_heads * (model.head_size + model.value_size)
     costs: list[float] = []
     for layer in range(model.num_layers):
-        matrices = attention_weights(model, layer) + model.hidden_size * model.ffn_matrices * model.active_ffn(layer)
+        matrices = attention_weights(
+            model, layer
+        ) + model.hidden_size * model.ffn_matrices * model.active_ffn(layer)
         if model.experts is not None and model.is_mixture(layer):
             matrices += model.hidden_size * model.experts.num  # the router
         # 6 FLOPs a weight: 2 in forward, 4 in backward; as many for a channel and a visible token.

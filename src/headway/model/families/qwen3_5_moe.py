@@ -51,9 +51,7 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     size = given.get("moe_intermediate_size", DEFAULTS["moe_intermediate_size"])
     # The files have no plain feed-forward, and so no width of one.
     settings = shared.validate_hf_config({**given, "intermediate_size": size}, DEFAULTS)
-    experts = read_experts(
-        settings, EXPERT_KEYS, ffn_size=size, normalize=True, shared_gate=True
-    )
+    experts = read_experts(settings, EXPERT_KEYS, ffn_size=size, normalize=True, shared_gate=True)
     return shared.model_config(
         "qwen3_5_moe",
         settings,
