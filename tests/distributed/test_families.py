@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 from support.family_shapes import FAMILY_SHAPES
@@ -10,7 +11,7 @@ from support.layout_trials import DRILL_STEPS, LORA, PLAIN, LayoutTrial, compare
 
 
 def trials(
-    world: int, parallel: dict[str, object], names: tuple[str, ...], **more: object
+    world: int, parallel: dict[str, object], names: tuple[str, ...], **more: Any
 ) -> list[LayoutTrial]:
     label = " x ".join(f"{key} {value}" for key, value in parallel.items())
     return [

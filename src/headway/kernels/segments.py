@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +70,7 @@ class Segments:
         else:
             for row, bounds in enumerate(mask.on_host()):
                 starts += [row * length + first for first in bounds[:-1]]
-                lengths += [stop - first for first, stop in zip(bounds, bounds[1:], strict=False)]
+                lengths += [stop - first for first, stop in pairwise(bounds)]
         segments = Segments(tuple(starts), tuple(lengths), mask.document.device)
         mask.segments.append(segments)
         return segments

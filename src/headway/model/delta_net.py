@@ -129,20 +129,21 @@ class GatedDeltaNet(nn.Module):
 
     def mix(
         self,
-        mixed: Tensor,
-        controls: Tensor,
-        z: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         mask: AttentionMask,
         *,
         window: int | None = None,
     ) -> Tensor:
-        """o [B,T,H,V], gated and normed: the core of the layer, with the signature of attention's."""
-        assert window is None, "a layer with a state sees its whole document"
+        """o [B,T,H,V], gated and normed: the core of the layer, in the place of attention's.
+
+        q, k and v are the three that `project` gives: mixed, g and b, z. Windows of softmax layers
+        are not for this one.
+        """
         segments = Segments.of_mask(mask)
-        o, _ = self.mix_segments(
-            mixed.flatten(0, 1), controls.flatten(0, 1), z.flatten(0, 1), segments, None
-        )
-        return o.view(z.shape)
+        o, _ = self.mix_segments(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), segments, None)
+        return o.view(v.shape)
 
     def mix_segments(
         self,

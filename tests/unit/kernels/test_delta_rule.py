@@ -38,16 +38,23 @@ def inputs(tokens: int, seed: int = 0) -> list[Tensor]:
     return [q, k, v, g, b]
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, lengths: list[int], past: Tensor | None
+def in_chunks(
+    values: list[Tensor], lengths: list[int], past: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """What is tested."""
+    q, k, v, g, b = values
+    return delta_rule(q, k, v, g, b, Segments.of_lengths(lengths, CPU), past, CHUNK)
+
+
+def recurrence(values: list[Tensor], lengths: list[int], past: Tensor) -> tuple[Tensor, Tensor]:
     """The equations of delta_rule.py, one token and one head after the other."""
+    q, k, v, g, b = values
     q, k = unit_heads(q, k)
     results: list[Tensor] = []
     states: list[Tensor] = []
     token = 0
     for number, length in enumerate(lengths):
-        state = torch.zeros(HEADS, KEY, VALUE) if past is None else past[number]
+        state = past[number]
         for _ in range(length):
             rows: list[Tensor] = []
             heads: list[Tensor] = []
@@ -66,6 +73,11 @@ def recurrence(
     return torch.stack(results), torch.stack(states)
 
 
+def gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def leaves(values: list[Tensor]) -> list[Tensor]:
     return [value.clone().requires_grad_() for value in values]
 
@@ -78,9 +90,8 @@ def test_chunks_compute_the_recurrence_and_its_gradients(name: str) -> None:
     ours = leaves([*values, past])
     theirs = leaves([*values, past])
 
-    segments = Segments.of_lengths(lengths, CPU)
-    o, states = delta_rule(*ours[:5], segments, ours[5], CHUNK)
-    expected, expected_states = recurrence(*theirs[:5], lengths, theirs[5])
+    o, states = in_chunks(ours[:5], lengths, ours[5])
+    expected, expected_states = recurrence(theirs[:5], lengths, theirs[5])
 
     torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-5)
@@ -88,7 +99,7 @@ def test_chunks_compute_the_recurrence_and_its_gradients(name: str) -> None:
     ((o * direction).sum() + states.square().sum()).backward()
     ((expected * direction).sum() + expected_states.square().sum()).backward()
     for ours_leaf, theirs_leaf in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(ours_leaf.grad, theirs_leaf.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(gradient(ours_leaf), gradient(theirs_leaf), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -96,31 +107,31 @@ def test_a_packed_row_has_the_bits_of_its_documents_alone(name: str) -> None:
     lengths = LENGTHS[name]
     values = inputs(sum(lengths))
     packed = leaves(values)
-    o, states = delta_rule(*packed, Segments.of_lengths(lengths, CPU), chunk=CHUNK)
+    o, states = in_chunks(packed, lengths)
     o.square().sum().backward()
 
     begin = 0
     for number, length in enumerate(lengths):
         alone = leaves([value[begin : begin + length] for value in values])
-        single, state = delta_rule(*alone, Segments.of_lengths([length], CPU), chunk=CHUNK)
+        single, state = in_chunks(alone, [length])
         single.square().sum().backward()
         assert torch.equal(single, o[begin : begin + length])
         assert torch.equal(state[0], states[number])
         for some, whole in zip(alone, packed, strict=True):
-            assert torch.equal(some.grad, whole.grad[begin : begin + length])
+            assert torch.equal(gradient(some), gradient(whole)[begin : begin + length])
         begin += length
 
 
 def test_a_text_in_two_pieces_is_the_text_in_one() -> None:
     tokens = 3 * CHUNK + 2
     values = inputs(tokens)
-    whole, last = delta_rule(*values, Segments.of_lengths([tokens], CPU), chunk=CHUNK)
+    whole, last = in_chunks(values, [tokens])
 
     cut = CHUNK + 3
     first = [value[:cut] for value in values]
     rest = [value[cut:] for value in values]
-    begin, state = delta_rule(*first, Segments.of_lengths([cut], CPU), chunk=CHUNK)
-    end, state = delta_rule(*rest, Segments.of_lengths([tokens - cut], CPU), state, CHUNK)
+    begin, state = in_chunks(first, [cut])
+    end, state = in_chunks(rest, [tokens - cut], state)
 
     torch.testing.assert_close(torch.cat((begin, end)), whole, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-5)
@@ -129,22 +140,22 @@ def test_a_text_in_two_pieces_is_the_text_in_one() -> None:
 def test_single_steps_are_the_chunks() -> None:
     tokens = CHUNK + 3
     values = inputs(tokens)
-    whole, last = delta_rule(*values, Segments.of_lengths([tokens], CPU), chunk=CHUNK)
+    whole, last = in_chunks(values, [tokens])
 
     state = torch.zeros(1, HEADS, KEY, VALUE)
     for token in range(tokens):
-        o, state = delta_step(*(value[token : token + 1] for value in values), state)
+        q, k, v, g, b = (value[token : token + 1] for value in values)
+        o, state = delta_step(q, k, v, g, b, state)
         torch.testing.assert_close(o[0], whole[token], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-5)
 
 
 def test_a_decay_to_nothing_gives_no_nan() -> None:
     q, k, v, g, b = leaves(inputs(2 * CHUNK))
-    o, _ = delta_rule(q, k, v, g * 1e6, b, Segments.of_lengths([2 * CHUNK], CPU), chunk=CHUNK)
+    o, _ = in_chunks([q, k, v, g * 1e6, b], [2 * CHUNK])
     o.sum().backward()
     assert o.isfinite().all()
-    assert g.grad is not None
-    assert g.grad.isfinite().all()
+    assert gradient(g).isfinite().all()
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -170,15 +181,14 @@ def test_a_convolution_has_the_bits_of_its_documents_alone(name: str) -> None:
     result = short_convolution(packed, weight, Segments.of_lengths(lengths, CPU))
     result.square().sum().backward()
 
-    assert packed.grad is not None
-    for part, whole, gradient in zip(
-        x.split(lengths), result.split(lengths), packed.grad.split(lengths), strict=True
+    for part, whole, expected in zip(
+        x.split(lengths), result.split(lengths), gradient(packed).split(lengths), strict=True
     ):
         alone = leaves([part])[0]
         single = short_convolution(alone, weight, Segments.of_lengths([len(part)], CPU))
         single.square().sum().backward()
         assert torch.equal(single, whole)
-        assert torch.equal(alone.grad, gradient)
+        assert torch.equal(gradient(alone), expected)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7])

@@ -41,20 +41,24 @@ def test_a_packed_row_has_the_bits_of_its_documents_alone() -> None:
     layer = mixer()
     hidden = torch.randn(sum(LENGTHS), 32, generator=torch.Generator().manual_seed(4))
     angles = torch.zeros(1)
-    mixed, controls, z = (x[0].detach() for x in layer.project(hidden[None], angles, angles))
-    packed = [x.clone().requires_grad_() for x in (mixed, controls, z)]
-    segments = Segments.of_lengths(LENGTHS, mixed.device)
-    o, _ = layer.mix_segments(*packed, segments, None)
+    projected = [x[0].detach() for x in layer.project(hidden[None], angles, angles)]
+    packed = [x.clone().requires_grad_() for x in projected]
+    o, _ = layer.mix_segments(
+        packed[0], packed[1], packed[2], Segments.of_lengths(LENGTHS, hidden.device), None
+    )
     o.square().sum().backward()
 
     begin = 0
     for length in LENGTHS:
         some = slice(begin, begin + length)
-        alone = [x[some].clone().requires_grad_() for x in (mixed, controls, z)]
-        single, _ = layer.mix_segments(*alone, Segments.of_lengths([length], mixed.device), None)
+        alone = [x[some].clone().requires_grad_() for x in projected]
+        segments = Segments.of_lengths([length], hidden.device)
+        single, _ = layer.mix_segments(alone[0], alone[1], alone[2], segments, None)
         single.square().sum().backward()
         assert torch.equal(single, o[some])
         for part, whole in zip(alone, packed, strict=True):
+            assert part.grad is not None
+            assert whole.grad is not None
             assert torch.equal(part.grad, whole.grad[some])
         begin += length
 
@@ -71,17 +75,23 @@ def test_what_one_document_holds_changes_no_bit_of_the_others() -> None:
     gradients: list[torch.Tensor] = []
     for tokens in (batch.tokens, changed):
         embedded: list[torch.Tensor] = []
-        hook = model.model.embed_tokens.register_forward_hook(
-            lambda module, inputs, x, embedded=embedded: embedded.append(x.retain_grad() or x)
-        )
+
+        def keep(
+            module: object, inputs: object, x: torch.Tensor, kept: list[torch.Tensor] = embedded
+        ) -> None:
+            x.retain_grad()
+            kept.append(x)
+
+        hook = model.model.embed_tokens.register_forward_hook(keep)
         hidden = model.forward_batch(replace(batch, tokens=tokens)).hidden
         hook.remove()
         # The others alone have a loss.
         others = torch.cat((hidden[:, :4], hidden[:, 5 + CHUNK : 12 + CHUNK]), 1)
         others.square().sum().backward()
         outputs.append(others.detach())
-        assert embedded[0].grad is not None
-        gradients.append(embedded[0].grad)
+        gradient = embedded[0].grad
+        assert gradient is not None
+        gradients.append(gradient)
 
     assert torch.equal(*outputs)
     assert torch.equal(*gradients)

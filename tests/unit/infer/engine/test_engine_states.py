@@ -13,6 +13,7 @@ from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest, Speculation
 from headway.infer.load import LoadedModel, load_model
 from headway.model.base import build_model
+from headway.model.delta_net import GatedDeltaNet
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.paged_cache import CacheShape, PagedCache
 
@@ -104,10 +105,10 @@ def test_rows_that_take_no_part_change_no_snapshot(loaded: LoadedModel) -> None:
     batch = cache.decode_batch(2)
     (state,) = cache.layer_states.values()
     state.memory.fill_(7.0)
-    block = loaded.model.blocks()["model.layers.0"]
+    mixer = next(module for module in loaded.model.modules() if isinstance(module, GatedDeltaNet))
     hidden = torch.randn(2, 1, loaded.config.hidden_size)
-    q, k, v = block.linear_attn.project(hidden, hidden, hidden)
-    batch.mix(0, block.linear_attn, q, k, v)
+    q, k, v = mixer.project(hidden, hidden, hidden)
+    batch.mix(0, mixer, q, k, v)
     assert (state.memory[:-1] == 7.0).all()
 
 

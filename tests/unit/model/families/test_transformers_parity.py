@@ -97,7 +97,7 @@ def our_logits(
     if position is None:
         position = positions(*tokens.shape)
     if mask is None:
-        mask = causal_mask(*tokens.shape)
+        mask = causal_mask(tokens.shape[0], tokens.shape[1])
     return model.logits(model(tokens, position, mask))
 
 
