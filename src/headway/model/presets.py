@@ -128,7 +128,7 @@ _HYBRID = {
 FORMS: dict[str, dict[str, Any]] = {
     "qwen3_next": _HYBRID,
     "qwen3_5": _HYBRID,
-    "qwen3_5_moe": {**_HYBRID, "experts": {"shared_gate": True}},
+    "qwen3_5_moe": {**_HYBRID, "experts": {"shared_gate": True, "shared_ffn_size": 512}},
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "qk_norm": True},
     "olmo2": _OLMO,
