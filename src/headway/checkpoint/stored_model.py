@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folders
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
@@ -40,6 +42,12 @@ from headway.model.loading.huggingface import (
     read_config,
     read_end_ids,
     read_weights,
+)
+from headway.model.loading.native_vision import (
+    check_tower,
+    read_vision,
+    reads_pictures,
+    tower_values,
 )
 from headway.model.loading.other_parts import OtherParts, kept_parts
 from headway.model.loading.unsupported import named_format
@@ -106,6 +114,34 @@ class StoredModel:
             config = config.with_(score_head=True)
         adapter = stored_adapter(folder, config, str(self.path), self.weights)
         return replace(self, config=config, weights=lambda: adapter.merged(config), adapter=adapter)
+
+    def with_vision(self) -> StoredModel:
+        """This model with its vision tower; a ConfigError where it has none that headway reads."""
+        if self.config.vision is not None:
+            return self
+        vision = read_vision(self.parts, str(self.path))
+        try:
+            config = self.config.with_(vision=vision)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{self.path}: {reason}.") from None
+        parts = self.parts
+        assert parts is not None, "read_vision refuses a model without parts"
+        # Names and shapes now: a wrong tower is refused before any work.
+        place = str(self.path)
+        check_tower(parts, config, place)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from check_finite(tower_values(parts, config), place)
+            yield from self.weights()
+
+        return replace(self, config=config, weights=weights)
+
+    def with_pictures(self) -> StoredModel:
+        """This model with its vision tower, where it has one that headway reads."""
+        if reads_pictures(self.parts):
+            return self.with_vision()
+        return self
 
     def check_head(self, *, scores: bool = False) -> None:
         """Refuse a reward model where a language model is needed, or with `scores` the other way
