@@ -78,7 +78,13 @@ def _class_config(key: str) -> dict[str, Any]:
     """A config.json with the defaults of its class."""
     from headway.model.stock.classes import make_config
 
-    return json.loads(make_config(json.loads(key), trust_remote_code=False).to_json_string(False))
+    config = make_config(json.loads(key), trust_remote_code=False)
+    values = json.loads(config.to_json_string(use_diff=False))
+    # Without the settings that all configs of transformers have, which a tower does not read.
+    own = type(config.vision_config).__annotations__
+    tower = values["vision_config"]
+    values["vision_config"] = {name: tower[name] for name in own if name in tower}
+    return values
 
 
 def tower_names(parts: OtherParts) -> dict[str, str]:
