@@ -16,6 +16,7 @@ An adapter is merged: `weights` are plain. Nothing is read before it is asked fo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from headway.model.loading.native_vision import (
     read_vision,
     reads_pictures,
     tower_values,
+    without_tower,
 )
 from headway.model.loading.other_parts import OtherParts, kept_parts
 from headway.model.loading.unsupported import named_format
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from headway.model.families.transformers import Wrapping
     from headway.model.head_masks.choice import MaskSource
     from headway.tokenizer.load import Tokenizer
+
+log = logging.getLogger("headway")
 
 FINAL = "final"
 MEDIA_WEIGHTS = tuple(MEDIA_FILES.values())
@@ -130,6 +134,7 @@ class StoredModel:
         # Names and shapes now: a wrong tower is refused before any work.
         place = str(self.path)
         check_tower(parts, config, place)
+        log.info("%s: pictures enter through its own vision tower", place)
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             yield from check_finite(tower_values(parts, config), place)
@@ -142,6 +147,16 @@ class StoredModel:
         if reads_pictures(self.parts):
             return self.with_vision()
         return self
+
+    def without_tower(self) -> StoredModel:
+        """This model as one of text alone."""
+        if self.config.vision is None:
+            return self
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            return without_tower(self.weights(), {})
+
+        return replace(self, config=self.config.with_(vision=None), weights=weights)
 
     def check_head(self, *, scores: bool = False) -> None:
         """Refuse a reward model where a language model is needed, or with `scores` the other way
@@ -305,6 +320,8 @@ def _adapter(folder: Path) -> StoredModel:
         raise ConfigError(
             f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter."
         ) from None
+    # The adapter may be of the tower too.
+    model = model.with_pictures()
     return replace(model.with_adapter(folder), path=folder)
 
 

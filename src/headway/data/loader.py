@@ -104,9 +104,7 @@ class Loader:
         token_sources = [stream.source for stream in self._streams]
         media_columns = None
         if media is not None:
-            media_columns = media.columns(
-                token_sources, config.seq_len, config.documents_per_row
-            )
+            media_columns = media.columns(token_sources, config.seq_len, config.documents_per_row)
         teacher_columns = None
         if teacher is not None:
             from headway.data.teacher import TeacherColumns

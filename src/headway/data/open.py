@@ -206,7 +206,9 @@ def with_valid(
     return OpenData(train, {VALID_NAME: held_out}, checksums)
 
 
-def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | PictureFeatures | None) -> None:
+def _check_media(
+    sources: Sequence[TokenSource], media: MediaFeatures | PictureFeatures | None
+) -> None:
     """Refuse placeholders of pictures and sounds for a model that would read them as text, and
     media inputs that nothing would train."""
     with_media = [source for source in sources if has_media(source)]

@@ -148,7 +148,9 @@ def spec_of(settings: Mapping[str, Any], place: str) -> PictureSpec:
         if settings.get(key, True) is not True:
             raise ConfigError(f"{place}: {key} is {settings[key]!r}; headway always does it.")
     if settings.get("resample", BICUBIC) != BICUBIC:
-        raise ConfigError(f"{place}: resample is {settings['resample']!r}; headway does bicubic (3).")
+        raise ConfigError(
+            f"{place}: resample is {settings['resample']!r}; headway does bicubic (3)."
+        )
 
     size = settings.get("size") or {}
     values: dict[str, Any] = {
@@ -161,6 +163,7 @@ def spec_of(settings: Mapping[str, Any], place: str) -> PictureSpec:
         "std": settings.get("image_std"),
         "rescale": settings.get("rescale_factor"),
     }
+    spec = PictureSpec()
     try:
         spec = PictureSpec.parse({key: value for key, value in values.items() if value is not None})
         problem = spec.problem()
@@ -220,10 +223,10 @@ def read_cells(
 
 
 def _bytes_of(ref: MediaRef, limits: MediaLimits) -> bytes:
-    if ref.modality != "image" or ref.part:
+    if ref.part:
         raise DataError(
-            f"{ref.name}: is a {'video' if ref.part else ref.modality}; the model's own tower "
-            "reads pictures. Give its frames as pictures."
+            f"{ref.name}: is a video, and the model's own tower is given pictures. Give some of "
+            "its frames as files."
         )
     return ref.read(limits)
 

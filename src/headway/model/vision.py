@@ -199,4 +199,3 @@ def _specs(key: str) -> tuple[ParamSpec, ...]:
             start = "norm"
         specs.append(replace(spec, name=TOWER + spec.name, groups=groups, start=start))
     return tuple(specs)
-

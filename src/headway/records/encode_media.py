@@ -92,6 +92,9 @@ class NativePositions(MediaPositions):
         return ""
 
     def grid(self, ref: MediaRef) -> Grid | None:
+        # `place_media` refuses other modalities.
+        if ref.modality not in self.tokens:
+            return None
         return grid_of(ref, self.picture)
 
     def count(self, modality: str, grid: Grid | None) -> int:

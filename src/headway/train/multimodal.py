@@ -247,7 +247,9 @@ def plan_vision(config: NativeConfig, shape: VisionShape, seq_len: int) -> Visio
     return VisionPlan(replace(shape, picture=picture))
 
 
-def picture_features(recipe: Recipe, plan: VisionPlan, check_media: bool = False) -> PictureFeatures:
+def picture_features(
+    recipe: Recipe, plan: VisionPlan, check_media: bool = False
+) -> PictureFeatures:
     """The cells of all pictures of a recipe's sources, from the cache or made now."""
     spec = plan.shape.picture
     maker = DividedMaker(

@@ -124,7 +124,13 @@ class MultimodalConfig(Section):
     @model_validator(mode="after")
     def _has_inputs(self) -> MultimodalConfig:
         if self.native is not None:
-            given = sorted(self.model_fields_set - {"native"})
+            # By value: recipe.yaml of a run lists defaults too.
+            fields = type(self).model_fields
+            given = [
+                name
+                for name in sorted(set(fields) - {"native"})
+                if getattr(self, name) != fields[name].default
+            ]
             if given:
                 raise ValueError(
                     f"has native and {given[0]}, which is for encoders beside the model. Remove "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +93,7 @@ def documents_of(batch: Batch) -> list[tuple[int, int, int]]:
     """Row, begin and end of every document with a target."""
     documents: list[tuple[int, int, int]] = []
     for row, bounds in enumerate(batch.bounds.tolist()):
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in itertools.pairwise(bounds):
             if begin < end and batch.loss_weight[row, begin:end].any():
                 documents.append((row, begin, end))
     return documents
@@ -98,7 +101,7 @@ def documents_of(batch: Batch) -> list[tuple[int, int, int]]:
 
 def theirs(model: Any, batch: Batch, folder: Path, tower: dict[str, Any]) -> torch.Tensor:
     """The same sum, each document alone in the class of transformers, with its own processor."""
-    import json
+    from transformers.image_utils import load_image
 
     records = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
     processor = processor_of(tower)
@@ -106,7 +109,7 @@ def theirs(model: Any, batch: Batch, folder: Path, tower: dict[str, Any]) -> tor
     for record in records:
         pictures = {}
         if record["images"]:
-            images = [Image.open(path) for path in record["images"]]
+            images = [load_image(path) for path in record["images"]]
             pictures = dict(processor(images=images, return_tensors="pt"))
         cells = 0
         if pictures:
@@ -190,7 +193,9 @@ def test_pixels_and_grids_are_those_of_transformers(tmp_path: Path) -> None:
     assert spec.patch == 6
     shape: Any = type("Shape", (), {"picture": spec})()
     modes = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}
-    for number, (width, height) in enumerate([(1, 1), (7, 900), (900, 8), (31, 33), (200, 77), (12, 12), (1000, 999)]):
+    for number, (width, height) in enumerate(
+        [(1, 1), (7, 900), (900, 8), (31, 33), (200, 77), (12, 12), (1000, 999)]
+    ):
         mode = list(modes)[number % 4]
         colours = [
             Image.fromarray(draw.integers(0, 256, (height, width), dtype=np.uint8))
@@ -217,17 +222,13 @@ def test_positions_are_those_of_transformers(pictures: list[tuple[int, tuple[int
     grids = None
     if pictures:
         grids = torch.tensor([[1, 2 * rows, 2 * columns] for _, (rows, columns) in pictures])
-    position, _ = build_vision().model.get_rope_index(
-        ids, (ids == PAD).int(), image_grid_thw=grids
-    )
+    position, _ = build_vision().model.get_rope_index(ids, (ids == PAD).int(), image_grid_thw=grids)
     assert position[:, 0].T.tolist() == rotary_positions(25, pictures).tolist()
 
 
 def test_a_cell_has_the_pixels_of_its_place() -> None:
     spec = PictureSpec(patch=2, merge=1, min_pixels=4, max_pixels=4096)
     pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
-    import io
-
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG")
     grid, cells = read_cells(MediaRef("image", data=stream.getvalue()), spec)

@@ -127,9 +127,7 @@ def check_tower(parts: OtherParts, config: ModelConfig, place: str) -> None:
             )
 
 
-def tower_values(
-    parts: OtherParts, config: ModelConfig
-) -> Iterator[tuple[str, torch.Tensor]]:
+def tower_values(parts: OtherParts, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the tower under our names, in its order."""
     from headway.model.vision import tower_specs
 
@@ -151,9 +149,7 @@ def without_tower(
             yield name, value
 
 
-def trained_parts(
-    parts: OtherParts, tower: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def trained_parts(parts: OtherParts, tower: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors beside the text part, with those of a tower that has trained.
 
     A tensor that is still what the folder holds, as far as its precision in `tower` tells, keeps
