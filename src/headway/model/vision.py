@@ -117,7 +117,7 @@ def run_tower(
     dtype: torch.dtype,
 ) -> Tensor:
     """[N,D] of the cells [N,...] of some pictures; `grids`: rows and columns of cells of each."""
-    merge = shape.picture.merge
+    merge = shape.spec.merge
     sizes = [[1, rows * merge, columns * merge] for rows, columns in grids]
     # On the host: the tower makes windows of them with Python numbers.
     grid = torch.tensor(sizes, device=cells.device)
@@ -127,7 +127,7 @@ def run_tower(
 
 def to_patches(cells: Tensor, shape: VisionShape) -> Tensor:
     """fp32 [N merge merge, numbers of a patch] of cells uint8 [N,...]."""
-    spec = shape.picture
+    spec = shape.spec
     values = torch.from_numpy(spec.values()).to(cells.device)
     pixels = cells.view(-1, 3, spec.patch, spec.patch).long()
     first_of_colour = 256 * torch.arange(3, device=cells.device)[:, None, None]
@@ -174,7 +174,7 @@ def tower_specs(shape: VisionShape) -> list[ParamSpec]:
 
 
 def _plain(shape: VisionShape) -> dict[str, Any]:
-    return {**vars(shape), "tower": dict(shape.tower), "picture": vars(shape.picture)}
+    return {**vars(shape), "tower": dict(shape.tower), "picture": dict(shape.picture)}
 
 
 @lru_cache(maxsize=8)

@@ -10,10 +10,11 @@ The shape is a field of `ModelConfig`, so a checkpoint says by itself that the m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from headway.media.patches import PictureSpec
+if TYPE_CHECKING:
+    from headway.media.patches import PictureSpec
 
 TOWER = "visual."
 """Starts the names of the tower's parameters."""
@@ -29,7 +30,8 @@ class VisionShape:
     """The `model_type` of the whole model."""
     tower: Mapping[str, Any]
     """The `vision_config` of config.json."""
-    picture: PictureSpec
+    picture: Mapping[str, Any]
+    """How a picture becomes patches: the values of a `PictureSpec`."""
     begin_id: int
     pad_id: int
     end_id: int
@@ -39,11 +41,19 @@ class VisionShape:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> VisionShape:
         """A shape from plain values."""
-        picture = values["picture"]
-        if not isinstance(picture, PictureSpec):
-            picture = PictureSpec.parse(picture)
-        sections = tuple(values["sections"])
-        return cls(**{**values, "picture": picture, "sections": sections})
+        return cls(**{**values, "sections": tuple(values["sections"])})
+
+    @property
+    def spec(self) -> PictureSpec:
+        """How a picture becomes patches."""
+        # Imported here: a run of text alone loads no module of media.
+        from headway.media.patches import PictureSpec
+
+        return PictureSpec.parse(self.picture)
+
+    def with_spec(self, spec: PictureSpec) -> VisionShape:
+        """The same tower, which is given other pictures."""
+        return replace(self, picture=plain_spec(spec))
 
     def problem(self, planes: int, hidden_size: int, vocab_size: int | None) -> str | None:
         """Why a language model cannot have this tower; None if it can."""
@@ -57,10 +67,12 @@ class VisionShape:
         width = self.tower.get("out_hidden_size")
         if width != hidden_size:
             return f"the tower gives vectors of {width} numbers; the model takes {hidden_size}"
+        spec = self.spec
         sizes = {
-            "patch_size": self.picture.patch,
-            "spatial_merge_size": self.picture.merge,
-            "temporal_patch_size": self.picture.frames,
+            "patch_size": spec.patch,
+            "spatial_merge_size": spec.merge,
+            "temporal_patch_size": spec.frames,
+            "in_channels": 3,
         }
         for name, value in sizes.items():
             if self.tower.get(name) != value:
@@ -71,4 +83,9 @@ class VisionShape:
         ids = (self.begin_id, self.pad_id, self.end_id)
         if vocab_size is not None and max(ids) >= vocab_size:
             return f"tokens of pictures are {list(ids)}; the vocabulary has {vocab_size}"
-        return self.picture.problem()
+        return spec.problem()
+
+
+def plain_spec(spec: PictureSpec) -> dict[str, Any]:
+    """The values of a spec as JSON has them."""
+    return {**asdict(spec), "mean": list(spec.mean), "std": list(spec.std)}

@@ -217,7 +217,7 @@ class VisionPlan:
         return NativePositions(
             {MODALITY: 0},
             missing=False,
-            picture=self.shape.picture,
+            picture=self.shape.spec,
             begin_id=self.shape.begin_id,
             pad_id=self.shape.pad_id,
             end_id=self.shape.end_id,
@@ -231,7 +231,7 @@ def plan_vision(config: NativeConfig, shape: VisionShape, seq_len: int) -> Visio
         for key, value in config.model_dump().items()
         if key in ("min_pixels", "max_pixels") and value is not None
     }
-    picture = replace(shape.picture, **sizes)
+    picture = replace(shape.spec, **sizes)
     problem = picture.problem()
     if problem is not None:
         raise ConfigError(f"multimodal.native: {problem}.")
@@ -244,14 +244,14 @@ def plan_vision(config: NativeConfig, shape: VisionShape, seq_len: int) -> Visio
             f"multimodal.native.max_pixels to {max(1, seq_len // 2) * picture.side**2} or less, "
             "or raise data.seq_len."
         )
-    return VisionPlan(replace(shape, picture=picture))
+    return VisionPlan(shape.with_spec(picture))
 
 
 def picture_features(
     recipe: Recipe, plan: VisionPlan, check_media: bool = False
 ) -> PictureFeatures:
     """The cells of all pictures of a recipe's sources, from the cache or made now."""
-    spec = plan.shape.picture
+    spec = plan.shape.spec
     maker = DividedMaker(
         modality=MODALITY,
         identity=f"cells of pictures: {spec!r}",

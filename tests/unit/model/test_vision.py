@@ -191,7 +191,7 @@ def test_pixels_and_grids_are_those_of_transformers(tmp_path: Path) -> None:
     processor = processor_of({"patch_size": 6})
     spec = spec_of(processor.to_dict(), "test")
     assert spec.patch == 6
-    shape: Any = type("Shape", (), {"picture": spec})()
+    shape: Any = type("Shape", (), {"spec": spec})()
     modes = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}
     for number, (width, height) in enumerate(
         [(1, 1), (7, 900), (900, 8), (31, 33), (200, 77), (12, 12), (1000, 999)]

@@ -16,9 +16,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError
-from headway.media.patches import spec_of
 from headway.model.loading.other_parts import OtherParts
-from headway.model.vision_shape import KINDS, TOWER, VisionShape
+from headway.model.vision_shape import KINDS, TOWER, VisionShape, plain_spec
 from headway.runtime.json_file import read_object
 
 if TYPE_CHECKING:
@@ -59,13 +58,15 @@ def read_vision(parts: OtherParts | None, place: str) -> VisionShape:
             f"{path}: no such file; it says how pictures become patches. Download it with the "
             "model."
         )
-    picture = spec_of(read_object(path, ConfigError), str(path))
+    from headway.media.patches import spec_of
+
+    spec = spec_of(read_object(path, ConfigError), str(path))
     config = _class_config(json.dumps(dict(parts.hf_config), sort_keys=True))
     rope = config["text_config"].get("rope_parameters") or {}
     return VisionShape(
         kind=kind,
         tower=config["vision_config"],
-        picture=picture,
+        picture=plain_spec(spec),
         begin_id=config["vision_start_token_id"],
         pad_id=config["image_token_id"],
         end_id=config["vision_end_token_id"],
