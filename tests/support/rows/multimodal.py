@@ -87,6 +87,7 @@ VISION = (
     "data.seq_len=256",
 )
 ROWS: dict[str, Row] = {
+    "model.vision": ((), None, "{kind: qwen2_5_vl, sections: [1]}", numbers_or_refusal),
     "multimodal.native.min_pixels": ((*VISION, "multimodal.native={}"), 64, 1024, sized),
     "multimodal.native.max_pixels": ((*VISION, "multimodal.native={}"), 640, 2560, sized),
     "multimodal.image.features": ((*CHAT, TABLES[1]), "$/image0", "$/image1", seen),

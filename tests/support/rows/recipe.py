@@ -169,7 +169,6 @@ ROWS: dict[str, Row] = {
     "optim[adamw].groups.match": ((), ["{match: [norms], lr: 0.5}"], ["{match: [embeddings], lr: 0.5}"], loss_numbers),
     "optim[adamw].groups.lr": (RULE, ["{match: [norms]}"], ["{match: [norms], lr: 0.5}"], loss_numbers),
     "model.media": ((), None, "{inputs: [{modality: image, width: 4, tokens: 2}], hidden: 4}", numbers_or_refusal),
-    "model.vision": ((), None, "{kind: qwen2_5_vl, sections: [1]}", numbers_or_refusal),
     "batch.lr_scaling": (("batch.reference_rows=1",), "sqrt", "linear", loss_numbers),
     "batch.reference_rows": (("batch.lr_scaling=sqrt",), 1, 2, loss_numbers),
     "optim[adamw].groups.lr_factor": (RULE, ["{match: [norms]}"], ["{match: [norms], lr_factor: 50}"], loss_numbers),
