@@ -83,7 +83,7 @@ TRAINING_SETTINGS = {
     "precision",
 }
 """Of a recipe: what decides how answers change the weights."""
-LATER_SETTINGS: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None}
+LATER_SETTINGS: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None, "exact": False}
 """Of `rollout`, with their defaults: settings that the first journals did not know."""
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
 
@@ -260,6 +260,7 @@ class Rollouts:
                 cache_bytes=cache_bytes,
                 seed=self.recipe.seed,
                 folder=self.folder,
+                exact=rollout.exact,
             )
             self._sampler = PolicySampler(settings, self.tokenizer, self.weights())
             self._sampler.version = version
