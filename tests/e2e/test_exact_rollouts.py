@@ -146,6 +146,7 @@ def test_a_sampler_whose_weights_differ_by_one_rounding_ends_the_run(
 
 
 REFUSED = {
+    "rollout.ahead is 1": ("rollout.ahead=1",),
     "adapter is set": ("adapter.rank=4",),
     "parallel.tensor is 2": ("parallel.tensor=2",),
     "parallel.pipeline is 2": ("parallel.pipeline=2",),

@@ -87,6 +87,9 @@ def _check_exact(recipe: Recipe) -> None:
     """Refuse what has no form in which sampler and trainer compute the same bits."""
     parallel = recipe.parallel
     unfit = {
+        f"rollout.ahead is {recipe.rollout.ahead}: answers are of older weights": (
+            recipe.rollout.ahead > 0
+        ),
         "adapter is set: the sampler has it merged into the weights": recipe.adapter is not None,
         f"parallel.tensor is {parallel.tensor}": parallel.tensor > 1,
         f"parallel.pipeline is {parallel.pipeline}": parallel.pipeline > 1,
