@@ -497,6 +497,21 @@ class ModelConfig(Section):
             )
 
         scaling = self.rope_scaling
+        if scaling is not None and scaling.query_growth:
+            # Queries are made longer by their rotation, so all of their channels must be rotated,
+            # in every layer.
+            neutral = {
+                "rotary_fraction": 1.0,
+                "rope_local_theta": None,
+                "no_rope_layers": (),
+                "latent_attention": None,
+            }
+            for key, value in neutral.items():
+                if getattr(self, key) != value:
+                    raise ValueError(
+                        f"rope_scaling.query_growth is given with {key}={getattr(self, key)}; "
+                        "remove one of them"
+                    )
         if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(
                 f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1"
@@ -537,6 +552,8 @@ class ModelConfig(Section):
         for key in ("media", "head_gates", "latent_attention", "rope_local_theta", "hf_config"):
             if getattr(self, key) is not None:
                 raise ValueError(f"has vision and {key}; a model has one of them. Remove one")
+        if self.rope_scaling is not None and self.rope_scaling.query_growth:
+            raise ValueError("has vision and rope_scaling.query_growth, which needs one position")
         problem = self.vision.problem(self.rotary_size // 2, self.hidden_size, self.vocab_size)
         if problem is not None:
             raise ValueError(f"vision: {problem}")

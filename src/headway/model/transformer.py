@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
+from headway.kernels.row_blocks import row_logits
 from headway.model.adapter.lora import AdaptedLinear, compute_once
 from headway.model.base import (
     AttentionCache,
@@ -42,7 +43,7 @@ from headway.model.base import (
     ScoreHead,
 )
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
-from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
+from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 from headway.model.router import Routing, counted_tokens, stack_routings
@@ -326,6 +327,9 @@ class Transformer(Model):
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
+        self.is_exact = False
+        """Tokens are computed in blocks of fixed size (`use_exact`)."""
+
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Head gates are sampled with the noise of a seed.
 
@@ -378,7 +382,7 @@ class Transformer(Model):
         # Without `begin_step` the host knows no gates: every head is full.
         if self.head_gates is None or self._log_alpha is None:
             return mask, None
-        draw = self.head_gates.draw(self._log_alpha, seed)
+        draw = self.head_gates.draw(self._log_alpha, seed, is_held=self.holds_gates)
         return replace(mask, mix=draw.mix), draw
 
     def _output(
@@ -398,6 +402,7 @@ class Transformer(Model):
             self.head_grad_buffer,
             self._vocab,
             self.config.logit_softcap,
+            self.is_exact,
         )
         score = None
         if self.score is not None:
@@ -433,6 +438,14 @@ class Transformer(Model):
             self._log_alpha = None
         else:
             self._log_alpha = self.head_gates()
+
+    def held_gates(self, target: float) -> dict[str, Tensor]:
+        """The gates shifted together (`head_gates.hold`)."""
+        from headway.model.head_gates import hold
+
+        if self.head_gates is None:
+            return {}
+        return {GATES: hold(self.head_gates(), target)}
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """Move the routers' biases against the load of each mixture."""
@@ -478,6 +491,10 @@ class Transformer(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped where the config says so; of the whole vocabulary, also where ranks share
         it."""
+        if self.is_exact:
+            return row_logits(hidden.flatten(0, -2), self.head_weight).unflatten(
+                0, hidden.shape[:-1]
+            )
         logits = super().logits(hidden)
         if self._vocab is not None:
             logits = self._vocab.whole(logits)
@@ -556,6 +573,13 @@ class Transformer(Model):
         """Compute attention with one backend in every layer."""
         for block in self.blocks().values():
             block.use_attention(backend)
+
+    def use_exact(self) -> None:
+        """See model/exact.py."""
+        from headway.model.exact import make_exact
+
+        if not self.is_exact:
+            make_exact(self)
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Head gates are then drawn for these KV heads only."""
