@@ -1,13 +1,16 @@
-"""Records the commit in what is built from a checkout; everything else is in pyproject.toml.
+"""Records the commit and the address of the repository in what is built; everything else is in pyproject.toml.
 
     git checkout --build--> headway/commit.txt in the wheel and in the source distribution
                             (`headway --version` prints it)
+    HEADWAY_REPOSITORY=https://... --build--> the links of the packages ([project.urls])
 
-A build of a source distribution keeps the file that is there.
+A build of a source distribution keeps the commit that is there. The address comes from the environment alone, never from
+a git remote, which may name a private host.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -67,4 +70,25 @@ class SourceWithCommit(sdist):
         write_commit(Path(base_dir) / "src" / "headway")
 
 
-setup(cmdclass={"build_py": BuildWithCommit, "sdist": SourceWithCommit})
+def links(repository: str | None) -> dict[str, str]:
+    """The links of a published package: pages of a repository on GitHub, or on a server that names them as GitHub does."""
+    if not repository:
+        return {}
+    if not repository.startswith("https://") or "@" in repository:
+        raise SystemExit(
+            f"HEADWAY_REPOSITORY is {repository!r}; it must be https://HOST/OWNER/NAME, without a user"
+        )
+    address = repository.rstrip("/").removesuffix(".git")
+    return {
+        "Homepage": address,
+        "Documentation": f"{address}/tree/HEAD/docs",
+        "Source": address,
+        "Changelog": f"{address}/blob/HEAD/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+
+
+setup(
+    cmdclass={"build_py": BuildWithCommit, "sdist": SourceWithCommit},
+    project_urls=links(os.environ.get("HEADWAY_REPOSITORY")),
+)

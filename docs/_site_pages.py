@@ -21,7 +21,9 @@ FROM_ROOT = {
     "README.zh-CN.md": "README.zh-CN.md",
 }
 """File of the repository -> page of the site."""
-BETWEEN_CHINESE = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n(?=[\u3000-\u9fff\uff00-\uffef])")
+CHINESE = r"[\u3000-\u9fff\uff00-\uffef]"
+BETWEEN_CHINESE = re.compile(rf"(?<={CHINESE})\n(?={CHINESE})")
+FENCED = re.compile(r"(?ms)^```.*?^```")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -52,10 +54,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         (one for one, name in FROM_ROOT.items() if name == page.file.src_uri),
         f"docs/{page.file.src_uri}",
     )
-    joined = BETWEEN_CHINESE.sub(
-        "", markdown
-    )  # a browser would show the end of such a line as a space
-    return LINK.sub(lambda link: _linked(link, source), joined)
+    return LINK.sub(lambda link: _linked(link, source), join_chinese_lines(markdown))
+
+
+def join_chinese_lines(markdown: str) -> str:
+    """Lines of one paragraph that end and begin in Chinese become one: a browser would show a space between them.
+
+    A heading stays a line of its own, and so do the lines of a block of code.
+    """
+    parts: list[str] = []
+    end = 0
+    for block in [*FENCED.finditer(markdown), None]:
+        prose = markdown[end : block.start()] if block else markdown[end:]
+        # The break after a heading becomes two, so that no line of text follows it directly.
+        prose = re.sub(r"(?m)^(#+ .*)\n(?=.)", r"\1\n\n", prose)
+        parts.append(BETWEEN_CHINESE.sub("", prose))
+        if block:
+            parts.append(block[0])
+            end = block.end()
+    return "".join(parts)
 
 
 def _linked(link: re.Match[str], source: str) -> str:

@@ -38,6 +38,9 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
             "granite",
             "gpt_oss",
             "qwen3_5",
+            "ministral3",
+            "glm4_moe",
+            "minimax_m2",
         ),
     )
     sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
@@ -55,7 +58,16 @@ def test_families_on_every_axis_train_like_one_process() -> None:
     listed += trials(
         2,
         {"tensor": 2},
-        ("deepseek", "gemma3", "olmo2", "gpt2", "qwen3_5", "qwen3_next"),
+        (
+            "deepseek",
+            "gemma3",
+            "olmo2",
+            "gpt2",
+            "ministral3",
+            "minimax_m2",
+            "qwen3_5",
+            "qwen3_next",
+        ),
         adapter=LORA,
     )
     listed += trials(

@@ -72,6 +72,12 @@ def test_sampler_and_trainer_agree_and_the_journal_has_every_answer(
     for sampled, rewarded in batches:
         assert len(sampled.answers) == 16
         assert len(sampled.prompts) == 4
+        # What made the ids: the tokenizer, the template of every prompt, the seed of the draws.
+        assert len(sampled.tokenizer) == 64
+        assert len(sampled.templates) == 4
+        assert len(set(sampled.templates)) == 1
+        assert sampled.seed is not None
+        assert sampled.first_step == sampled.version + 1
         assert rewarded is not None
         for answer, total in zip(sampled.answers, rewarded.totals, strict=True):
             assert 1 <= len(answer.ids) <= 8

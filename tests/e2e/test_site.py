@@ -1,15 +1,47 @@
 """The documentation site builds without a broken link and loads nothing from the network. Needs the extra `docs`."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site_pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/_site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lines_of_a_chinese_paragraph_become_one_and_a_heading_stays_alone(
+    site_pages: ModuleType,
+) -> None:
+    page = "## 容器\n仓库里的文件\n安装全部依赖。\n\n```\n# 第一行\n第二行\n```\n"
+    joined = site_pages.join_chinese_lines(page)
+    assert joined == "## 容器\n\n仓库里的文件安装全部依赖。\n\n```\n# 第一行\n第二行\n```\n"
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").rglob("*.zh-CN.md")), ids=lambda page: page.name
+)
+def test_headings_and_code_of_a_chinese_page_reach_the_site(
+    site_pages: ModuleType, page: Path
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    joined = site_pages.join_chinese_lines(text)
+    for kind in (r"(?m)^#+ .*$", r"(?ms)^```.*?^```", r"(?m)^\|.*$"):
+        assert re.findall(kind, joined) == re.findall(kind, text)
 
 
 @pytest.mark.drill

@@ -17,7 +17,8 @@ from headway.config.shipped import recipe_names
 from headway.runtime.optional import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("src", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+SOURCES = ("src", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
+REPOSITORY = "https://git.example.org/me/headway"
 BUILD = "import setuptools.build_meta as build; print(build.build_sdist('dist')); print(build.build_wheel('dist'))"
 QUESTIONS = [
     {"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 40)
@@ -40,6 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD],
         cwd=folder,
+        env={**os.environ, "HEADWAY_REPOSITORY": REPOSITORY},
         capture_output=True,
         text=True,
         check=False,
@@ -76,6 +78,7 @@ def test_the_wheel_holds_what_a_user_needs(built: dict[str, Path]) -> None:
         for line in core
         if line.startswith(tuple(name.lower() for name in (*EXTRAS, "protobuf")))
     ]
+    assert f"Source, {REPOSITORY}" in (about.get_all("Project-URL") or ())
     licence = wheel.read(info.replace("METADATA", "licenses/LICENSE")).decode()
     assert "Apache License" in licence
     assert "END OF TERMS AND CONDITIONS" in licence

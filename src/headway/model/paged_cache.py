@@ -52,6 +52,8 @@ class CacheShape:
     dtype: torch.dtype
     spare: int = 0
     """Positions that can be taken back from rings; at least one page's."""
+    is_exact: bool = False
+    """Attention in bits that depend on a token and those before it alone (model/exact.py)."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
         """The full heads of a layer, and its rings; every KV head is in one of them. A layer with
@@ -125,7 +127,7 @@ class CacheShape:
         return layers * state_bytes(linear, self.dtype)
 
     @property
-    def is_exact(self) -> bool:
+    def has_states(self) -> bool:
         """The state of a slot stands behind its last token and cannot go back: rings can, states of
         linear attention cannot."""
         return self.config.linear_attention is not None
@@ -186,7 +188,14 @@ class PagedCache:
                 continue
             full, rings = shape.groups(layer)
             self.layers[layer] = LayerPages(
-                shape.config, full, rings, self.table, (pages, blocks), device, shape.dtype
+                shape.config,
+                full,
+                rings,
+                self.table,
+                (pages, blocks),
+                device,
+                shape.dtype,
+                is_exact=shape.is_exact,
             )
         self.states = StateBlocks(
             slots, snapshots, [*self.layers.values(), *self.layer_states.values()]

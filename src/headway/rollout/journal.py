@@ -6,12 +6,14 @@
         {"kind": "scores", "batch": 3, ...}     the trainer's log-probabilities of their tokens
 
 Lines are only appended, and each is on the disk before training uses it. A kill may cut the last
-line short: it is removed when the file is opened. A run that resumes from an earlier checkpoint
+line short: it is removed when the file is opened. A line that was damaged later ends what is known:
+it and the lines after it move to rollouts.damaged. A run that resumes from an earlier checkpoint
 finds the records of later batches here: nothing is sampled twice, no reward is asked twice. Only a
 batch that other weights or settings answer removes lines, from the end.
 
-Arrays are base64 of little-endian numbers: ids int32, log-probabilities float32. Kept ids are
-ascending for each token, so their differences are small numbers: these are compressed with zlib.
+Arrays are base64 of little-endian numbers: ids int32, log-probabilities float32, the loss mask a bit
+per id (numpy.packbits). Kept ids are ascending for each token, so their differences are small
+numbers: these are compressed with zlib. What the first journals did not have is read as absent.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ from headway.errors import DataError
 log = logging.getLogger("headway")
 
 FILE = "rollouts.jsonl"
+DAMAGED_FILE = "rollouts.damaged"
+"""Lines that were taken out of the journal, because they or one before them were damaged."""
 ANSWERS = "answers"
 REWARDS = "rewards"
 SCORES = "scores"
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class SampledAnswer:
     text: str
     kept: KeptIds | None = None
     """None: every token was drawn from the whole vocabulary."""
+    mask: Flags | None = None
+    """Of every id: whether the policy drew it, so that it may carry a loss. None: it drew all."""
 
     @property
     def is_cut(self) -> bool:
@@ -96,6 +103,21 @@ class SampledBatch:
     """The last turn of each prompt, for people who read the journal; in the order of the batch."""
     training: str = ""
     """Digest of the settings that the weights were trained with."""
+    start: int | None = None
+    """Updates before the first one on these answers; None: as many as `version`."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer that made the ids of the prompts."""
+    templates: tuple[str, ...] = ()
+    """Digests of the chat templates of the prompts, in the order of the batch."""
+    seed: int | None = None
+    """With the key of an answer and the position of a token, it decides every draw."""
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first update on these answers."""
+        if self.start is None:
+            return self.version + 1
+        return self.start + 1
 
 
 @dataclass(frozen=True)
@@ -146,14 +168,8 @@ class RolloutJournal:
         if not journal.path.exists():
             return journal
         end = journal._scan()
-        size = journal.path.stat().st_size
-        if end < size:
-            log.warning(
-                "%s: its last %d bytes are no whole line, as after a kill; they are removed",
-                journal.path,
-                size - end,
-            )
-            os.truncate(journal.path, end)
+        if end < journal.path.stat().st_size:
+            journal._end_at(end)
         return journal
 
     def answers(self, batch: int) -> SampledBatch | None:
@@ -185,13 +201,50 @@ class RolloutJournal:
         self._scan()
 
     def _scan(self) -> int:
-        """Read where all records are; returns the end of the last whole line."""
+        """Read where all records are, up to the first line that is damaged; returns where the last
+        whole line before it ends."""
         self._known = {}
         end = 0
-        for offset, length, record in _lines(self.path):
+        for offset, length, record in journal_lines(self.path):
+            if record is None:
+                break
             self._remember(record, offset, length)
             end = offset + length
         return end
+
+    def _end_at(self, end: int) -> None:
+        """Remove what follows the last whole line; whole lines behind a damaged one are kept
+        aside, because no other file has them."""
+        rest = [
+            (offset, record is not None)
+            for offset, _, record in journal_lines(self.path)
+            if offset >= end
+        ]
+        num_whole = sum(1 for _, is_whole in rest if is_whole)
+        if not num_whole:
+            log.warning(
+                "%s: its last %d bytes are no whole line, as after a kill; they are removed",
+                self.path,
+                self.path.stat().st_size - end,
+            )
+            os.truncate(self.path, end)
+            return
+        with self.path.open("rb") as file:
+            number = file.read(end).count(b"\n") + 1
+            lines = file.read()
+        with (self.path.parent / DAMAGED_FILE).open("ab") as aside:
+            aside.write(lines)
+            os.fsync(aside.fileno())
+        os.truncate(self.path, end)
+        log.warning(
+            "%s: line %d is damaged; it and what follows (%d whole lines) are moved to %s. "
+            "The run continues from line %d: missing answers are sampled again",
+            self.path,
+            number,
+            num_whole,
+            DAMAGED_FILE,
+            number - 1,
+        )
 
     def _find(self, batch: int, kind: str) -> dict[str, Any] | None:
         known = self._known.get(batch)
@@ -226,7 +279,7 @@ class RolloutJournal:
         offset, length = span
         with self.path.open("rb") as file:
             file.seek(offset)
-            record = _parsed(file.read(length))
+            record = read_line(file.read(length))
         if record is None:
             raise DataError(
                 f"{self.path}: the line at byte {offset} was changed while the run was open. "
@@ -236,12 +289,17 @@ class RolloutJournal:
 
 
 def read_journal(folder: Path) -> Iterator[tuple[SampledBatch, RewardedBatch | None]]:
-    """The batches of a run folder, in order; nothing where it has no journal. Reads only."""
+    """The batches of a run folder, in order; nothing where it has no journal. Reads only: a damaged
+    line is left out, with a warning, and so is a line that is being written."""
     path = folder / FILE
     if not path.exists():
         return
     journal = RolloutJournal(path)
-    journal._scan()
+    for number, (offset, length, record) in enumerate(journal_lines(path), 1):
+        if record is not None:
+            journal._remember(record, offset, length)
+        elif not _is_last(path, offset + length):
+            log.warning("%s: line %d is damaged and left out", path, number)
     for batch in sorted(journal._known):
         sampled = journal.answers(batch)
         if sampled is not None:
@@ -254,7 +312,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return b"%08x " % zlib.crc32(data) + data + b"\n"
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def read_line(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None where it is damaged or cut short."""
     if not line.endswith(b"\n") or len(line) < 10:
         return None
@@ -267,16 +325,19 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Offset, length and record of every whole line, up to the first that is damaged."""
-    offset = 0
+def journal_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """Offset, length and record of every line from an offset on; None for one that is damaged or
+    cut short."""
     with path.open("rb") as file:
+        file.seek(offset)
         for line in file:
-            record = _parsed(line)
-            if record is None:
-                return
-            yield offset, len(line), record
+            yield offset, len(line), read_line(line)
             offset += len(line)
+
+
+def _is_last(path: Path, end: int) -> bool:
+    """Whether nothing follows a line: it may be on its way to the disk."""
+    return end >= path.stat().st_size
 
 
 def _packed(values: Sequence[float] | Floats | Ints, dtype: str) -> str:
@@ -297,6 +358,10 @@ def _plain(record: SampledBatch | RewardedBatch | ScoredBatch) -> dict[str, Any]
             "version": record.version,
             "digest": record.digest,
             "training": record.training,
+            "start": record.start,
+            "seed": record.seed,
+            "tokenizer": record.tokenizer,
+            "templates": list(record.templates),
             "prompts": list(record.prompts),
             "seconds": record.seconds,
             "questions": list(record.questions),
@@ -330,6 +395,10 @@ def _plain_answer(answer: SampledAnswer) -> dict[str, Any]:
         "finished": answer.finished,
         "text": answer.text,
     }
+    mask = answer.mask
+    if mask is None:
+        mask = np.ones(len(answer.ids), np.bool_)
+    entry["mask"] = base64.b64encode(np.packbits(mask).tobytes()).decode("ascii")
     if answer.kept is not None:
         differences = np.diff(answer.kept.ids, prepend=np.int32(0)).astype("<i4")
         compressed = zlib.compress(differences.tobytes())
@@ -346,19 +415,32 @@ def _kept(entry: Mapping[str, Any]) -> KeptIds | None:
     return KeptIds(_unpacked(entry["kept_counts"], "<i4"), ids)
 
 
+def _mask(entry: Mapping[str, Any], num_ids: int) -> Flags | None:
+    if "mask" not in entry:
+        return None
+    bits = np.frombuffer(base64.b64decode(entry["mask"]), np.uint8)
+    mask = np.unpackbits(bits, count=num_ids).astype(np.bool_)
+    if mask.all():
+        return None
+    return mask
+
+
+def _sampled_answer(entry: Mapping[str, Any]) -> SampledAnswer:
+    ids = tuple(_unpacked(entry["ids"], "<i4").tolist())
+    return SampledAnswer(
+        prompt=entry["prompt"],
+        sample=entry["sample"],
+        ids=ids,
+        logprobs=_unpacked(entry["logprobs"], "<f4"),
+        finished=entry["finished"],
+        text=entry["text"],
+        kept=_kept(entry),
+        mask=_mask(entry, len(ids)),
+    )
+
+
 def _sampled(record: Mapping[str, Any]) -> SampledBatch:
-    answers = [
-        SampledAnswer(
-            prompt=entry["prompt"],
-            sample=entry["sample"],
-            ids=tuple(_unpacked(entry["ids"], "<i4").tolist()),
-            logprobs=_unpacked(entry["logprobs"], "<f4"),
-            finished=entry["finished"],
-            text=entry["text"],
-            kept=_kept(entry),
-        )
-        for entry in record["answers"]
-    ]
+    answers = [_sampled_answer(entry) for entry in record["answers"]]
     return SampledBatch(
         batch=record["batch"],
         version=record["version"],
@@ -368,6 +450,10 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
         seconds=record["seconds"],
         questions=tuple(record.get("questions", ())),
         training=record["training"],
+        start=record.get("start"),
+        tokenizer=record.get("tokenizer", ""),
+        templates=tuple(record.get("templates", ())),
+        seed=record.get("seed"),
     )
 
 

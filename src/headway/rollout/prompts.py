@@ -52,6 +52,8 @@ class RolloutPrompt:
     """All columns of its record."""
     place: str
     """File and line."""
+    template: str = ""
+    """Digest of the chat template that made its ids."""
 
     @property
     def question(self) -> str:
@@ -149,6 +151,7 @@ def read_prompts(
     fields = RecordFields(keys=KeyMap.of(source.keys))
     template = find_template(source.chat_template, tokenizer)
 
+    template_digest = hashlib.sha256(template.cache_key.encode()).hexdigest()[:16]
     prompts: list[RolloutPrompt] = []
     num_long = 0
     num_bad = 0
@@ -167,7 +170,9 @@ def read_prompts(
         messages = tuple(
             {"role": turn.role, "content": turn.content + turn.context} for turn in example.turns
         )
-        prompts.append(RolloutPrompt(tuple(ids), messages, record.data, record.place))
+        prompts.append(
+            RolloutPrompt(tuple(ids), messages, record.data, record.place, template_digest)
+        )
 
     if not prompts:
         raise ConfigError(

@@ -45,6 +45,17 @@ class TrainedAnswer:
     has_loss: bool = True
     kept: KeptIds | None = None
     """What its tokens were drawn from; None: the whole vocabulary."""
+    mask: Flags | None = None
+    """Of every id: whether it may carry a loss; None: all may."""
+
+    @property
+    def num_targets(self) -> int:
+        """Ids that carry a loss."""
+        if not self.has_loss:
+            return 0
+        if self.mask is None:
+            return len(self.ids)
+        return int(self.mask.sum())
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class AnswerSource(GroupSource):
         answer = self.answers[document]
         flags = np.zeros(len(answer.prompt) + len(answer.ids), np.bool_)
         if answer.has_loss:
-            flags[len(answer.prompt) :] = True
+            flags[len(answer.prompt) :] = True if answer.mask is None else answer.mask
         return flags[start:stop]
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
@@ -185,7 +196,7 @@ def answer_step(
         rows[number * shape.micro_rows : (number + 1) * shape.micro_rows]
         for number in range(first, first + per_rank)
     ]
-    num_targets = sum(len(answer.ids) for answer in answers if answer.has_loss)
+    num_targets = sum(answer.num_targets for answer in answers)
     documents = [0 if row is None else row.segments for row in rows]
     micro_documents = [
         sum(documents[index : index + shape.micro_rows])

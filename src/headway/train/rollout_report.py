@@ -130,11 +130,11 @@ class _StageBatch:
 
     @property
     def first_step(self) -> int:
-        return self.sampled.version + 1
+        return self.sampled.first_step
 
     @property
     def last_step(self) -> int:
-        return self.sampled.version + self.num_updates
+        return self.sampled.first_step + self.num_updates - 1
 
 
 def read_rollouts(run: Path, choice: RolloutChoice = RolloutChoice()) -> RolloutReport:

@@ -1,8 +1,10 @@
 """The journal of sampled answers: what was added is read again, whatever a kill, a full disk or a damaged line left."""
 
 import errno
+import json
 import os
 import resource
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from headway.errors import DataError
 from headway.rollout.journal import (
+    DAMAGED_FILE,
     FILE,
     KeptIds,
     RewardedBatch,
@@ -128,20 +131,85 @@ def test_what_a_kill_left_of_a_line_is_removed(
     assert plain(RolloutJournal.open(tmp_path).answers(2)) == plain(sampled(2))
 
 
-def test_a_line_that_was_damaged_ends_what_is_known(
+def damage(path: Path, index: int) -> list[bytes]:
+    """Flip a bit of a line; returns the lines as they are now."""
+    lines = path.read_bytes().splitlines(True)
+    line = bytearray(lines[index])
+    line[30] ^= 1
+    lines[index] = bytes(line)
+    path.write_bytes(b"".join(lines))
+    return lines
+
+
+def test_a_line_that_was_damaged_ends_what_is_known_and_later_lines_are_kept_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(tmp_path)
     path = tmp_path / FILE
-    lines = path.read_bytes().splitlines(True)
-    damaged = bytearray(lines[4])
-    damaged[30] ^= 1
-    path.write_bytes(b"".join([*lines[:4], bytes(damaged), *lines[5:]]))
+    lines = damage(path, 4)
     journal = RolloutJournal.open(tmp_path)
     assert plain(journal.answers(1)) == plain(sampled(1))
     assert journal.rewards(1) is None
     assert journal.answers(2) is None
-    assert "no whole line" in caplog.text
+    assert path.read_bytes() == b"".join(lines[:4])
+    assert (tmp_path / DAMAGED_FILE).read_bytes() == b"".join(lines[4:])
+    assert len(caplog.messages) == 1
+    assert "line 5 is damaged; it and what follows (4 whole lines)" in caplog.text
+    journal.add(rewarded(1))
+    assert RolloutJournal.open(tmp_path).rewards(1) == rewarded(1)
+
+
+def test_a_reader_leaves_out_the_damaged_line_alone_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    path = tmp_path / FILE
+    content = b"".join(damage(path, 4))
+    batches = list(read_journal(tmp_path))
+    assert [each.batch for each, _ in batches] == [0, 1, 2]
+    assert [rewards for _, rewards in batches] == [rewarded(0), None, rewarded(2)]
+    assert path.read_bytes() == content
+    assert caplog.messages == [f"{path}: line 5 is damaged and left out"]
+
+
+def test_a_journal_says_what_made_its_answers(tmp_path: Path) -> None:
+    batch = replace(sampled(0), start=3, tokenizer="words", templates=("one", "two"), seed=17)
+    mask = np.array([True, False, True])
+    batch = replace(batch, answers=(replace(batch.answers[0], mask=mask), batch.answers[1]))
+    RolloutJournal.open(tmp_path).add(batch)
+    known = RolloutJournal.open(tmp_path).answers(0)
+    assert known is not None
+    assert (known.start, known.first_step, known.seed) == (3, 4, 17)
+    assert (known.tokenizer, known.templates) == ("words", ("one", "two"))
+    assert known.answers[0].mask is not None
+    assert known.answers[0].mask.tolist() == [True, False, True]
+    assert known.answers[1].mask is None
+
+
+def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
+    """Its lines have no mask, seed, tokenizer or templates."""
+    record = json.loads(_line_of(tmp_path, sampled(4)))
+    for name in ("start", "seed", "tokenizer", "templates"):
+        del record[name]
+    for entry in record["answers"]:
+        del entry["mask"]
+    data = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    (tmp_path / FILE).write_bytes(b"%08x " % zlib.crc32(data) + data + b"\n")
+    journal = RolloutJournal.open(tmp_path)
+    known = journal.answers(4)
+    assert plain(known) == plain(sampled(4))
+    assert known is not None
+    assert known.first_step == known.version + 1
+    assert (known.seed, known.tokenizer, known.templates) == (None, "", ())
+    assert known.answers[0].mask is None
+
+
+def _line_of(folder: Path, batch: SampledBatch) -> str:
+    """The JSON of a line."""
+    (folder / "line").mkdir()
+    RolloutJournal.open(folder / "line").add(batch)
+    line = (folder / "line" / FILE).read_bytes()
+    return line[9:].decode("utf-8", "surrogatepass")
 
 
 def test_a_line_that_changes_while_the_run_is_open_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Answers become rows: every number stands at the position that predicts its token, however rows are packed and shared by ranks."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.policy_steps import floats
@@ -125,3 +127,15 @@ def test_an_answer_longer_than_a_row_is_refused_in_one_line() -> None:
     with pytest.raises(DataError, match="25 tokens, and a row 24") as info:
         answer_step([long], StepRows(24, 5, 1), 0)
     assert "data.seq_len" in str(info.value)
+
+
+def test_ids_that_the_policy_did_not_draw_carry_no_loss() -> None:
+    """As those of a tool would be; totals count the others."""
+    listed = [replace(answer, mask=np.arange(len(answer.ids)) % 2 == 0) for answer in answers()]
+    step = answer_step(listed, SHAPES[0], epoch=0)
+    expected = expected_tokens(answers())
+    for answer in listed:
+        for token in answer.ids[1::2]:
+            expected.pop(token, None)
+    assert seen_tokens(step) == expected
+    assert step.batch.totals["targets"] == len(expected)

@@ -56,7 +56,7 @@ def build_cache(
         heads_by_rank = part.heads(loaded.config, loaded.masks)
         rank = part.group.rank
     shapes = [
-        CacheShape(config, masks, context, options.page_tokens, dtype, spare)
+        CacheShape(config, masks, context, options.page_tokens, dtype, spare, options.exact)
         for config, masks in heads_by_rank
     ]
     shape = shapes[rank]
@@ -200,7 +200,7 @@ class EngineMemory:
         if known > shared:
             # Another sequence has the same beginning: where it ends, a snapshot will be of use.
             places.add(known)
-        if self.cache.shape.is_exact and self._reuse:
+        if self.cache.shape.has_states and self._reuse:
             # A state behind the whole prompt is of no use to a request that shares all of it but
             # the last token: it must be kept on the way.
             places.add((sequence.target - 1) // self._page_tokens)
@@ -243,7 +243,7 @@ class EngineMemory:
             self.pool.name(page, name)
         # Rings serve a little behind the page's end too, states stand at one token alone.
         at_end = len(names) * self._page_tokens == sequence.computed
-        if names and self.cache.needs_state and (at_end or not self.cache.shape.is_exact):
+        if names and self.cache.needs_state and (at_end or not self.cache.shape.has_states):
             self.states.snapshot(sequence.slot, names[-1])
 
     def release(self, sequence: EngineSequence) -> None:
