@@ -57,8 +57,7 @@ data:
   cache_dir: {out}/cache
 objective: {{kind: grpo}}
 rollout:
-  {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512, ahead: 1, valid_samples: 2,
-    valid_temperature: 1.0}}
+  {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512, valid_samples: 2, valid_temperature: 1.0}}
 reward: [{{kind: number}}]
 batch: {{micro_rows: 64}}
 optim: {{lr: 2.0e-4, weight_decay: 0.0, schedule: {{kind: constant, warmup: 20}}}}
