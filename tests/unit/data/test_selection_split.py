@@ -87,6 +87,16 @@ def test_a_single_pair_cannot_be_divided(tmp_path: Path) -> None:
         split_side(Selection(pairs), "train", 0.5)
 
 
+def test_a_single_conversation_cannot_be_divided(tmp_path: Path) -> None:
+    with StoreWriter(
+        tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None, masked=True
+    ) as writer:
+        writer.add(np.arange(100), np.arange(100) > 90)
+        writer.finish()
+    with pytest.raises(ConfigError, match="one conversation, which cannot be split"):
+        split_side(Selection(open_source(tmp_path / "s")), "train", 0.5)
+
+
 def test_the_parts_of_a_pack_keep_the_documents_inside(tmp_path: Path) -> None:
     with StoreWriter(
         tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None, spans=True
