@@ -56,7 +56,7 @@ def assert_all_readable(checkpoints: Path) -> None:
 
 
 @pytest.mark.timeout(3000)
-def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
+def test_killed_anywhere_every_run_on_stored_data_ends_as_the_undisturbed_one(
     recipe: Path, whole: tuple[int, tuple[str, ...], Recipe]
 ) -> None:
     world, overrides, undisturbed = whole

@@ -107,7 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("masks", [None, MASKS])
-def test_texts_on_the_gpu_are_those_of_the_cpu(folder: Path, masks: HeadMasks | None) -> None:
+def test_texts_of_models_with_sinks_on_the_gpu_are_those_of_the_cpu(
+    folder: Path, masks: HeadMasks | None
+) -> None:
     options = EngineOptions(max_running=5, page_tokens=16, prefill_tokens=200)
     expected = run(InferenceEngine(load_model(folder).with_masks(masks), options), requests())
     loaded = load_model(folder, device="cuda", dtype=torch.float32).with_masks(masks)

@@ -1,6 +1,6 @@
 """Random requests with every feature, random schedules in little memory, and a plain loop that says what each request must become.
 
-    plain loop    one request, no batch, no engine: every token after a forward over all tokens before it, with `sampling.choose`
+    plain loop    one request, no batch, no engine: every token after a forward over all tokens before it, with `choose_alone`
     schedule      an engine with a few pages and slots; requests are submitted, cancelled and preempted at random moments
 
 A difference is a text, a reason, a log-probability or an embedding that is not the plain loop's, or memory that was not given back.
@@ -25,7 +25,7 @@ from headway.infer.engine.request import (
     Speculation,
 )
 from headway.infer.load import LoadedModel
-from headway.infer.sampling import Sampling, choose
+from headway.infer.sampling import Sampling
 from headway.model.base import build_frozen_model
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
@@ -36,6 +36,7 @@ from headway.store.media_items import MediaItem
 from support.byte_model import CONFIG, byte_tokenizer, write_model
 from support.dense_head_masks import masked_forward
 from support.peft_folder import merged_updates, write_adapter
+from support.plain_sampler import choose_alone
 
 MEDIA = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 4, 2)), hidden=8)
 CONTEXT = 96
@@ -247,7 +248,7 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
             answer.finished = "error"
             break
         draw = sampling.draw(request.key, len(tokens))
-        token = int(choose(scores[None], sampling, [draw])[0])
+        token = int(choose_alone(scores[None], sampling, [draw])[0])
         answer.near[len(answer.tokens)] = near_tokens(scores, sampling, draw, token)
         if rule is not None and rule.fault == "accept" and rule.step == rule.fault_step:
             answer.finished = "error"
@@ -280,7 +281,7 @@ def near_tokens(scores: torch.Tensor, sampling: Sampling, draw: float, token: in
         close = (scores - scores[token]).abs() < TIE
         return set(close.nonzero()[:, 0].tolist()) - {token}
     others = {
-        int(choose(scores[None], sampling, [min(max(draw + step, 0.0), 1 - 2**-53)])[0])
+        int(choose_alone(scores[None], sampling, [min(max(draw + step, 0.0), 1 - 2**-53)])[0])
         for step in (-TIE, TIE)
     }
     return others - {token}

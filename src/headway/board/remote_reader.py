@@ -38,9 +38,10 @@ TOP = (
 )
 SHOWN = (".png", ".jpg", ".jpeg", ".webp", ".tsv")
 STEP = re.compile(r"(step|snapshot)-\d{8,}$")
-# SKIPPED and the first three are those of board/runs.py: this file is sent alone, so that it
-# cannot import them.
+# board/runs.py looks below folders of this machine with SKIPPED and these three. They stand here,
+# because this file is sent alone and can import nothing of headway.
 MAX_DEPTH = 6
+# A look below a root ends there: a home folder is no place for runs.
 MAX_FOLDERS = 50000
 MAX_RUNS = 2000
 MAX_FILES = 200

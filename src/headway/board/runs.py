@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.board.follow import last_lines
+from headway.board.remote_reader import MAX_DEPTH, MAX_FOLDERS, MAX_RUNS, SKIPPED
 from headway.config.yaml_reader import parse_yaml
 from headway.errors import HeadwayError
 from headway.runtime.heartbeat import Beat, is_alive, read_beats
@@ -33,24 +34,6 @@ from headway.train.run_folder import METRICS, RECIPE, SUMMARY
 from headway.train.stages import FOLDER as STAGES
 
 State = Literal["live", "stalled", "done", "stopped", "failed"]
-MAX_DEPTH = 6
-"""Folders below a root."""
-MAX_RUNS = 2000
-"""Of one source."""
-MAX_FOLDERS = 50_000
-"""A look below a root ends there: a home folder is no place for runs."""
-SKIPPED = {
-    "checkpoints",
-    "final",
-    "logs",
-    "tensorboard",
-    "tokenizer",
-    "node_modules",
-    "wandb",
-    "mlruns",
-    "code",
-    "__pycache__",
-}
 STALL_SECONDS = 120.0
 STALL_STEPS = 20
 """A running rank that makes no progress for STALL_SECONDS, or for so many of its steps where they

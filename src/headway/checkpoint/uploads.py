@@ -10,15 +10,12 @@ over a process group used by nothing else.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
 
 from headway.checkpoint.save import ALONE, Writers
 from headway.errors import CheckpointError
-
-log = logging.getLogger("headway")
 
 
 class Uploads:

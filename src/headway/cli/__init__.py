@@ -36,7 +36,7 @@ from headway.runtime.storage import explain
 
 GROUPS = {
     "config": "Show and describe recipes.",
-    "doctor": "Check this machine; `doctor data` and `doctor recipe` check your data and a recipe.",
+    "doctor": "Check this machine; `doctor data`, `doctor recipe` and `doctor model` check data, a recipe, a model.",
     "data": "Turn raw data into token stores, inspect them and convert them between formats.",
     "eval": "Measure a model.",
     "export": "Write models in the formats of other tools.",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
 if TYPE_CHECKING:
     from headway.prepare.inspect import DocumentPreview
+    from headway.prepare.validate import BadRecord
 
 SHORT = 14
 """A cell of up to this many characters is never folded: numbers, names of kinds."""
@@ -98,6 +100,36 @@ def print_document(sample: DocumentPreview, masked: bool) -> None:
     console.print(f"\n— document {sample.document}: {sample.tokens} tokens{limit}")
     # Without line breaks of its own: what is copied is what the document says.
     console.print(text, soft_wrap=True)
+
+
+class CheckedRecords(Protocol):
+    """What `data validate` found, whatever kind the records are."""
+
+    files: int
+    good: int
+    bad: list[BadRecord]
+    unread: Counter[str]
+
+    @property
+    def records(self) -> int:
+        """Good and bad ones."""
+        ...
+
+
+def print_checked(report: CheckedRecords, num_bad: int) -> None:
+    """Every problem with its place, then the counts. `num_bad` counts records: one of them may have
+    several problems.
+    """
+    from headway.records.base import describe_unread
+
+    for problem in report.bad:
+        typer.echo(f"{problem.place}: {problem.message}")
+    typer.echo(
+        f"{report.records} records in {report.files} files: {report.good} good, {num_bad} bad"
+    )
+    unread = describe_unread(report.unread)
+    if unread is not None:
+        typer.echo(unread)
 
 
 def readable(text: str) -> str:

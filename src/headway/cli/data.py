@@ -23,7 +23,7 @@ from headway.cli._options import (
     refuse_flags,
     refuse_options,
 )
-from headway.cli._output import print_document, print_json, print_table
+from headway.cli._output import print_checked, print_document, print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
 from headway.config.options import TEMPLATE_FLAGS
 from headway.errors import ConfigError
@@ -189,7 +189,7 @@ def validate(
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
     from headway.prepare.validate import ValidateOptions
     from headway.prepare.validate import validate as validate_records
-    from headway.records.base import describe_unread, is_user_kind, record_kind, validated_kinds
+    from headway.records.base import is_user_kind, record_kind, unread_counts, validated_kinds
     from headway.text.document import TextOf
     from headway.text.record_keys import KeyMap
     from headway.tokenizer.load import load_tokenizer
@@ -229,23 +229,12 @@ def validate(
             name: getattr(report, name)
             for name in ("kind", "files", "records", "good", "unit", "total", "longest")
         }
-        # Keys of records that nothing reads are counted under `unread:KEY`.
-        result["unread"] = {
-            key.partition(":")[2]: number for key, number in sorted(report.unread.items())
-        }
+        result["unread"] = unread_counts(report.unread)
         result["bad"] = [asdict(problem) for problem in report.bad]
         result["histogram"] = [asdict(bin) for bin in bins]
         print_json(result)
     else:
-        for problem in report.bad:
-            typer.echo(f"{problem.place}: {problem.message}")
-        typer.echo(
-            f"{report.records} records in {report.files} files: {report.good} good, "
-            f"{len(report.bad)} bad"
-        )
-        unread = describe_unread(report.unread)
-        if unread is not None:
-            typer.echo(unread)
+        print_checked(report, num_bad=len(report.bad))
         if report.good:
             typer.echo(
                 f"{report.total} {report.unit}, {report.total / report.good:.0f} on average, "

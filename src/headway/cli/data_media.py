@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli._options import GROUP, JSON
-from headway.cli._output import print_json
+from headway.cli._output import print_checked, print_json
 from headway.media.synthetic_options import SyntheticMedia
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
     from headway.media.records import MediaOptions
     from headway.media.schema import load_schema
     from headway.prepare.validate_media import ValidateMediaOptions, validate_media
-    from headway.records.base import describe_unread
+    from headway.records.base import unread_counts
 
     schema = None
     if checks.schema is not None:
@@ -52,7 +52,6 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
                 "text_only",
             )
         }
-        unread = {key.partition(":")[2]: number for key, number in sorted(report.unread.items())}
         bad = [asdict(problem) for problem in report.bad]
         print_json(
             {
@@ -60,20 +59,12 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
                 **counts,
                 "media": dict(report.media),
                 "schema": checks.schema,
-                "unread": unread,
+                "unread": unread_counts(report.unread),
                 "bad": bad,
             }
         )
     else:
-        for problem in report.bad:
-            typer.echo(f"{problem.place}: {problem.message}")
-        typer.echo(
-            f"{report.records} records in {report.files} files: {report.good} good, "
-            f"{report.bad_records} bad"
-        )
-        unread_line = describe_unread(report.unread)
-        if unread_line is not None:
-            typer.echo(unread_line)
+        print_checked(report, num_bad=report.bad_records)
         if report.good:
             counts_by_modality = [
                 f"{number} {modality}" for modality, number in sorted(report.media.items())

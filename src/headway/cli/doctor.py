@@ -1,4 +1,4 @@
-"""`headway doctor`: is this machine ready, are these hosts, this data and this recipe?"""
+"""`headway doctor`: is this machine ready, are these hosts, this data, this recipe and this model?"""
 
 import json as json_text
 import os
@@ -29,6 +29,9 @@ DATA = typer.Argument(
     "init.from=MODEL.",
     autocompletion=complete_recipe,
 )
+
+LONGEST_VALUE = 40
+"""Characters of a value of config.json in a table."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +319,46 @@ def recipe(
     show_checks(checks, json)
 
 
+def model(
+    folder: Path = typer.Argument(
+        ..., metavar="FOLDER", help="A folder with a config.json, a run folder, or a config.json."
+    ),
+    compare: bool = typer.Option(
+        True, help="Also compare with transformers on random weights of a small copy."
+    ),
+    json: bool = JSON,
+) -> None:
+    """Check a model folder: family, every key of config.json, tensors, tokenizer, what it can be used for.
+
+    Also how far headway and transformers agree. The exit code is 2 if the folder cannot be used.
+    """
+    from headway.diagnose.model_folder import examine_model
+
+    report = examine_model(folder, compares=compare)
+    if json:
+        print_json(report.to_json())
+    else:
+        rows = [(fact.state, fact.key, _short_value(fact.value), fact.why) for fact in report.keys]
+        print_table(["state", "key", "value", "why"], rows, str(report.folder / "config.json"))
+        typer.echo()
+        print_table(
+            ["state", "check", "found", "remedy"],
+            [
+                (check.state, check.name, check.detail, check.remedy or "")
+                for check in report.checks
+            ],
+        )
+    if not report.is_usable:
+        raise typer.Exit(2)
+
+
+def _short_value(value: Any) -> str:
+    text = json_text.dumps(value, ensure_ascii=False, default=str)
+    if len(text) <= LONGEST_VALUE:
+        return text
+    return text[: LONGEST_VALUE - 3] + "..."
+
+
 def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | None = None) -> None:
     """Print checks as a table or JSON; exit code 1 if one failed."""
     failed = any(check.state == "fail" for check in checks)
@@ -332,4 +375,4 @@ def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | No
         raise typer.Exit(1)
 
 
-VERBS = {"doctor": doctor, "doctor data": data, "doctor recipe": recipe}
+VERBS = {"doctor": doctor, "doctor data": data, "doctor recipe": recipe, "doctor model": model}

@@ -90,9 +90,10 @@ def export_gguf(
 
     need("gguf", "headway export gguf")
     _check_target(out)
-    source = find_model_of_family(model, family)
+    # A file of llama.cpp holds the language model; towers have files of their own there.
+    source = find_model_of_family(model, family).without_tower()
     source.check_head()
-    config, architecture = _target(source.config)
+    config, architecture = gguf_target(source.config)
     if source.tokenizer_folder is None:
         raise ConfigError(
             f"{source.path}: has no tokenizer, and a GGUF file needs one. Put its files next to "
@@ -187,7 +188,7 @@ def _with_zero_biases(
         yield name, value
 
 
-def _target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
+def gguf_target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
     """The config under which the model is written, and its architecture; what llama.cpp would
     compute differently is refused.
     """

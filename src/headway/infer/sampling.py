@@ -1,23 +1,17 @@
-"""Logits of the next token come in, one token per row goes out.
+"""How tokens are chosen: the settings, and the one random number of each choice.
 
-Sampling uses one random number per row, derived from (seed, prompt, position). It depends neither
-on the other rows nor on the device.
+That number is derived from (seed, prompt, position). It depends neither on the other rows of a
+batch nor on the device. `engine/sampler.py` chooses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headway.config.options import option
 from headway.errors import ConfigError
-from headway.runtime.device import to_float64
 from headway.runtime.seed import derive
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -96,44 +90,3 @@ class Sampling:
         """The number in [0, 1) with which the token at a position of a sequence is chosen."""
         # `derive` gives 63 bits.
         return derive(self.seed, "sample", key, position) / 2.0**63
-
-
-def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
-    """The next token of each row, int64 [B], of logits [B,V]."""
-    import torch
-
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-
-    # Double, so that the running sum over a large vocabulary gives the same choice on every device.
-    # The greatest is subtracted first: a tiny temperature would make it infinite.
-    scores = to_float64(logits)
-    if sampling.by_id:
-        reached = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).exp().cumsum(-1)
-        draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
-        total = reached[:, -1:].contiguous()
-        choice = torch.searchsorted(reached, draw * total, right=True)
-        # Rounding may carry a draw to the whole sum, which the last token with a probability
-        # reaches.
-        return (
-            torch.minimum(choice, torch.searchsorted(reached, total)).squeeze(-1).to(logits.device)
-        )
-    probability = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
-    # Stable: of equal scores the lowest id comes first, as in the engine's sampler.
-    likely, token = probability.sort(dim=-1, descending=True, stable=True)
-    reached = likely.cumsum(-1)
-    # The token that reaches top_p is kept: what counts is the sum before it.
-    if sampling.top_p is not None:
-        likely = likely.masked_fill(reached - likely >= sampling.top_p, 0.0)
-    if sampling.top_k is not None and sampling.top_k < likely.shape[-1]:
-        likely[:, sampling.top_k :] = 0.0
-    if sampling.min_p is not None:
-        likely = likely.masked_fill(likely < sampling.min_p * likely[:, :1], 0.0)
-
-    # The draw falls into one of the kept tokens, in proportion to their probabilities; rounding may
-    # carry it behind the last one, which is then taken.
-    reached = likely.cumsum(-1)
-    draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
-    choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
-    last = (likely > 0).sum(-1, keepdim=True) - 1
-    return token.gather(-1, torch.minimum(choice, last)).squeeze(-1).to(logits.device)

@@ -137,6 +137,8 @@ class LMHead:
     """The rows of the head that this rank has; None: all."""
     softcap: float | None = None
     """Logits x are softcap * tanh(x / softcap)."""
+    is_exact: bool = False
+    """Log-probabilities have the bits that the inference engine gives them (model/exact.py)."""
 
     def _tokens(self) -> Tensor:
         """Hidden states of all tokens of all rows, [B * T, D]."""
@@ -188,6 +190,7 @@ class LMHead:
             self.shard,
             self.softcap,
             None if kept is None else kept.flatten(0, 1),
+            is_exact=self.is_exact,
         )
         return PolicyScores(*(per_token.view(targets.shape) for per_token in scores))
 
@@ -342,6 +345,9 @@ class Model(nn.Module, ABC):
     generator's state."""
     chunk_tokens: int = 2048
     """Tokens whose logits exist at one time."""
+    holds_gates: bool = False
+    """The engine holds head gates at a sparsity (`held_gates`), so their gradient must not change
+    it."""
     head_grad_buffer: WeightGradBuffer | None = None
     """Where the gradient of the LM head's weight is written, if an engine has a buffer for it."""
 
@@ -356,6 +362,11 @@ class Model(nn.Module, ABC):
     def begin_step(self) -> None:
         """Called once before the passes of a step: read from the device what the host must know
         during them."""
+
+    def held_gates(self, target: float) -> dict[str, Tensor]:
+        """The values, by name, at which head gates expect a share `target` of streaming heads;
+        nothing of a model without gates. Waits for the device."""
+        return {}
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """Called after each update; a model that balances experts without a loss changes its
@@ -400,6 +411,12 @@ class Model(nn.Module, ABC):
         raise ConfigError(
             f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention "
             "backends. Use auto."
+        )
+
+    def use_exact(self) -> None:
+        """Compute every token in the same bits, whatever is computed with it (model/exact.py)."""
+        raise ConfigError(
+            f"rollout.exact is true; {type(self).__name__} has no exact form. Set it to false."
         )
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:

@@ -51,6 +51,7 @@ GROUPS: dict[str, Group] = {
     "objective": "objective",
     "adapter": "adapter",
     "projector": "projector",
+    "tower": "tower",
     "score": "score",
     "embeddings": "embedding",
     "norms": "norm",
@@ -160,7 +161,8 @@ def count(patterns: Sequence[str], specs: Specs) -> list[Count]:
 
 
 def trainable(specs: Specs, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that train: all but the frozen ones, or only those of `train`.
+    """The names that train: all but the frozen ones, or only those of `train`. A vision tower
+    trains where `train` names it.
 
     With adapters: adapters, gates, the objective, the projector of media, the head of a reward
     model, `train`. What comes from phase 1 (aligner.*) never trains, nor does a router's balancing
@@ -204,7 +206,7 @@ def trainable(specs: Specs, freeze: Sequence[str], train: Sequence[str]) -> set[
     elif train:
         names = select(train, plain, "train")
     else:
-        names = set(plain) - select(freeze, plain, "freeze")
+        names = set(plain) - select(freeze, plain, "freeze") - matching("tower", plain)
     # The bias of a router is moved by `Model.balance` after an update, not by a gradient.
     untrained = {"aligner", "router_bias", "fixed"}
     names = {name for name in names if plain[name].groups.isdisjoint(untrained)}
@@ -224,6 +226,8 @@ class ParamGroup:
     decays: bool = True
     part: str = ""
     """Which rule of the optimizer updates it (OptimConfig.parts)."""
+    lr_steps: int | None = None
+    """Steps of the longest run that takes the rule's whole rate (`ParameterRule.lr_steps`)."""
 
 
 def make_groups(
@@ -264,7 +268,10 @@ def make_groups(
             weight_decay=parameter_rule.weight_decay,
             maximize=parameter_rule.maximize,
         )
-        objective_groups += split(f"own{index}", taken, set(taken), rule)
+        objective_groups += [
+            replace(group, lr_steps=parameter_rule.lr_steps)
+            for group in split(f"own{index}", taken, set(taken), rule)
+        ]
 
     # Gates need the objective's rule: without a target sparsity nothing would close them.
     if GATES in remaining:
@@ -353,6 +360,9 @@ def _group_hyper(group: ParamGroup, config: OptimConfig, step: int, total_steps:
     peak = rule.lr
     if rule.lr_factor is not None:
         peak = config.lr * rule.lr_factor
+    if peak is not None and group.lr_steps is not None:
+        # The distance that a parameter can move is the same in a run of any length.
+        peak *= min(1.0, group.lr_steps / total_steps)
     if peak is not None:
         # The group's peak follows the same schedule.
         changes["lr"] = config.model_copy(update={"lr": peak}).hyper(step, total_steps).lr

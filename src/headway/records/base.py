@@ -475,17 +475,23 @@ def count_unread(unread: Sequence[str], counts: Counter[str]) -> None:
             counts[UNREAD + key] += 1
 
 
+def unread_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """Unread key -> how many records have it, for reports of programs."""
+    return {
+        name.removeprefix(UNREAD): number
+        for name, number in sorted(counts.items())
+        if name.startswith(UNREAD)
+    }
+
+
 def describe_unread(counts: Mapping[str, int]) -> str | None:
     """One line that lists the unread keys; None if every key was read."""
-    unread = sorted(
-        (name.removeprefix(UNREAD), number)
-        for name, number in counts.items()
-        if name.startswith(UNREAD)
-    )
+    unread = unread_counts(counts)
     if not unread:
         return None
 
-    listed = ", ".join(f"{key} ({number} records)" for key, number in unread[:SHOWN_UNREAD])
+    shown = list(unread.items())[:SHOWN_UNREAD]
+    listed = ", ".join(f"{key} ({number} records)" for key, number in shown)
     more = ""
     if len(unread) > SHOWN_UNREAD:
         more = f" and {len(unread) - SHOWN_UNREAD} more"

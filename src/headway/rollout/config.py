@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import model_validator
 
@@ -71,6 +71,13 @@ class RolloutConfig(Section):
     passes: int = setting(
         1, "How often the answers of a rollout are trained on.", gt=0, on_resume="fixed"
     )
+    ahead: Literal[0, 1] = setting(
+        0,
+        "Rollouts that are begun ahead: with 1, the next prompts are answered and judged while the "
+        "updates on the answers at hand are computed. Their weights are then as many updates older "
+        "as a rollout has; objective.importance corrects for it.",
+        on_resume="free",
+    )
     refill: int = setting(
         0,
         "Leave out prompts whose answers all have the same reward, and sample up to so many "
@@ -97,6 +104,12 @@ class RolloutConfig(Section):
         "by more than this, on average over a step. null = never.",
         gt=0,
         on_resume="free",
+    )
+    exact: bool = setting(
+        False,
+        "Sampler and trainer compute the log-probability of every sampled token in the same bits; "
+        "a difference ends the run. Slower. On CPUs, of plain transformers with full weights.",
+        on_resume="fixed",
     )
     valid_samples: int = setting(
         1,

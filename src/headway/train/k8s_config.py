@@ -14,8 +14,6 @@ from pydantic import field_validator
 
 from headway.config.section import Section, setting
 
-LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""A name of an object (RFC 1123)."""
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 """A key of a label, a taint or a resource, such as nvidia.com/gpu."""

@@ -41,7 +41,7 @@ from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.tasks.base import StepInfo
-from headway.tasks.grpo import AGREEMENT
+from headway.tasks.grpo import AGREEMENT, DIFFERING
 from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackRequests, RunCallbacks
 from headway.track.console import Console
@@ -361,6 +361,15 @@ class Run:
 
     def _check_agreement(self, record: dict[str, Any]) -> None:
         """Give up where trainer and sampler no longer compute the same probabilities."""
+        differing = record.get(DIFFERING)
+        if differing:
+            self.healer.gave_up = (
+                f"step {record['step']}: {differing:.2%} of the sampled tokens have a "
+                "log-probability of the trainer that is not the sampler's, bit for bit, and "
+                "rollout.exact is true. `headway rollouts` shows the answers; set exact to false "
+                "to train on"
+            )
+            return
         limit = self.recipe.rollout.difference_limit
         difference = record.get(AGREEMENT)
         if limit is None or difference is None or difference <= limit:
@@ -517,8 +526,11 @@ class Run:
     def save(self, *, snapshot: bool = False) -> None:
         """Save a checkpoint.
 
-        The metrics up to its step are on disk first, so that a resumed run finds them.
+        The metrics up to its step are on disk first, so that a resumed run finds them. So are
+        answers that are sampled ahead: a resumed run does not have the weights that draw them.
         """
+        if self.rollouts is not None:
+            self.rollouts.settle()
         self.heart.beat("save", self.state.step)
         self.report(everything=True)
         if self.healer.bad is not None:
@@ -588,6 +600,8 @@ class Run:
     def roll_back(self, bad_step: int) -> None:
         """Return to a checkpoint before a bad step and skip its batch; all ranks together."""
         self.report(everything=True)
+        if self.rollouts is not None:
+            self.rollouts.settle()
         # A save or an upload in progress would write checkpoints that the plan sets aside.
         self.saver.wait()
 

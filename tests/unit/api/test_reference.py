@@ -23,7 +23,7 @@ def site_pages() -> ModuleType:
     return module
 
 
-def test_the_page_is_current(site_pages: ModuleType) -> None:
+def test_the_page_of_names_is_current(site_pages: ModuleType) -> None:
     page = (DOCS / "api-reference.md").read_text(encoding="utf-8")
     assert page == site_pages.api_page(), "run `make reference`"
 

@@ -197,10 +197,10 @@ def test_a_folder_with_one_file_is_a_model_and_with_two_is_refused(tmp_path: Pat
 def test_what_llama_cpp_computes_differently_is_refused_by_name(
     changes: dict[str, Any], said: str
 ) -> None:
-    from headway.export.gguf_writer import _target  # pyright: ignore[reportPrivateUsage]
+    from headway.export.gguf_writer import gguf_target
 
     with pytest.raises(ConfigError, match=said):
-        _target(BASE.with_(**changes))
+        gguf_target(BASE.with_(**changes))
 
 
 def test_windows_end_the_context_and_gates_are_left_out(tmp_path: Path) -> None:

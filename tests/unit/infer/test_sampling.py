@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from headway.infer.sampling import Sampling, choose
+from headway.infer.engine.sampler import RowChoice, choose_rows
+from headway.infer.sampling import Sampling
 
 PROBABILITY = torch.tensor([0.4, 0.3, 0.2, 0.1])
 DRAWS = [(i + 0.5) / 1000 for i in range(1000)]
 
 
 def shares(sampling: Sampling) -> list[float]:
-    logits = PROBABILITY.log().repeat(len(DRAWS), 1)
-    counts = torch.bincount(choose(logits, sampling, DRAWS), minlength=4)
+    scores = PROBABILITY.log().repeat(len(DRAWS), 1)
+    tokens = choose_rows(scores, [RowChoice(0, sampling, draw) for draw in DRAWS])
+    counts = torch.bincount(tokens, minlength=4)
     return (counts / len(DRAWS)).tolist()
 
 
@@ -37,8 +39,9 @@ def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling, expected: l
 
 
 def test_the_extremes_of_a_draw_choose_a_possible_token() -> None:
-    logits = torch.tensor([[0.0, -torch.inf, 0.0]]).repeat(2, 1)
-    assert choose(logits, Sampling(1.0), [0.0, 1 - 2**-53]).tolist() == [0, 2]
+    scores = torch.tensor([[0.0, -torch.inf, 0.0]]).repeat(2, 1)
+    rows = [RowChoice(0, Sampling(1.0), draw) for draw in (0.0, 1 - 2**-53)]
+    assert choose_rows(scores, rows).tolist() == [0, 2]
 
 
 def test_a_draw_depends_on_seed_key_and_position() -> None:

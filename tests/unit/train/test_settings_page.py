@@ -11,7 +11,7 @@ from headway.train.config import Recipe
 from headway.train.settings_page import changed_settings, settings_page
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_of_settings_is_current() -> None:
     page = Path(__file__).parents[3] / "docs" / "settings.md"
     assert page.read_text(encoding="utf-8") == settings_page(), "run `make docs`"
 

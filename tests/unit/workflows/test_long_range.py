@@ -150,7 +150,7 @@ def test_a_stopped_command_continues_with_the_same_scores(
     assert len(scored) == len(lines) - 1
 
 
-def test_mistakes_end_in_one_line(
+def test_mistakes_of_a_search_for_far_context_end_in_one_line(
     copies: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def error(*more: str) -> str:

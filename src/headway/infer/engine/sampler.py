@@ -1,5 +1,5 @@
-"""Scores of several rows come in, one token per row goes out, each row with its own rule. The same
-token as `sampling.choose` gives.
+"""Scores of several rows come in, one token per row goes out, each row with its own rule. A row gets
+the token that it would get alone.
 
     scores -> penalties, biases, masks (rows that have them) -> temperature -> top-k, top-p, min-p
            -> the token at the row's draw

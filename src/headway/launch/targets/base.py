@@ -23,6 +23,7 @@ from headway.config.kinds import kind_module
 from headway.errors import ConfigError, LaunchError
 from headway.runtime.heartbeat import read_beats
 from headway.runtime.json_file import read_object
+from headway.runtime.run_lock import refuse_live
 from headway.runtime.storage import write_atomic
 from headway.train.stages import steps_saved
 
@@ -173,6 +174,24 @@ def read_handle(run_dir: Path) -> JobHandle:
             f"{path} is damaged ({type(problem).__name__}: {problem}). "
             "Restore it, or launch the run again."
         ) from None
+
+
+def refuse_second(target: Target, kind: str, run_dir: Path, noun: str = "") -> None:
+    """Refuse a run folder in which a job runs or for which one of this kind waits."""
+    refuse_live(run_dir)
+    if not (run_dir / FILE).is_file():
+        return
+    handle = read_handle(run_dir)
+    # The handle of another kind says nothing about a queue that this target could ask.
+    if handle.kind != kind:
+        return
+    status = target.status(handle)
+    # A job that its system does not know any more cannot be waited for or cancelled.
+    if status.state not in (*FINAL, "unknown"):
+        raise LaunchError(
+            f"{run_dir} is {status.state} already as {noun}{handle.ids['job']}. "
+            f"Stop it with `headway launch cancel {run_dir}`, or choose another run.name."
+        )
 
 
 def newest_step(run_dir: Path) -> int | None:

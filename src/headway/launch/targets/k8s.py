@@ -26,18 +26,16 @@ from headway.launch.k8s_manifest import (
     make_manifest,
 )
 from headway.launch.targets.base import (
-    FILE,
     FINAL,
     Job,
     JobHandle,
     JobStatus,
     Target,
     newest_step,
-    read_handle,
+    refuse_second,
     write_handle,
 )
 from headway.launch.targets.ssh import needed_paths
-from headway.runtime.run_lock import refuse_live
 from headway.runtime.storage import write_atomic, writing
 from headway.train.check import check_for_ranks
 from headway.train.config import Recipe
@@ -109,7 +107,7 @@ class K8sTarget:
 
     def submit_plan(self, plan: K8sPlan, job: Job) -> JobHandle:
         """Create what was planned."""
-        self._refuse_second(plan.run_dir)
+        refuse_second(self, "k8s", plan.run_dir)
         cluster = _Cluster(plan.settings.context, plan.settings.namespace)
         handle = JobHandle(
             "k8s",
@@ -123,21 +121,6 @@ class K8sTarget:
         cluster.call("create", "-f", "-", text=json.dumps(plan.manifest))
         write_handle(handle)
         return handle
-
-    def _refuse_second(self, run_dir: Path) -> None:
-        """Refuse a run folder in which a job runs or for which one waits."""
-        refuse_live(run_dir)
-        if not (run_dir / FILE).is_file():
-            return
-        handle = read_handle(run_dir)
-        if handle.kind != "k8s":
-            return
-        status = self.status(handle)
-        if status.state not in (*FINAL, "unknown"):
-            raise LaunchError(
-                f"{run_dir} is {status.state} already as {handle.ids['job']}. "
-                f"Stop it with `headway launch cancel {run_dir}`, or choose another run.name."
-            )
 
     def status(self, handle: JobHandle) -> JobStatus:
         """Where the job is, by the conditions of its JobSet and the phases of its pods."""

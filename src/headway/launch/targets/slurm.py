@@ -21,7 +21,6 @@ from headway.launch.slurm_plan import PlannedJob, Submission, SubmitPlan, plan_s
 from headway.launch.slurm_record import cancel_file, read_starts
 from headway.launch.slurm_state import combine, state_from_queue, state_from_record
 from headway.launch.targets.base import (
-    FILE,
     FINAL,
     Job,
     JobHandle,
@@ -29,9 +28,9 @@ from headway.launch.targets.base import (
     Target,
     newest_step,
     read_handle,
+    refuse_second,
     write_handle,
 )
-from headway.runtime.run_lock import refuse_live
 from headway.runtime.storage import write_atomic, writing
 
 
@@ -47,7 +46,7 @@ class SlurmTarget:
 
     def submit_plan(self, plan: SubmitPlan, job: Job) -> JobHandle:
         """Queue what was planned."""
-        self._refuse_second(plan.run_dir)
+        refuse_second(self, "slurm", plan.run_dir, "job ")
         checked("sbatch", "--version")  # before anything is written
         with writing(plan.run_dir):
             plan.script.parent.mkdir(parents=True, exist_ok=True)
@@ -72,21 +71,6 @@ class SlurmTarget:
                 raise
             ids.append(after)
         return self._write_handles(plan, ids, tuple(job.train_arguments))
-
-    def _refuse_second(self, run_dir: Path) -> None:
-        """Refuse a run folder in which a job runs or for which one waits."""
-        refuse_live(run_dir)
-        if not (run_dir / FILE).is_file():
-            return
-        handle = read_handle(run_dir)
-        if handle.kind != "slurm":
-            return
-        status = self.status(handle)
-        if status.state not in (*FINAL, "unknown"):
-            raise LaunchError(
-                f"{run_dir} is {status.state} already as job {handle.ids['job']}. "
-                f"Stop it with `headway launch cancel {run_dir}`, or choose another run.name."
-            )
 
     def _write_handles(
         self, plan: SubmitPlan, ids: list[str], arguments: tuple[str, ...]

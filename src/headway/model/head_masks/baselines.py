@@ -18,8 +18,6 @@ from typing import Literal
 from headway.model.head_masks.masks import HeadMasks, Table, random_masks, select_heads
 
 BaselineKind = Literal["random", "equal", "first", "windows"]
-SIMPLE: tuple[BaselineKind, ...] = ("equal", "first", "windows")
-"""The choices that need no chance."""
 WINDOWS = "windows"
 """Name of the variant without full heads."""
 

@@ -73,6 +73,19 @@ Locations = dict[str, tuple[StoredPiece, ...]]
 """Our name -> where it is; several pieces are stacked, one for each expert."""
 
 
+class WeightSurvey(NamedTuple):
+    """What a folder's tensors are to a config."""
+
+    matched: int
+    """Parameters with their shape and a type that is read."""
+    missing: tuple[str, ...]
+    """Our names of parameters that no file has."""
+    extra: tuple[str, ...]
+    """Names of tensors that are no parameter."""
+    wrong: tuple[str, ...]
+    """One line for each tensor of another shape or type."""
+
+
 def is_pretrained(folder: Path) -> bool:
     """Whether a folder looks like a Hugging Face model."""
     return (folder / CONFIG).is_file()
@@ -148,6 +161,15 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     if all(file.endswith(SUFFIX) for file in _weight_files(where)):
         with ExitStack() as opened:
             _check_shapes(folder, config, where, _open_all(folder, where, opened))
+
+
+def survey_weights(folder: Path, config: ModelConfig) -> WeightSurvey:
+    """Compare names, shapes and types of all tensors with the config; every difference is listed."""
+    where, missing, extra = _matched(folder, config)
+    known = {spec.name for spec in param_specs(config)} & where.keys()
+    with ExitStack() as opened:
+        wrong = tuple(_wrong_shapes(folder, config, where, _open_all(folder, where, opened)))
+    return WeightSurvey(len(known) - len(wrong), tuple(missing), tuple(extra), wrong)
 
 
 def read_weights(
@@ -272,8 +294,16 @@ def _check_shapes(
     folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]
 ) -> None:
     """Compare shape and type of every piece with the config; nothing is read but headers."""
+    for problem in _wrong_shapes(folder, config, where, files):
+        raise CheckpointError(problem)
+
+
+def _wrong_shapes(
+    folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]
+) -> Iterator[str]:
+    """One line for each piece whose shape or type is not that of the config."""
     for spec in param_specs(config):
-        pieces = where[spec.name]
+        pieces = where.get(spec.name, ())
         # Of several pieces each is one expert.
         expected = spec.shape[1:] if len(pieces) > 1 else spec.shape
         for stored in pieces:
@@ -290,10 +320,11 @@ def _check_shapes(
                 if {dtype, scale_dtype} <= BYTES:
                     dequantised = mxfp4.shape_of(whole, scales)
                 if dequantised is None:
-                    raise CheckpointError(
+                    yield (
                         f"{folder / file}: {piece.name} is {dtype} {list(whole)} and {piece.scales} {scale_dtype} {list(scales)}; mxfp4 has "
                         "bytes [..., blocks, 16] and one byte of scale for each block. Download the model again."
                     )
+                    continue
                 whole = dequantised
                 dtype = "BF16"
 
@@ -303,11 +334,11 @@ def _check_shapes(
                 part = ""
                 if piece.dim is not None:
                     part = f" of which {spec.name} is {list(shape)}"
-                raise CheckpointError(
+                yield (
                     f"{folder / file}: {piece.name} has shape {list(whole)}{part}; {CONFIG} makes it {list(expected)}."
                 )
-            if dtype not in FLOATS:
-                raise CheckpointError(
+            elif dtype not in FLOATS:
+                yield (
                     f"{folder / file}: {piece.name} is of type {dtype}; headway reads weights of 16, 32 or 64 bits. "
                     "Give the model they were quantised from."
                 )
@@ -454,6 +485,21 @@ def plain_name(name: str) -> str:
 
 def _locations(folder: Path, config: ModelConfig) -> Locations:
     """Where every parameter is stored; missing and unknown ones are errors."""
+    where, missing, extra = _matched(folder, config)
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
+        )
+    if extra:
+        raise CheckpointError(
+            f"{folder}: {_some(extra)} among the weights, but {CONFIG} defines no such parameter. Is it from another model family?"
+        )
+    return where
+
+
+def _matched(folder: Path, config: ModelConfig) -> tuple[Locations, list[str], list[str]]:
+    """Where every parameter is stored, the parameters that no file has, and tensors that are no
+    parameter."""
     family = family_of(config.family)
     files = _tensors(folder)
     if _blocks(folder) is not None:
@@ -492,18 +538,10 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
 
     expected = {spec.name for spec in param_specs(config)}
     missing = sorted(expected - where.keys())
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
-        )
     # Some tools write a tied head as well.
     accepted = {spec.tied_to for spec in param_specs(config) if spec.tied_to is not None}
     extra = sorted(where.keys() - expected - accepted)
-    if extra:
-        raise CheckpointError(
-            f"{folder}: {_some(extra)} among the weights, but {CONFIG} defines no such parameter. Is it from another model family?"
-        )
-    return where
+    return where, missing, extra
 
 
 def other_parts(folder: Path) -> OtherParts | None:

@@ -36,7 +36,6 @@ INNER_USER = 1000
 NOBODY = 65534
 START_SECONDS = 20.0
 """For namespaces and mounts, on a machine that is busy."""
-JOB_FILE = 3
 VALUES_FILE = 4
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -50,7 +49,6 @@ ENVIRONMENT = {
 }
 FEW_FILES = 64
 ROOT_OPTIONS = "size=1m,nr_inodes=1k,mode=755"
-MIB = 1 << 20
 
 
 class SystemRefusal(Exception):

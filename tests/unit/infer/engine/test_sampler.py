@@ -1,13 +1,14 @@
-"""Rows with different rules, chosen at once, get the tokens that `sampling.choose` gives each of them."""
+"""Rows with different rules, chosen at once, get the tokens that `choose_alone` gives each of them."""
 
 import random
 
 import pytest
 import torch
+from support.plain_sampler import choose_alone
 
 from headway.infer.engine import sampler
 from headway.infer.engine.sampler import NO_TOKEN, RowChoice, choose_rows
-from headway.infer.sampling import Sampling, choose
+from headway.infer.sampling import Sampling
 
 RULES = [
     Sampling(),
@@ -42,7 +43,7 @@ def test_each_row_is_chosen_as_it_is_alone(
         draws = [rng.choice([0.0, rng.random(), 1 - 2**-53]) for _ in rules]
         rows = [RowChoice(0, rule, draw) for rule, draw in zip(rules, draws, strict=True)]
         expected = [
-            int(choose(scores[i : i + 1].clone(), rule, [draws[i]])[0])
+            int(choose_alone(scores[i : i + 1].clone(), rule, [draws[i]])[0])
             for i, rule in enumerate(rules)
         ]
         assert choose_rows(scores, rows).tolist() == expected

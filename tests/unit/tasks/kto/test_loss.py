@@ -18,13 +18,14 @@ from headway.model.base import build_frozen_model
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
-from headway.tasks.base import SeenRows, StepInfo
+from headway.tasks.base import Collectives, SeenRows, StepInfo
 from headway.tasks.kto import Config
 from headway.tasks.kto.loss import KL_COMPLETIONS, KL_REFERENCE, RecordColumns
 from headway.tasks.kto.source import LABEL
 from headway.tasks.preference.loss import REFERENCE
 from headway.train.frozen_model import score_with
 
+ALONE: Collectives = None  # type: ignore[assignment] - the first pass communicates, the loss does not
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "trl" / "kto.json").read_text())
 RECORDS = list(zip(GOLDEN["prompts"], GOLDEN["answers"], GOLDEN["labels"], strict=True))
 
@@ -109,7 +110,9 @@ def test_a_validation_has_the_numbers_of_trl_too(micro_rows: int, tmp_path: Path
             assert metrics[name] == pytest.approx(value, abs=2e-6), name
 
 
-def test_microbatches_packing_and_empty_rows_change_nothing(tmp_path: Path) -> None:
+def test_microbatches_packing_and_empty_rows_change_neither_loss_nor_divergence(
+    tmp_path: Path,
+) -> None:
     path = write_unpaired_store(tmp_path / "s", random_records(5, vocab=32, longest=8))
     config = Config(beta=0.5)
     results = []
@@ -152,13 +155,13 @@ def scored(gains: list[float], labels: list[int]) -> tuple[Any, Batch]:
 def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
     config = Config(beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     out, batch = scored([0.5, 2.0, 0.75, 0.5], [1, 1, 1, 0])
-    # mismatches of the step: gains 3 and -1, a record without a mismatch does not count; six good answers and two bad ones
+    # KL completions of the step: gains 3 and -1, a record without one does not count; six good answers and two bad ones
     first_pass = torch.tensor(
         [[3.0, 1, 1, 0], [-1.0, 1, 0, 1], [9.0, 0, 0, 0]] + [[0.0, 0, 1, 0]] * 5 + [[0.0, 0, 0, 1]]
     )
     loss = config.build().loss(
-        out, batch, StepInfo(0, 1, seen={KL_COMPLETIONS: SeenRows(first_pass)}), None
-    )  # type: ignore[arg-type]
+        out, batch, StepInfo(0, 1, seen={KL_COMPLETIONS: SeenRows(first_pass)}), ALONE
+    )
 
     def bad(x: float) -> float:
         return 1 - 1 / (1 + math.exp(-x))
@@ -181,10 +184,10 @@ def test_loss_and_metrics_by_hand_where_the_divergence_is_one() -> None:
             out,
             batch,
             StepInfo(0, 1, training=False, seen={KL_COMPLETIONS: SeenRows(first_pass)}),
-            None,
+            ALONE,
         )
         .metrics["loss"]
-    )  # type: ignore[arg-type]
+    )
     assert (float(valid[0]), float(valid[1])) == (pytest.approx(expected, rel=1e-6), 4.0)
 
 

@@ -1,6 +1,6 @@
 """Why gates and multipliers have little momentum: without a model, a constant pull of each head towards full attention in its place.
 
-pytest -s tests/unit/tasks/test_swing.py      prints the distance between sparsity and aim for both settings
+pytest -s tests/unit/tasks/test_head_sparsity_swing.py      prints the distance between sparsity and aim for both settings
 """
 
 from __future__ import annotations

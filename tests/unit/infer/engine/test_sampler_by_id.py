@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.byte_model import CONFIG, write_model
+from support.plain_sampler import choose_alone
 
 from headway.errors import ConfigError
 from headway.infer.engine.engine import InferenceEngine
@@ -16,7 +17,7 @@ from headway.infer.engine.memory import build_cache
 from headway.infer.engine.request import EngineOptions, EngineRequest
 from headway.infer.engine.sampler import RowChoice, choose_rows
 from headway.infer.load import LoadedModel, load_model
-from headway.infer.sampling import Sampling, choose
+from headway.infer.sampling import Sampling
 from headway.kernels.attention import causal_mask
 
 DRAWN = Sampling(1.0, by_id=True)
@@ -82,7 +83,7 @@ def request(number: int, sampling: Sampling = COOL, tokens: int = 12) -> EngineR
 # ---- the sampler
 
 
-def test_tokens_come_as_often_as_they_are_likely() -> None:
+def test_draws_along_the_ids_come_as_often_as_their_tokens_are_likely() -> None:
     """Chi-square over 60,000 draws, with a limit that a right sampler exceeds once in 100,000 seeds."""
     scores = torch.tensor([0.0, 2.0, -torch.inf, 1.0, -3.0, 0.5, -torch.inf])
     for temperature in (0.5, 1.0, 2.0):
@@ -107,7 +108,7 @@ def test_a_draw_falls_into_the_ids_in_their_order() -> None:
     rows = [RowChoice(0, DRAWN, draw) for draw in draws]
     expected = [0, 0, 1, 1, 2, 2, 3, 3]
     assert choose_rows(scores.repeat(8, 1), rows).tolist() == expected
-    assert choose(scores.repeat(8, 1), DRAWN, draws).tolist() == expected
+    assert choose_alone(scores.repeat(8, 1), DRAWN, draws).tolist() == expected
 
 
 @pytest.mark.parametrize("draw", [0.0, LAST_DRAW, 1.0])
@@ -116,7 +117,7 @@ def test_the_extremes_of_a_draw_choose_a_token_that_has_a_probability(draw: floa
     scores = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf, -800.0]])
     expected = 1 if draw == 0 else 2
     assert choose_rows(scores, [RowChoice(0, DRAWN, draw)]).tolist() == [expected]
-    assert choose(scores, DRAWN, [draw]).tolist() == [expected]
+    assert choose_alone(scores, DRAWN, [draw]).tolist() == [expected]
 
 
 def test_each_row_is_chosen_as_it_is_alone_among_rows_of_every_rule() -> None:
@@ -127,7 +128,7 @@ def test_each_row_is_chosen_as_it_is_alone_among_rows_of_every_rule() -> None:
         scores = 3 * torch.randn(9, 300, generator=generator)
         scores[:, 280:] = -torch.inf
         rows = [RowChoice(0, rule, draw.choice([0.0, draw.random(), LAST_DRAW])) for rule in rules]
-        expected = [int(choose(scores[i : i + 1].clone(), row.sampling, [row.draw])[0]) for i, row in enumerate(rows)]  # fmt: skip
+        expected = [int(choose_alone(scores[i : i + 1].clone(), row.sampling, [row.draw])[0]) for i, row in enumerate(rows)]  # fmt: skip
         assert choose_rows(scores.clone(), rows).tolist() == expected
         order = draw.sample(range(9), 9)
         shuffled = choose_rows(scores[order].clone(), [rows[i] for i in order])
@@ -244,8 +245,11 @@ def test_log_probabilities_of_no_plain_distribution_are_refused(
 def test_padding_of_the_head_is_never_drawn(loaded: LoadedModel) -> None:
     """At a temperature at which all ids are about as likely."""
     assert loaded.tokenizer is not None
-    assert loaded.tokenizer.vocab_size < loaded.config.vocab_size
+    num_ids = loaded.tokenizer.vocab_size
+    padded = loaded.config.vocab_size
+    assert padded is not None
+    assert num_ids < padded
     engine = InferenceEngine(loaded, EngineOptions(max_running=50))
     hot = [request(n, Sampling(50.0, by_id=True), 20) for n in range(50)]
     ids = {token for drawn, _ in answers(engine, hot) for token in drawn}
-    assert max(ids) < loaded.tokenizer.vocab_size
+    assert max(ids) < num_ids
