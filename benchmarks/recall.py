@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.load import load
-from headway.eval.long_tasks import pairs, table
+from headway.text.long_tasks import pairs, table
 from headway.eval.options import LongQuestions
 from headway.prepare.build import build_store
 from headway.runtime.log import start_logging
