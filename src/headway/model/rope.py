@@ -40,20 +40,42 @@ class Rotation:
             unscaled = config.with_(rope_theta=config.rope_local_theta, rope_scaling=None)
             self.local = inverse_frequencies(unscaled)
 
+        self.stream: Tensor | None = None
+        """[R/2]: by which of three positions each plane turns; None: tokens have one position."""
+        if config.vision is not None:
+            sections = torch.tensor(config.vision.sections, device="cpu")
+            self.stream = torch.arange(3, device="cpu").repeat_interleave(sections)
+
+        self.query_growth = 0.0 if scaling is None else scaling.query_growth
         self.original = 0 if scaling is None else scaling.original_max_seq_len
         self.scale = attention_factor(scaling)
         self._on_device: dict[tuple[str, torch.device], Tensor] = {}
 
     def __call__(self, position: Tensor, capacity: int | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [B, T, R/2], of int positions [B, T]; with local frequencies [2, B, T,
-        R/2], those second.
+        """cos and sin, fp32 [B, T, R/2], of int positions [B, T].
+
+        With local frequencies [2, B, T, R/2], those second. With queries that grow the same shape:
+        those of keys, and of queries.
+
+        With positions [B, T, 3] of time, row and column (M-RoPE, Wang 2024) each plane turns by one
+        of the three.
 
         `capacity`: of the KV cache that the rotated keys go into.
         """
         # Angles in fp32: a far position in bf16 would be rounded to one of its neighbours.
-        angle = position[..., None].float() * self._frequencies(position, capacity)
+        if position.dim() == 3:
+            assert self.stream is not None, "three positions need sections of planes"
+            of_planes = position[..., self._moved("stream", self.stream, position.device)]
+            angle = of_planes.float() * self._frequencies(position[..., 0], capacity)
+        else:
+            angle = position[..., None].float() * self._frequencies(position, capacity)
         cos = angle.cos() * self.scale
         sin = angle.sin() * self.scale
+        if self.query_growth:
+            # A rotation by longer cos and sin makes the query longer by as much.
+            windows = torch.floor(position / self.original)
+            growth = (1.0 + self.query_growth * torch.log1p(windows))[..., None]
+            return torch.stack((cos, cos * growth)), torch.stack((sin, sin * growth))
         if self.local is None:
             return cos, sin
         local_frequencies = self._moved("local", self.local, position.device)
