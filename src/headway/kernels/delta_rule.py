@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from headway.kernels.segments import ChunkPlan, Segments
+    from headway.kernels.segments import SegmentChunks, Segments
 
 CHUNK = 64
 """Tokens of a chunk: as many as make matrix products worth while; work inside of a chunk grows with
@@ -136,7 +136,7 @@ def unit_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q32 * q.shape[-1] ** -0.5, k32
 
 
-def _in_chunks(x: Tensor, plan: ChunkPlan) -> Tensor:
+def _in_chunks(x: Tensor, plan: SegmentChunks) -> Tensor:
     """x [N,H,...] as [chunks,H,C,...], with 0 at places without a token."""
     padding = [0, 0] * (x.dim() - 1)
     padded = F.pad(x, (*padding, 0, 1))

@@ -7,7 +7,7 @@ Such a layer begins every segment anew, so a document computes in a packed row w
 Chunks of `size` tokens begin where their segment begins, never across two segments:
 
     segments   a a a a a b b c c c     size 2
-    chunks     aa aa a. bb cc c.       in the order of `ChunkPlan`: the first of every segment, then
+    chunks     aa aa a. bb cc c.       in the order of `SegmentChunks`: the first of every segment, then
                                        the second ...: aa cc bb | aa c. | a.
 
 Numbers are made on the host once per microbatch; all layers share them.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
+class SegmentChunks:
     """All segments cut into chunks, sorted by how many chunks come before them in their segment."""
 
     size: int
@@ -51,7 +51,7 @@ class Segments:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     device: torch.device
-    _plans: dict[int, ChunkPlan] = field(default_factory=dict, compare=False, repr=False)
+    _plans: dict[int, SegmentChunks] = field(default_factory=dict, compare=False, repr=False)
     _offset: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @staticmethod
@@ -95,13 +95,13 @@ class Segments:
             self._offset.append(offset.to(self.device))
         return self._offset[0]
 
-    def chunks(self, size: int) -> ChunkPlan:
+    def chunks(self, size: int) -> SegmentChunks:
         """The segments cut into chunks of at most `size` tokens."""
         if size not in self._plans:
             self._plans[size] = self._cut(size)
         return self._plans[size]
 
-    def _cut(self, size: int) -> ChunkPlan:
+    def _cut(self, size: int) -> SegmentChunks:
         starts = np.array(self.starts)
         lengths = np.array(self.lengths)
         counts = -(-lengths // size)
@@ -128,7 +128,7 @@ class Segments:
         # One more entry for all places without a token; it is dropped.
         place = np.empty(self.num_tokens + 1, dtype=np.int64)
         place[flat] = np.arange(len(flat))
-        return ChunkPlan(
+        return SegmentChunks(
             size,
             torch.from_numpy(tokens).to(self.device),
             torch.from_numpy(place[:-1].copy()).to(self.device),
