@@ -39,7 +39,7 @@ class SegmentChunks:
     """int64 [N]: where among the chunks * size places a token is"""
     steps: tuple[slice, ...]
     """The first chunks of all segments, the second ones ..., as ranges of chunks. A longer segment
-    comes before a shorter one, so those that go on are the first of a range."""
+    comes before a shorter one, so those that continue are the first of a range."""
     row: Tensor
     """int64 [segments]: where in these ranges a segment is"""
 
@@ -115,13 +115,13 @@ class Segments:
         begin = 0
         places = np.arange(size)
         for step in range(int(counts.max())):
-            going_on = order[: int((counts > step).sum())]
-            first = starts[going_on] + step * size
-            left = lengths[going_on] - step * size
+            longer = order[: int((counts > step).sum())]
+            first = starts[longer] + step * size
+            left = lengths[longer] - step * size
             inside = places[None] < left[:, None]
             token.append(np.where(inside, first[:, None] + places[None], self.num_tokens))
-            steps.append(slice(begin, begin + len(going_on)))
-            begin += len(going_on)
+            steps.append(slice(begin, begin + len(longer)))
+            begin += len(longer)
 
         tokens = np.concatenate(token)
         flat = tokens.reshape(-1)

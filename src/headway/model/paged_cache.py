@@ -282,7 +282,7 @@ class PagedDecode:
         controls: torch.Tensor,
         z: torch.Tensor,
     ) -> torch.Tensor:
-        """o [B,1,H,V] of one token of each row behind its state, which goes on."""
+        """o [B,1,H,V] of one token of each row behind its state, which continues with it."""
         return self.cache.layer_states[layer].step(mixer, mixed, controls, z, self.slots)
 
 
@@ -316,6 +316,6 @@ class PagedPrefill:
         controls: torch.Tensor,
         z: torch.Tensor,
     ) -> torch.Tensor:
-        """o [1,N,H,V] of each piece behind the state of its slot, which goes on."""
+        """o [1,N,H,V] of each piece behind the state of its slot, which continues with it."""
         state = self.cache.layer_states[layer]
         return state.prefill(mixer, mixed, controls, z, self.plan.pieces, self.plan.segments)

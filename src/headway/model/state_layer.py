@@ -90,11 +90,11 @@ class LayerState:
         """o [1,N,H,V] of packed pieces of prompts, each behind what its slot holds."""
         numbers = torch.tensor([[piece.slot, piece.start] for piece in pieces])
         rows, starts = to_device(numbers, mixed.device).unbind(1)
-        goes_on = starts > 0
+        continues = starts > 0
         # Not a product with 0: what an earlier sequence left might be no number.
         past = MixerState(
-            torch.where(goes_on[:, None, None], self.inputs[rows], 0),
-            torch.where(goes_on[:, None, None, None], self.memory[rows], 0),
+            torch.where(continues[:, None, None], self.inputs[rows], 0),
+            torch.where(continues[:, None, None, None], self.memory[rows], 0),
         )
         o, state = mixer.mix_segments(mixed[0], controls[0], z[0], segments, past)
         assert state is not None
