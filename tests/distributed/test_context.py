@@ -111,13 +111,15 @@ def trained(
 
 @functools.cache
 def right_of(
-    gated: bool, freeze: tuple[str, ...]
+    objective: HeadSparsity | None, freeze: tuple[str, ...]
 ) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
-    return trained(alone_of(setup("ddp", 1, gated=gated, freeze=freeze)), RankGroup())
+    setting = setup("ddp", 1, gated=objective is not None, freeze=freeze)
+    return trained(alone_of(replace(setting, objective=objective)), RankGroup())
 
 
 def check(setting: Setup, ranks: int) -> None:
-    losses, weights, valid = right_of(setting.objective is not None, setting.freeze)
+    objective: Any = setting.objective  # frozen settings, which have a hash
+    losses, weights, valid = right_of(objective, setting.freeze)
     for seen, got, got_valid in run_ranks(functools.partial(trained, setting), ranks):
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
         assert [norm for _, norm, _ in seen] == pytest.approx(
@@ -166,6 +168,11 @@ def test_ranks_that_share_rows_train_gates_like_one_process(
     strategy: str, freeze: tuple[str, ...]
 ) -> None:
     check(setup(strategy, 2, gated=True, freeze=freeze), 4)
+
+
+def test_ranks_that_share_rows_hold_gates_like_one_process() -> None:
+    held = HeadSparsity(control="hold", start=0.5, target=0.7, mask_lr=0.3)
+    check(replace(setup("zero1", 2, gated=True, freeze=("weights",)), objective=held), 2)
 
 
 def test_blocks_that_are_computed_again_exchange_again() -> None:

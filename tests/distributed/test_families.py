@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 from support.family_shapes import FAMILY_SHAPES
@@ -10,7 +11,7 @@ from support.layout_trials import DRILL_STEPS, LORA, PLAIN, LayoutTrial, compare
 
 
 def trials(
-    world: int, parallel: dict[str, object], names: tuple[str, ...], **more: object
+    world: int, parallel: dict[str, object], names: tuple[str, ...], **more: Any
 ) -> list[LayoutTrial]:
     label = " x ".join(f"{key} {value}" for key, value in parallel.items())
     return [
@@ -26,7 +27,20 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
     listed = trials(
         2,
         {"tensor": 2},
-        ("gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere2", "gpt2", "granite", "gpt_oss"),
+        (
+            "gemma2",
+            "gemma3",
+            "phi3",
+            "glm4",
+            "olmo2",
+            "cohere2",
+            "gpt2",
+            "granite",
+            "gpt_oss",
+            "ministral3",
+            "glm4_moe",
+            "minimax_m2",
+        ),
     )
     sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
 
@@ -36,7 +50,12 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
 def test_families_on_every_axis_train_like_one_process() -> None:
     whole = {"tensor": 2, "sequence": False}
     listed = trials(2, whole, ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss"))
-    listed += trials(2, {"tensor": 2}, ("deepseek", "gemma3", "olmo2", "gpt2"), adapter=LORA)
+    listed += trials(
+        2,
+        {"tensor": 2},
+        ("deepseek", "gemma3", "olmo2", "gpt2", "ministral3", "minimax_m2"),
+        adapter=LORA,
+    )
     listed += trials(
         2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2")
     )

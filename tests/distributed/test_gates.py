@@ -21,6 +21,7 @@ GATED = CONFIG.with_(
     head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5), init_std=0.3
 )
 OBJECTIVE = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)
+HELD = HeadSparsity(control="hold", start=0.5, target=0.7, mask_lr=0.3)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"zero1": {"size": 1}},
     "zero1": {"zero1": {"size": "auto"}},
@@ -91,6 +92,21 @@ def test_ranks_train_gates_like_one_process(layout: str, freeze: tuple[str, ...]
         assert [norm for _, norm, _ in seen] == pytest.approx(
             [norm for _, norm, _ in losses], rel=1e-3
         )
+        for name in got:
+            torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "fsdp"])
+def test_ranks_hold_gates_like_one_process(layout: str) -> None:
+    from headway.model.head_gates import expected_z
+
+    freeze = () if layout == "fsdp" else ("weights",)
+    losses, weights, _ = trained(setup("ddp", freeze, objective=HELD), RankGroup())
+    target = HELD.target_at(STEPS, 20)
+    assert float(1 - expected_z(weights[GATES].double()).mean()) == pytest.approx(target, abs=1e-6)
+    setting = setup(layout, freeze, objective=HELD)
+    for seen, got, _ in run_ranks(functools.partial(trained, setting), 2):
+        assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
         for name in got:
             torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
 

@@ -51,6 +51,15 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["extend.md", "extend.zh-CN.md"])
+def test_the_page_shows_a_whole_family(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    shown = re.findall(r"(?ms)^```python\n# headway/(model/families/\w+\.py)\n(.*?)^```", page)
+    assert [path for path, _ in shown] == ["model/families/seed_oss.py"]
+    for path, code in shown:
+        assert code == (ROOT / "src" / "headway" / path).read_text(encoding="utf-8")
+
+
 def test_the_page_shows_the_files_of_the_package() -> None:
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"(?ms)^```python\n# my_lab/(\w+\.py)\n(.*?)^```", page))

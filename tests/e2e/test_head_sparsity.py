@@ -98,14 +98,28 @@ def test_metrics_hold_sparsity_aim_and_lambdas(world: Path) -> None:
 
 
 def test_a_resumed_run_draws_the_same_gates(world: Path) -> None:
-    again = world / "again"
+    resume_after_step_three(world, "masks", [])
+
+
+def test_a_resumed_run_holds_the_same_gates(world: Path) -> None:
+    hold = ["objective.control=hold", "objective.start=0.2"]
+    steps = ["steps=6", "checkpoint.every=3", "freeze=[weights]"]
+    run(world, "held", [*SPARSE, *hold, *steps, f"init.from={world}/dense"])
+    for record in read_metrics(world / "held" / "metrics.jsonl")[1:]:
+        assert record["expected_sparsity"] == pytest.approx(record["sparsity_target"], abs=1e-5)
+    assert not any("lambda" in name for name in stored(world / "held"))
+    resume_after_step_three(world, "held", hold)
+
+
+def resume_after_step_three(world: Path, name: str, more: list[str]) -> None:
+    again = world / f"again-{name}"
     again.mkdir()
-    shutil.copytree(world / "masks", again / "masks", symlinks=True)
+    shutil.copytree(world / name, again / name, symlinks=True)
     # as if it had been killed after step 3
-    shutil.rmtree(again / "masks" / "checkpoints" / "step-00000006")
-    (again / "masks" / "saved.json").unlink()
-    (again / "masks" / "summary.json").unlink()
-    for link in (again / "masks" / "checkpoints").iterdir():
+    shutil.rmtree(again / name / "checkpoints" / "step-00000006")
+    (again / name / "saved.json").unlink()
+    (again / name / "summary.json").unlink()
+    for link in (again / name / "checkpoints").iterdir():
         if link.is_symlink() and not link.exists():
             link.unlink()
     sources = [
@@ -120,16 +134,17 @@ def test_a_resumed_run_draws_the_same_gates(world: Path) -> None:
             [
                 *BASE[7:],
                 *SPARSE,
+                *more,
                 "steps=6",
                 "checkpoint.every=3",
                 "freeze=[weights]",
                 f"run.dir={again}",
-                "run.name=masks",
+                f"run.name={name}",
                 *sources,
             ],
         )
     )
-    assert_same_run(world / "masks", again / "masks", 6)
+    assert_same_run(world / name, again / name, 6)
 
 
 def test_later_stages_go_on_from_the_gates_and_fine_tuning_keeps_them(world: Path) -> None:

@@ -46,10 +46,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rollout_inputs(tmp_path_factory.mktemp("killed"))
 
 
+AHEAD = (*SETTINGS, "rollout.ahead=1")
+"""With answers that are sampled while updates are computed."""
+
+
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Recipe:
     """The undisturbed run."""
     recipe = rollout_recipe(folder, "whole", *SETTINGS)
+    train(recipe)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def whole_ahead(folder: Path) -> Recipe:
+    """The undisturbed run with answers that are sampled ahead."""
+    recipe = rollout_recipe(folder, "whole-ahead", *AHEAD)
     train(recipe)
     return recipe
 
@@ -135,19 +147,37 @@ def ended_at(moment: str, count: int) -> Around:
     return around
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
+EACH_MOMENT = pytest.mark.parametrize(
     "moment",
     [
         pytest.param(moment, marks=() if moment == "between updates" else pytest.mark.slow)
         for moment in MOMENTS
     ],
 )
+
+
+@pytest.mark.timeout(600)
+@EACH_MOMENT
 def test_killed_twice_at_a_moment_a_run_ends_as_the_undisturbed_one(
     folder: Path, whole: Recipe, moment: str
 ) -> None:
+    ends_as_the_undisturbed_one(folder, whole, moment, SETTINGS)
+
+
+@pytest.mark.timeout(600)
+@EACH_MOMENT
+def test_killed_twice_while_answers_are_sampled_ahead_a_run_ends_as_the_undisturbed_one(
+    folder: Path, whole_ahead: Recipe, moment: str
+) -> None:
+    ends_as_the_undisturbed_one(folder, whole_ahead, moment, AHEAD)
+
+
+def ends_as_the_undisturbed_one(
+    folder: Path, whole: Recipe, moment: str, settings: tuple[str, ...]
+) -> None:
     draw = random.Random(f"{SEED} {moment}")
-    recipe = rollout_recipe(folder, f"killed {moment}".replace(" ", "-"), *SETTINGS)
+    name = f"killed {moment} {len(settings)}".replace(" ", "-")
+    recipe = rollout_recipe(folder, name, *settings)
     counts = [draw.randint(1, MOMENTS[moment][3]) for _ in range(2)]
     told = f"HEADWAY_DRILL_SEED={SEED}, {moment}, calls {counts}"
     codes = [finish(recipe, 1, around=ended_at(moment, count))[0] for count in counts]
@@ -259,21 +289,22 @@ def test_a_command_killed_from_outside_is_resumed_by_itself(folder: Path, whole:
 
 @pytest.mark.drill
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
-    folder: Path, whole: Recipe, world: int
+    folder: Path, world: int, ahead: int
 ) -> None:
-    expected = whole
-    if world > 1:
-        expected = rollout_recipe(folder, f"whole{world}", *SETTINGS)
-        assert finish(expected, world) == [0] * world
+    settings = (*SETTINGS, f"rollout.ahead={ahead}")
+    expected = rollout_recipe(folder, f"whole{world}-{ahead}", *settings)
+    assert finish(expected, world) == [0] * world
     hit: Counter[str] = Counter()
     number = 0
+    # Half of the kills for each number of ranks, with answers sampled ahead as many again.
     while sum(hit.values()) < KILLS // 2:
         number += 1
-        recipe = rollout_recipe(folder, f"anywhere{world}-{number}", *SETTINGS)
-        draw = random.Random(f"{SEED} {world} {number}")
-        told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, run {number}, killed in {dict(hit)}"
+        recipe = rollout_recipe(folder, f"anywhere{world}-{ahead}-{number}", *settings)
+        draw = random.Random(f"{SEED} {world} {ahead} {number}")
+        told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, ahead {ahead}, run {number}, killed in {dict(hit)}"
         for _ in range(min(5, KILLS // 2 - sum(hit.values()))):
             if draw.random() < 0.5:
                 moment = draw.choice(list(MOMENTS))
@@ -289,4 +320,5 @@ def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
             hit[killed_at] += 1
         assert finish(recipe, world) == [0] * world, told
         assert_same_end(recipe, expected, told)
-    print(f"seed {SEED}, {world} ranks: {sum(hit.values())} kills in {number} runs, in {dict(hit)}")  # noqa: T201
+    kills = sum(hit.values())
+    print(f"seed {SEED}, {world} ranks, ahead {ahead}: {kills} kills, {number} runs, {dict(hit)}")  # noqa: T201

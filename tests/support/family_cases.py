@@ -109,6 +109,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "cohere2": ("Cohere2", {"sliding_window": 5, "layer_types": TYPES, "attention_bias": True, "logit_scale": 0.3}),
+    "seed_oss": ("SeedOss", {"head_dim": 20, "attention_out_bias": True, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 20, "sliding_window": 7,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7,
+                "mscale_all_dim": 0.9, "beta_fast": 8.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2, "attention_bias": True,
+            "use_qk_norm": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "n_shared_experts": 2,
+        },
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 20, "use_bias": True}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 1}),
+    "minimax_m2": ("MiniMaxM2", {"head_dim": 20, "rotary_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "gpt2": (
         "GPT2",
         {

@@ -37,6 +37,15 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 8, "beta_fast": 8.0, "truncate": False},
         "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "router_bias": True, "bias": True, "swiglu_limit": 0.5},
     },
+    "ministral3": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 6, "beta_fast": 8.0, "query_growth": 0.4}},
+    "glm4_moe": {
+        "head_dim": 8, "rotary_fraction": 0.5, "qkv_bias": True, "qk_norm": True,
+        "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 24, "router": "sigmoid", "routed_scale": 1.5, "bias_rate": 0.0},
+    },
+    "minimax_m2": {
+        "head_dim": 8, "rotary_fraction": 0.5, "qk_norm": True, "qk_norm_over": "projection",
+        "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "router": "sigmoid", "bias_rate": 0.0},
+    },
     "gpt2": {
         "norm": "layernorm", "positions": "learned", "ffn_gate": False, "activation": "gelu_tanh", "output_bias": True, "ffn_bias": True,
     },

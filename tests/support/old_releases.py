@@ -67,8 +67,9 @@ def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-ADDED = ("full_heads", "streaming_heads")
-"""Metrics that came after both releases: runs with head gates count the heads of each kind for their MFU."""
+ADDED = ("full_heads", "streaming_heads", "expected_sparsity")
+"""Metrics that came after both releases: runs with head gates count the heads of each kind for their MFU, and what their gates
+expect."""
 
 
 def assert_resumes(

@@ -93,7 +93,7 @@ OTHER_TEXT: dict[str, Any] = {
                             "llama_4_scaling_beta": 0.1},
     },
 }  # fmt: skip
-"""A Mistral 3 whose text part headway has no family for."""
+"""A Mistral 3 with Ministral 3 inside."""
 SCALED = {
     "model_type": "aya_vision", "text_config": {**TEXT, "model_type": "cohere2", "sliding_window": 5}, "vision_config": SIGLIP,
 }  # fmt: skip

@@ -342,6 +342,9 @@ class Model(nn.Module, ABC):
     generator's state."""
     chunk_tokens: int = 2048
     """Tokens whose logits exist at one time."""
+    holds_gates: bool = False
+    """The engine holds head gates at a sparsity (`held_gates`), so their gradient must not change
+    it."""
     head_grad_buffer: WeightGradBuffer | None = None
     """Where the gradient of the LM head's weight is written, if an engine has a buffer for it."""
 
@@ -356,6 +359,11 @@ class Model(nn.Module, ABC):
     def begin_step(self) -> None:
         """Called once before the passes of a step: read from the device what the host must know
         during them."""
+
+    def held_gates(self, target: float) -> dict[str, Tensor]:
+        """The values, by name, at which head gates expect a share `target` of streaming heads;
+        nothing of a model without gates. Waits for the device."""
+        return {}
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """Called after each update; a model that balances experts without a loss changes its

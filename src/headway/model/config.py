@@ -482,6 +482,21 @@ class ModelConfig(Section):
             )
 
         scaling = self.rope_scaling
+        if scaling is not None and scaling.query_growth:
+            # Queries are made longer by their rotation, so all of their channels must be rotated,
+            # in every layer.
+            neutral = {
+                "rotary_fraction": 1.0,
+                "rope_local_theta": None,
+                "no_rope_layers": (),
+                "latent_attention": None,
+            }
+            for key, value in neutral.items():
+                if getattr(self, key) != value:
+                    raise ValueError(
+                        f"rope_scaling.query_growth is given with {key}={getattr(self, key)}; "
+                        "remove one of them"
+                    )
         if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(
                 f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1"

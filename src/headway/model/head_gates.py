@@ -11,6 +11,9 @@ step, microbatch), so ranks that share a microbatch agree. It is drawn on the ho
 the host then knows which heads need which branch, and a rank that computes a slice of the heads
 takes its slice. Only log_alpha comes from the device, once per step.
 
+`hold` shifts all gates together until they expect a wanted share of streaming heads. An engine does
+so after every update for a task that wants it; the gradient then only says which heads stream.
+
 Where gates do not train, and in evaluation, they are settled: as many heads stream as the gates
 expect, those with the lowest log_alpha.
 """
@@ -39,6 +42,10 @@ EPS = 1e-8
 """Noise stays this far from 0 and 1, where its logit is infinite."""
 EDGE = TEMPERATURE * math.log(-LOW / HIGH)
 """P(z > 0) = sigmoid(log_alpha - EDGE), P(z = 1) = sigmoid(log_alpha + EDGE)."""
+SHIFT_SPAN = 16.0
+"""A gate this far from 0 is certain: E[z] is within 1e-6 of 0 or 1."""
+SHIFT_HALVINGS = 44
+"""Halvings of an interval of some 40 until it is as small as the rounding of fp32."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,12 @@ class HeadGates(nn.Module):
         """log_alpha on the host; waits for the device, so it is called once per step."""
         return self.log_alpha.detach().cpu()
 
-    def draw(self, on_host: Tensor, seed: int | None) -> GateDraw:
+    def draw(self, on_host: Tensor, seed: int | None, *, is_held: bool = False) -> GateDraw:
         """The gates of one pass from log_alpha on the host: sampled with the noise of a seed, or
-        deterministic if it is None."""
+        deterministic if it is None.
+
+        `is_held`: an engine holds the expected sparsity, so the gradient leaves it as it is
+        (`along_sparsity`)."""
         # Frozen gates are settled in training too.
         if seed is None or not self.log_alpha.requires_grad:
             z_host = settle(on_host).float()
@@ -89,6 +99,8 @@ class HeadGates(nn.Module):
             z_host, slope = sample(on_host, seed)
             # The value is z_host exactly, the gradient that of the sample: clamped gates have none.
             zero = self.log_alpha - self.log_alpha.detach()
+            if is_held:
+                zero = along_sparsity(zero, self._moved(slope_of_expected_z(on_host)))
             z = self._moved(z_host) + self._moved(slope) * zero
 
         mix = HeadMix.of(
@@ -143,6 +155,47 @@ def settle(log_alpha: Tensor) -> Tensor:
     return torch.tensor(masks.full, device="cpu")
 
 
+def hold(log_alpha: Tensor, target: float) -> Tensor:
+    """The gates shifted together so that they expect a share `target` of streaming heads:
+
+        mean(1 - E[z](log_alpha + shift)) = target
+
+    fp32 [L,KV] on the host like log_alpha. Gates that are not finite stay as they are.
+    """
+    if not bool(log_alpha.isfinite().all()):
+        return log_alpha
+    # No finite shift makes all gates certain. So little is rounded away when gates are settled.
+    least = min(0.02, 0.4 / log_alpha.numel())
+    wanted = min(max(target, least), 1 - least)
+
+    # The expected sparsity falls with the shift. In fp64, so that every rank finds the same one.
+    gates = log_alpha.double()
+    span = SHIFT_SPAN + float(gates.abs().max())
+    low = -span
+    high = span
+    for _ in range(SHIFT_HALVINGS):
+        middle = (low + high) / 2
+        if float(1 - expected_z(gates + middle).mean()) > wanted:
+            low = middle
+        else:
+            high = middle
+    return (gates + (low + high) / 2).float()
+
+
+def along_sparsity(zero: Tensor, slopes: Tensor) -> Tensor:
+    """A change of log_alpha followed by the shift that takes back what it does to the expected
+    sparsity: d - sum(w d) / sum(w) for the slopes w of E[z].
+
+    Backward then gives a head the gradient g - w sum(g) / sum(w): it opens where the head gains
+    more for its share of the sparsity than heads do on average, and closes where it gains less.
+    This is the gradient of the loss with the shift of `hold` as a function of log_alpha, and it
+    stands where a Lagrange multiplier would: sum(g) / sum(w) is its value.
+    """
+    total = slopes.sum()
+    # All gates are certain: nothing moves.
+    return zero - (slopes * zero).sum() / total.clamp(min=EPS)
+
+
 def probability_zero(log_alpha: Tensor) -> Tensor:
     """P(z = 0), the expected-L0 sparsity of a head."""
     return torch.sigmoid(EDGE - log_alpha)
@@ -158,6 +211,13 @@ def expected_z(log_alpha: Tensor) -> Tensor:
     nodes, weights = _quadrature()
     probabilities = torch.sigmoid(log_alpha[..., None] - log_alpha.new_tensor(nodes))
     return (probabilities * log_alpha.new_tensor(weights)).sum(-1)
+
+
+def slope_of_expected_z(log_alpha: Tensor) -> Tensor:
+    """d E[z] / d log_alpha, by the quadrature of `expected_z`."""
+    nodes, weights = _quadrature()
+    shares = torch.sigmoid(log_alpha[..., None] - log_alpha.new_tensor(nodes))
+    return (shares * (1 - shares) * log_alpha.new_tensor(weights)).sum(-1)
 
 
 @cache

@@ -134,6 +134,11 @@ class Attention(nn.Module):
         if config.rope_local_theta is not None:
             self.angles = int(config.window_of(layer) is not None)
 
+        self.grows_queries = False
+        """Queries have angles of their own, longer with their position."""
+        if config.rope_scaling is not None and config.rope_scaling.query_growth:
+            self.grows_queries = True
+
         # Kernels divide scores by sqrt(hd). Another scale is reached by longer queries.
         self.query_scale = 1.0
         if config.attention_scale is not None:
@@ -173,8 +178,17 @@ class Attention(nn.Module):
             if self.angles is not None:
                 cos = cos[self.angles]
                 sin = sin[self.angles]
-            turn = partial(rotate, cos=cos, sin=sin, interleaved=self.interleaved)
-            return turn(q, scale=self.query_scale), turn(k), v
+            query_cos = cos
+            query_sin = sin
+            if self.grows_queries:
+                cos, query_cos = cos
+                sin, query_sin = sin
+            turn = partial(rotate, interleaved=self.interleaved)
+            return (
+                turn(q, query_cos, query_sin, scale=self.query_scale),
+                turn(k, cos, sin),
+                v,
+            )
         if self.query_scale != 1.0:
             q = (q.float() * self.query_scale).to(q.dtype)
         return q, k, v

@@ -123,6 +123,19 @@ FORMS: dict[str, dict[str, Any]] = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "glm4": {"norm_placement": "both", "rope_interleaved": True, "rotary_fraction": 0.5},
+    "glm4_moe": {
+        "rotary_fraction": 0.5,
+        "experts": {"router": "sigmoid", "first_dense": 1, "bias_rate": 0.001, "aux_loss": 0.0},
+    },
+    "ernie4_5": {"rope_interleaved": True},
+    "ernie4_5_moe": {
+        "rope_interleaved": True, "experts": {"first_dense": 1, "bias_rate": 0.001, "aux_layers": "pooled"},
+    },
+    "minimax_m2": {
+        "qk_norm": True, "qk_norm_over": "projection", "rotary_fraction": 0.5,
+        "experts": {"router": "sigmoid", "bias_rate": 0.001, "aux_layers": "pooled"},
+    },
+    "ministral3": {"rope_scaling": {"kind": "yarn", "factor": 16.0, "original_max_seq_len": 16384, "query_growth": 0.1}},
     "deepseek_v2": {"rope_interleaved": True},
     "deepseek_v3": {"rope_interleaved": True},
     "gpt_oss": {

@@ -40,13 +40,16 @@ class Rotation:
             unscaled = config.with_(rope_theta=config.rope_local_theta, rope_scaling=None)
             self.local = inverse_frequencies(unscaled)
 
+        self.query_growth = 0.0 if scaling is None else scaling.query_growth
         self.original = 0 if scaling is None else scaling.original_max_seq_len
         self.scale = attention_factor(scaling)
         self._on_device: dict[tuple[str, torch.device], Tensor] = {}
 
     def __call__(self, position: Tensor, capacity: int | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [B, T, R/2], of int positions [B, T]; with local frequencies [2, B, T,
-        R/2], those second.
+        """cos and sin, fp32 [B, T, R/2], of int positions [B, T].
+
+        With local frequencies [2, B, T, R/2], those second. With queries that grow the same shape:
+        those of keys, and of queries.
 
         `capacity`: of the KV cache that the rotated keys go into.
         """
@@ -54,6 +57,11 @@ class Rotation:
         angle = position[..., None].float() * self._frequencies(position, capacity)
         cos = angle.cos() * self.scale
         sin = angle.sin() * self.scale
+        if self.query_growth:
+            # A rotation by longer cos and sin makes the query longer by as much.
+            windows = torch.floor(position / self.original)
+            growth = (1.0 + self.query_growth * torch.log1p(windows))[..., None]
+            return torch.stack((cos, cos * growth)), torch.stack((sin, sin * growth))
         if self.local is None:
             return cos, sin
         local_frequencies = self._moved("local", self.local, position.device)

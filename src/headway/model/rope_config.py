@@ -59,6 +59,12 @@ class RopeScaling(Section):
         "unchanged.",
         ge=0,
     )
+    query_growth: float = setting(
+        0.0,
+        "yarn: queries at position p are multiplied by 1 + this * ln(1 + floor(p / "
+        "original_max_seq_len)); 0 = unchanged.",
+        ge=0,
+    )
     short_factor: tuple[float, ...] = setting(
         (), "longrope: divisors of the frequencies in documents up to original_max_seq_len."
     )
@@ -90,10 +96,9 @@ class RopeScaling(Section):
             raise ValueError("has a factor that is not above 0 in short_factor or long_factor")
 
         # A setting of another kind would be ignored, so it is refused.
-        if self.kind != "yarn" and (self.mscale or self.mscale_all_dim):
-            raise ValueError(
-                f"has mscale or mscale_all_dim, which are for kind yarn; kind is {self.kind}"
-            )
+        for key in ("mscale", "mscale_all_dim", "query_growth"):
+            if self.kind != "yarn" and getattr(self, key):
+                raise ValueError(f"has {key}, which is for kind yarn; kind is {self.kind}")
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
             raise ValueError(
                 f"beta_fast is {self.beta_fast}; it must be above beta_slow={self.beta_slow}"

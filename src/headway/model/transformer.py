@@ -42,7 +42,7 @@ from headway.model.base import (
     ScoreHead,
 )
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
-from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
+from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 from headway.model.router import Routing, counted_tokens, stack_routings
@@ -363,7 +363,7 @@ class Transformer(Model):
         # Without `begin_step` the host knows no gates: every head is full.
         if self.head_gates is None or self._log_alpha is None:
             return mask, None
-        draw = self.head_gates.draw(self._log_alpha, seed)
+        draw = self.head_gates.draw(self._log_alpha, seed, is_held=self.holds_gates)
         return replace(mask, mix=draw.mix), draw
 
     def _output(
@@ -418,6 +418,14 @@ class Transformer(Model):
             self._log_alpha = None
         else:
             self._log_alpha = self.head_gates()
+
+    def held_gates(self, target: float) -> dict[str, Tensor]:
+        """The gates shifted together (`head_gates.hold`)."""
+        from headway.model.head_gates import hold
+
+        if self.head_gates is None:
+            return {}
+        return {GATES: hold(self.head_gates(), target)}
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """Move the routers' biases against the load of each mixture."""

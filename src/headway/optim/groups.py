@@ -224,6 +224,8 @@ class ParamGroup:
     decays: bool = True
     part: str = ""
     """Which rule of the optimizer updates it (OptimConfig.parts)."""
+    lr_steps: int | None = None
+    """Steps of the longest run that takes the rule's whole rate (`ParameterRule.lr_steps`)."""
 
 
 def make_groups(
@@ -264,7 +266,10 @@ def make_groups(
             weight_decay=parameter_rule.weight_decay,
             maximize=parameter_rule.maximize,
         )
-        objective_groups += split(f"own{index}", taken, set(taken), rule)
+        objective_groups += [
+            replace(group, lr_steps=parameter_rule.lr_steps)
+            for group in split(f"own{index}", taken, set(taken), rule)
+        ]
 
     # Gates need the objective's rule: without a target sparsity nothing would close them.
     if GATES in remaining:
@@ -353,6 +358,9 @@ def _group_hyper(group: ParamGroup, config: OptimConfig, step: int, total_steps:
     peak = rule.lr
     if rule.lr_factor is not None:
         peak = config.lr * rule.lr_factor
+    if peak is not None and group.lr_steps is not None:
+        # The distance that a parameter can move is the same in a run of any length.
+        peak *= min(1.0, group.lr_steps / total_steps)
     if peak is not None:
         # The group's peak follows the same schedule.
         changes["lr"] = config.model_copy(update={"lr": peak}).hyper(step, total_steps).lr

@@ -55,6 +55,9 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
         first_block = next(iter(model.blocks().values()))
         first_block.register_forward_pre_hook(needs_gradient, prepend=True)
 
+    gates = spec.objective.needs.gates
+    model.holds_gates = gates is not None and gates.held_at is not None
+
     # The engine replaces parameters, so it comes before anything that traces or wraps a block.
     engine = _engine_class(spec)(model, objective, groups, spec, local)
     wrap_blocks(model, spec)
@@ -137,6 +140,13 @@ def group_parameters(specs: dict[str, ParamSpec], spec: EngineSpec) -> list[Para
     """The groups of what trains: parameters of the model and of the objective."""
     training = trainable(specs, spec.freeze, spec.train)
     rules = spec.objective.rules
+    gates = spec.objective.needs.gates
+    if gates is not None and gates.held_at is not None and spec.optim.AVERAGES_WEIGHTS:
+        raise ConfigError(
+            f"optim.kind is {spec.optim.kind}, which averages weights, and objective.control is "
+            "hold, which sets gates after every update. Use another optimizer, or control "
+            "lagrangian."
+        )
     if any("gates" in rule.match for rule in rules) and GATES not in training:
         raise ConfigError(
             "freeze contains the head gates, which this objective trains. Use objective "

@@ -177,6 +177,10 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Set parameters by name; returns the names that were not given."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Wait until all parameters are current."""
 
@@ -275,10 +279,28 @@ class BaseEngine(ABC):
         # not move it either.
         if self.runner.expert_load is not None:
             self.model.balance(self.runner.expert_load, 1 - guard.found_inf)
+        self._hold_gates()
         # A step that the loss monitor skipped says nothing about the range of fp16.
         if self.scaler is not None:
             self.scaler.update(overflow)
         return Update(norm, guard.found_inf, scale)
+
+    def _hold_gates(self) -> None:
+        """Shift head gates to the sparsity of the next step, for a task that holds them at one.
+
+        Now and not before the next step, so that what is validated and saved is at its target, too.
+        """
+        gates = self.spec.objective.needs.gates
+        if gates is None or gates.held_at is None:
+            return
+        step_info = self.runner.last_step
+        assert step_info is not None, "an update follows a backward"
+
+        # The parameter may still be on its way from the ranks that updated it.
+        self.flush()
+        target = gates.held_at(step_info.step + 1, step_info.total_steps)
+        # Every rank has all gates and finds the same shift.
+        self.fill(self.model.held_gates(target).items())
 
     def _sum_over_model(self, square: Tensor, experts_square: Tensor | None = None) -> Tensor:
         """Add up the sums of squares of all ranks that hold different parts of the model.

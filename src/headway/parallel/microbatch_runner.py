@@ -56,6 +56,8 @@ class MicrobatchRunner:
         self.expert_load: Tensor | None = None
         """Tokens of each expert in the last step over all ranks, [mixtures, E], where the model has
         experts."""
+        self.last_step: StepInfo | None = None
+        """The step of the last backward."""
 
     def backward(
         self,
@@ -71,6 +73,7 @@ class MicrobatchRunner:
         """
         self.model.train()
         self.model.begin_step()
+        self.last_step = step_info
         first = batch.first_microbatch
         count = len(batch.microbatches)
         totals = self._totals(batch)

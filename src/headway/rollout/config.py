@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import model_validator
 
@@ -70,6 +70,13 @@ class RolloutConfig(Section):
     )
     passes: int = setting(
         1, "How often the answers of a rollout are trained on.", gt=0, on_resume="fixed"
+    )
+    ahead: Literal[0, 1] = setting(
+        0,
+        "Rollouts that are begun ahead: with 1, the next prompts are answered and judged while the "
+        "updates on the answers at hand are computed. Their weights are then as many updates older "
+        "as a rollout has; objective.importance corrects for it.",
+        on_resume="free",
     )
     refill: int = setting(
         0,

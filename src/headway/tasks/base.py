@@ -258,6 +258,9 @@ class ParameterRule:
     weight_decay: float
     betas: tuple[float, float]
     maximize: bool = False
+    lr_steps: int | None = None
+    """Runs of up to so many steps take `lr`, a longer one of n steps `lr * lr_steps / n`; None:
+    all take `lr`."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,9 @@ class GateSpec:
     sinks: int | None = None
     target: float | None = None
     """The share of streaming heads that training aims at; None: the task has no such number."""
+    held_at: Callable[[int, int], float] | None = None
+    """(step, total steps) -> the share of streaming heads that the gates expect in this step; None:
+    nothing holds them there but the loss."""
 
 
 class UsualRates(NamedTuple):

@@ -1,19 +1,28 @@
-"""Head sparsity (PruLong): next-token loss, constrained so that a growing share of KV heads
-streams.
+"""Head sparsity: next-token loss, constrained so that a growing share of KV heads streams.
+
+Two rules (`control`) bring the sparsity to the target t of the step.
+
+lagrangian (PruLong, arXiv:2506.17121; the constraint of L0 pruning):
 
     loss = next-token + lambda_1 (s - t) + lambda_2 (s - t)^2
 
     minimised over gates (and weights), maximised over both lambdas
-    (the constraint of L0 pruning; PruLong, arXiv:2506.17121)
 
-s is the measured sparsity of a microbatch, t the target of the step; the constraint of a step is
-the mean over its microbatches. The gates are the model's (model/head_gates.py); the lambdas are
-this task's own parameters.
+s is the measured sparsity of a microbatch; the constraint of a step is the mean over its
+microbatches. The lambdas are this task's own parameters. Two integrators act on each other, so the
+sparsity swings around its target.
+
+hold: the loss is next-token alone. After each update the engine shifts all gates together until
+they expect the sparsity t (`hold` in model/head_gates.py). The gradient of the gates is that of the
+loss with this shift, so it only says which heads stream.
+
+The gates are the model's (model/head_gates.py).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import field_validator, model_validator
@@ -40,12 +49,23 @@ if TYPE_CHECKING:
     from headway.model.head_gates import GateDraw
 
 Measure = Literal["sampled", "expected_z", "expected_l0"]
+WHOLE_RATE_STEPS = 40
+"""Steps of the longest run whose gates take the whole `mask_lr` under `hold`. With a rate of 1 and a
+cosine schedule a gate can then move by 20, from certainly full to certainly streaming."""
+OF_LAGRANGIAN = ("measure", "linear_term", "reg_lr", "reg_weight_decay", "reg_betas")
+"""Settings that mean nothing where no lambdas train."""
 
 
 class Config(TaskConfig):
     """Settings of head sparsity."""
 
     kind: str = setting("head_sparsity", "head_sparsity.", on_resume="fixed")
+    control: Literal["lagrangian", "hold"] = setting(
+        "lagrangian",
+        "What brings the sparsity to its target: lagrangian = PruLong's two multipliers, which "
+        "train; hold = all gates are shifted together after each update, so that the sparsity they "
+        "expect is the target.",
+    )
     start: float = setting(0.0, "Target share of streaming heads in the first step.", ge=0, le=1)
     target: float = setting(0.7, "Target share of streaming heads after the warm-up.", ge=0, le=1)
     warmup: int | float = setting(
@@ -77,7 +97,11 @@ class Config(TaskConfig):
         ge=0,
     )
     mask_lr: float = setting(
-        1.0, "Peak learning rate of the gates; it follows optim.schedule.", ge=0, le=1e30
+        1.0,
+        "Peak learning rate of the gates; it follows optim.schedule. With control hold, runs of "
+        "more than 40 steps take it times 40 / steps.",
+        ge=0,
+        le=1e30,
     )
     reg_lr: float = setting(
         1.0, "Peak learning rate of the lambdas; it follows optim.schedule.", ge=0, le=1e30
@@ -120,12 +144,28 @@ class Config(TaskConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _without_multipliers(self) -> Config:
+        if self.control == "lagrangian":
+            return self
+        for name in OF_LAGRANGIAN:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"control is hold, which has no multipliers, and {name} is {value}. Remove "
+                    f"{name}, or use control: lagrangian"
+                )
+        return self
+
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
         """Gradient descent for the gates, ascent for the lambdas, each with its own learning
         rate."""
+        gates = ParameterRule(("gates",), self.mask_lr, self.mask_weight_decay, self.mask_betas)
+        if self.control == "hold":
+            return (replace(gates, lr_steps=WHOLE_RATE_STEPS),)
         return (
-            ParameterRule(("gates",), self.mask_lr, self.mask_weight_decay, self.mask_betas),
+            gates,
             ParameterRule(
                 ("objective",), self.reg_lr, self.reg_weight_decay, self.reg_betas, maximize=True
             ),
@@ -134,7 +174,11 @@ class Config(TaskConfig):
     @property
     def needs(self) -> TaskNeeds:
         """Gates, with the window and sinks of the recipe."""
-        return TaskNeeds(whole_rows=False, gates=GateSpec(self.window, self.sinks, self.target))
+        held_at = None
+        if self.control == "hold":
+            held_at = self.target_at
+        gates = GateSpec(self.window, self.sinks, self.target, held_at)
+        return TaskNeeds(whole_rows=False, gates=gates)
 
     def target_at(self, step: int, total_steps: int) -> float:
         """The target sparsity of one step, counted from 0."""
@@ -158,8 +202,8 @@ class Config(TaskConfig):
 
 
 class HeadSparsity:
-    """Cross-entropy and the Lagrangian of the sparsity constraint, with the lambdas as
-    parameters."""
+    """Cross-entropy and the Lagrangian of the sparsity constraint, with the lambdas as parameters;
+    without both where the engine holds the sparsity."""
 
     scope: Literal["row", "step"] = "row"
 
@@ -169,28 +213,41 @@ class HeadSparsity:
 
         self.config = config
         self.next_token = NextToken(NextTokenConfig())
+        self.module: nn.Module | None = None
+        if config.control == "hold":
+            return
+
         if config.linear_term:
             names = ("lambda_1", "lambda_2")
         else:
             names = ("lambda_2",)
         # They start at 0; ascent lets them grow as long as the sparsity is off its target.
-        self.module: nn.Module | None = nn.ParameterDict(
+        self.module = nn.ParameterDict(
             {name: nn.Parameter(torch.zeros((), device="cpu")) for name in names}
         )
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The next-token terms, and the constraint's share of this microbatch."""
-        assert out.gates is not None, "a run with this objective has gates"
-        assert self.module is not None
-        plain = self.next_token.loss(out, batch, at, collectives)
-        lambdas = dict(self.module.named_parameters())
+        from headway.model.head_gates import expected_z
 
+        assert out.gates is not None, "a run with this objective has gates"
+        plain = self.next_token.loss(out, batch, at, collectives)
+        terms = dict(plain.terms)
         sparsity = self._measured(out.gates, training=at.training)
         target = self.config.target_at(at.step, at.total_steps)
-        gap = sparsity - target
-        constraint = lambdas["lambda_2"] * gap.square()
-        if self.config.linear_term:
-            constraint = constraint + lambdas["lambda_1"] * gap
+
+        lambdas: dict[str, nn.Parameter] = {}
+        if self.module is None:
+            # Where a draw has closed or opened every gate, the next-token loss has no gradient of
+            # them, and nothing else trains: an engine must find the gates used in every pass.
+            terms["sparsity"] = Term(0.0 * out.gates.z.sum(), per="microbatches")
+        else:
+            lambdas = dict(self.module.named_parameters())
+            gap = sparsity - target
+            constraint = lambdas["lambda_2"] * gap.square()
+            if self.config.linear_term:
+                constraint = constraint + lambdas["lambda_1"] * gap
+            terms["sparsity"] = Term(constraint, per="microbatches")
 
         # weight 1: a metric of the step is the mean over its microbatches
         weight = sparsity.new_ones(())
@@ -204,9 +261,12 @@ class HeadSparsity:
             # kinds.
             undecided = ((out.gates.z > 0) & (out.gates.z < 1)).float().mean()
             metrics["undecided_heads"] = (undecided, weight)
+            # A draw of few gates is noisy; what they expect is not.
+            expected = 1 - expected_z(out.gates.log_alpha.detach().float()).mean()
+            metrics["expected_sparsity"] = (expected, weight)
             for name, value in lambdas.items():
                 metrics[name] = (value, weight)
-        return Loss({**plain.terms, "sparsity": Term(constraint, per="microbatches")}, metrics)
+        return Loss(terms, metrics)
 
     def _measured(self, gates: GateDraw, *, training: bool) -> Tensor:
         """The sparsity that is compared with the target; a validation measures the gates it ran

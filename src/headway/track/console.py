@@ -1,6 +1,6 @@
 """Console output: one line of at most 100 columns per logged step.
 
-A run with rollouts gets a second line about them. With -v another line shows all other metrics.
+A run with rollouts gets two more lines about them. With -v another line shows all other metrics.
 Always on.
 
 On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone.
@@ -9,7 +9,7 @@ With log.style internlm the line is InternLM's (`internlm_line`), on a terminal 
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
@@ -105,9 +105,8 @@ class Console:
             else:
                 line = internlm_line(step, flat)
             log.info("%s", line, extra=destination)
-            rollout = rollout_line(flat)
-            if rollout is not None:
-                log.info("%s", rollout, extra=destination)
+            for line in rollout_lines(flat):
+                log.info("%s", line, extra=destination)
         if valid:
             log.info("%s", at_start + _pairs(valid), extra=destination)
             if self.bar is not None:
@@ -197,21 +196,24 @@ def step_line(
     return line
 
 
-def rollout_line(metrics: Mapping[str, Value]) -> str | None:
-    """What a step with rollouts says besides its reward, in a second line; None for other runs."""
+def rollout_lines(metrics: Mapping[str, Value]) -> Iterator[str]:
+    """What a step with rollouts says besides its reward: what was sampled and learned, and how
+    fast. Nothing for other runs."""
     if "rollout/prompts" not in metrics:
-        return None
-    parts: list[str] = []
-    for name, (label, write) in ROLLOUT.items():
-        value = metrics.get(name)
-        if isinstance(value, (int, float)):
-            parts.append(f"{label} {write(value)}")
-    line = "  " + "  ".join(parts)
-    # The last ones are the least important.
-    while len(line) > COLUMNS:
-        parts.pop()
+        return
+    for labels in (ROLLOUT, ROLLOUT_SPEED):
+        parts: list[str] = []
+        for name, (label, write) in labels.items():
+            value = metrics.get(name)
+            if isinstance(value, (int, float)):
+                parts.append(f"{label} {write(value)}")
         line = "  " + "  ".join(parts)
-    return line
+        # The last ones are the least important.
+        while len(line) > COLUMNS:
+            parts.pop()
+            line = "  " + "  ".join(parts)
+        if parts:
+            yield line
 
 
 def _share(value: float) -> str:
@@ -222,6 +224,10 @@ def _short_number(value: float) -> str:
     return f"{value:.2g}"
 
 
+def _token_rate(value: float) -> str:
+    return f"{quantity(value)} tok/s"
+
+
 ROLLOUT: dict[str, tuple[str, Callable[[float], str]]] = {
     "entropy": ("entropy", _short_number),
     "kl": ("kl", _short_number),
@@ -230,9 +236,15 @@ ROLLOUT: dict[str, tuple[str, Callable[[float], str]]] = {
     "answer/cut": ("cut", _share),
     "rollout/no_signal": ("no signal", _share),
     "clipped/high": ("clipped", _share),
-    "rollout_share": ("rollouts", _share),
 }
 """Metrics of the second line of a step with rollouts, with their labels, in order."""
+ROLLOUT_SPEED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "rollout_share": ("rollouts", _share),
+    "rollout/tokens_per_second": ("sampling", _token_rate),
+    "update_tokens_per_second": ("updates", _token_rate),
+    "rollout/staleness": ("staleness", quantity),
+}
+"""The same of the third line."""
 
 
 def _loss(value: Value) -> str:

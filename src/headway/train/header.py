@@ -144,6 +144,8 @@ def _rollout_size(run: Run) -> str:
     )
     if rollout.num_updates > 1:
         size += f" every {rollout.num_updates} steps"
+    if rollout.ahead:
+        size += ", one rollout ahead"
     return size
 
 

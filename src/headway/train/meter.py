@@ -226,6 +226,10 @@ class Meter:
         if not pending.fresh and self.previous_end is not None:
             begin = self.previous_end
         seconds = pending.end.since(begin)
+        if pending.fresh and pending.rollout_seconds is not None:
+            # Nothing before this step says where it began: at its rollout, which comes before the
+            # first mark.
+            seconds += pending.rollout_seconds
         self.previous_end = pending.end
 
         if self.smoothed_seconds is None:
@@ -289,6 +293,9 @@ class Meter:
         if pending.rollout_seconds is not None and self.smoothed_rollout is not None:
             share = self.smoothed_rollout / (self.smoothed_seconds or seconds)
             rollout = {"rollout_seconds": pending.rollout_seconds, "rollout_share": share}
+            update_seconds = seconds - pending.rollout_seconds
+            if update_seconds > 0:
+                rollout["update_tokens_per_second"] = pending.host["tokens"] / update_seconds
 
         utilisation = None
         power_watts = None

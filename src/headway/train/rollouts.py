@@ -8,6 +8,15 @@ moves on with the last update on their answers. What was sampled, and what it ea
 journal before any update uses it, so a run that was killed at any moment continues with the same
 answers.
 
+With `rollout.ahead` the next batch of prompts is answered and judged by a thread while updates are
+computed; it does no more than fill the journal, from which the batch is read when its turn comes:
+
+    main    weights -> copy | update on batch k                | batch k + 1 from the journal | ...
+    thread                  | batch k + 1 -> answers, rewards -> journal |
+
+Which weights draw an answer therefore does not depend on the speed of either side. A checkpoint is
+saved after the thread has ended, so a resumed run never needs weights that are gone.
+
 Invariants: all ranks draw the same prompts and see the same answers and rewards. Every rank samples
 the answers to its share of the prompts; which rank that is changes no token. Rewards and the
 journal belong to the first rank.
@@ -20,6 +29,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -83,7 +94,9 @@ TRAINING_SETTINGS = {
     "precision",
 }
 """Of a recipe: what decides how answers change the weights."""
-LATER_SETTINGS: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None}
+HEART_SECONDS = 1.0
+"""Between two looks at whether the sampling ahead makes progress."""
+LATER_SETTINGS: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None, "ahead": 0}
 """Of `rollout`, with their defaults: settings that the first journals did not know."""
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
 
@@ -169,10 +182,15 @@ class _Collected:
 
     groups: list[_Group]
     version: int
+    """Updates of the oldest weights that drew them."""
     facts: dict[str, float]
     before: LoaderState
     after: LoaderState
     epoch: int
+
+
+class _Abandoned(Exception):
+    """The run ends: nobody wants the answers that are being sampled."""
 
 
 @dataclass
@@ -201,8 +219,19 @@ class Rollouts:
     _journal: RolloutJournal | None = None
     _panel: RewardPanel | None = None
     _prompts: list[RolloutPrompt] = field(default_factory=list[RolloutPrompt])
+    _thread: ThreadPoolExecutor | None = None
+    _begun: Future[None] | None = None
+    """The batch that is answered and judged ahead."""
+    _rounds: int = 0
+    """Of the sampling in the thread so far."""
+    _is_abandoned: bool = False
 
     def __post_init__(self) -> None:
+        self._world = self.ranks.world
+        """All ranks. Nothing in this class exchanges over it while the thread works."""
+        if self.recipe.rollout.ahead:
+            # The thread's exchanges happen at any time, so they have connections of their own.
+            self._world = self.ranks.world.host_group(self.recipe.parallel.timeout_seconds)
         # By number, over all sources in the order in which they were opened. Both sides of a split
         # share their source.
         sources: dict[int, PromptSource] = {}
@@ -278,37 +307,131 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes of rewards. After a rollback the next loader starts them again."""
+        self._is_abandoned = self._begun is not None and not self._begun.done()
         if self._panel is not None:
             self._panel.close()
             self._panel = None
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+        if self._is_abandoned:
+            # The sampling ended between two rounds, with requests that nobody reads.
+            self._sampler = None
+        self._begun = None
+        self._is_abandoned = False
 
     # ---- answers and rewards of a batch of prompts
 
-    def answers(self, batch: int, numbers: Sequence[int], version: int) -> SampledBatch:
-        """The answers to a batch of prompts, from the journal or sampled now; all ranks
-        together."""
+    def answers(self, batch: int, numbers: Sequence[int], start: int) -> SampledBatch:
+        """The answers to a batch of prompts whose first update follows `start` others, from the
+        journal or sampled now; all ranks together."""
+        oldest = start
+        if self.recipe.rollout.ahead or self.state.step > start:
+            # They may have been begun ahead, before the setting was changed.
+            oldest = start - self.recipe.rollout.num_updates
+        sampled = self._known(batch, numbers, range(oldest, start + 1), start)
+        if sampled is None:
+            sampled = self._drawn(batch, numbers, start, start)
+        return sampled
+
+    def begin(self, batch: int, numbers: Sequence[int], start: int) -> None:
+        """Have a batch of prompts answered by the weights of now, and judged, while the run
+        continues; all ranks together. Its first update follows `start` others."""
+        version = self.state.step
+        sampled = self._known(batch, numbers, range(version, version + 1), start)
+        if sampled is None:
+            # Weights are gathered over the ranks, so this is not for the thread.
+            self.sampler(version)
+        if self.recipe.reward and self.is_first:
+            # Processes of rewards end with the thread that has started them.
+            _ = self.panel
+        if sampled is None and not self._samples_beside:
+            sampled = self._drawn(batch, numbers, version, start)
+
+        def work() -> None:
+            answers = sampled
+            if answers is None:
+                answers = self._drawn(batch, numbers, version, start, in_thread=True)
+            if self.recipe.reward:
+                self.rewards(answers, in_thread=True)
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="headway-rollouts")
+        self._begun = self._thread.submit(work)
+
+    @property
+    def _samples_beside(self) -> bool:
+        """Whether the thread samples, too, while updates are computed.
+
+        On a GPU both would take turns on the device, and recorded decoding must not be recorded
+        while another thread allocates. Ranks that share layers exchange in every layer, in one
+        order. There the thread only waits for rewards.
+        """
+        shares_layers = self.ranks.tensor.size > 1 or self.ranks.pipeline.size > 1
+        return self.compute.device.type == "cpu" and not shares_layers
+
+    def settle(self) -> None:
+        """Wait until what was begun ahead is in the journal; all ranks together. An error of it
+        waits for `take_begun`."""
+        rounds = self._rounds
+        while self._begun is not None and not wait_for([self._begun], HEART_SECONDS).done:
+            # Sampling that makes progress is no hang.
+            if self._rounds != rounds:
+                rounds = self._rounds
+                self.ranks.world.heart.beat("rollout", self.state.step)
+
+    def take_begun(self) -> None:
+        """Wait for what was begun ahead, and raise what went wrong there."""
+        self.settle()
+        begun = self._begun
+        self._begun = None
+        if begun is not None:
+            begun.result()
+
+    def _known(
+        self, batch: int, numbers: Sequence[int], versions: range, start: int
+    ) -> SampledBatch | None:
+        """The answers to a batch of prompts in the journal, where they were drawn with these
+        settings by weights of one of these versions; all ranks together."""
         digest = self._answers_digest(numbers)
         training = self._training_digest()
 
         def known() -> SampledBatch | None:
             sampled = self.journal.answers(batch)
+            if sampled is not None:
+                # Answers of weights that are gone stay, whatever trains on them from now on.
+                are_gone = sampled.version < self.state.step
+                has_same_weights = are_gone or sampled.training == training
+                if sampled.version in versions and sampled.digest == digest and has_same_weights:
+                    return sampled
+            if self.state.step > start:
+                raise TrainingError(
+                    f"rollout {batch}: its first update was done, and the journal has no answers "
+                    "of these settings that it was done with. Restore the journal and the "
+                    f"settings, or remove the checkpoints after step {start} and resume."
+                )
             if sampled is None:
                 return None
-            # Between the updates on a batch its answers stay, whatever trains on them.
-            is_begun = version < self.state.step
-            has_same_weights = is_begun or sampled.training == training
-            if sampled.version == version and sampled.digest == digest and has_same_weights:
-                return sampled
             log.info(
                 "rollout %d was sampled by other weights or settings; it is sampled anew", batch
             )
             self.journal.forget_from(batch)
             return None
 
-        sampled = self._on_first_rank(known)
-        if sampled is not None:
-            return sampled
+        return self._on_first_rank(known)
 
+    def _drawn(
+        self,
+        batch: int,
+        numbers: Sequence[int],
+        version: int,
+        start: int,
+        *,
+        in_thread: bool = False,
+    ) -> SampledBatch:
+        """Answers to a batch of prompts, sampled now and written to the journal."""
+        digest = self._answers_digest(numbers)
+        training = self._training_digest()
         began = time.perf_counter()
         samples = self.recipe.rollout.samples
         drawn = self._sample(
@@ -321,6 +444,7 @@ class Rollouts:
             self.recipe.rollout.temperature,
             f"rollout {batch}",
             self.recipe.rollout.cuts,
+            in_thread=in_thread,
         )
         sampled = SampledBatch(
             batch,
@@ -331,7 +455,7 @@ class Rollouts:
             time.perf_counter() - began,
             tuple(self._prompts[number].question for number in numbers),
             training,
-            start=version,
+            start=start,
             tokenizer=self.tokenizer.fingerprint,
             templates=tuple(self._prompts[number].template for number in numbers),
             seed=self.recipe.seed,
@@ -347,10 +471,12 @@ class Rollouts:
         temperature: float,
         title: str,
         cuts: Cuts = Cuts(),
+        *,
+        in_thread: bool = False,
     ) -> list[SampledAnswer]:
         """An answer for each (prompt, sample, key), in order; every rank samples its share."""
         sampler = self.sampler(version)
-        world = self.ranks.world
+        world = self._world
         # All answers to a prompt on one rank: they share what the prompt has in the cache.
         prompts = sorted({number for number, _, _ in wanted})
         rank_of = {number: index % world.size for index, number in enumerate(prompts)}
@@ -358,13 +484,17 @@ class Rollouts:
         requests = [
             AnswerRequest(self._prompts[wanted[index][0]].ids, wanted[index][2]) for index in mine
         ]
-        with progress(title, unit="rounds") as advance:
+        if in_thread:
+            # The main thread has the heartbeat and the console.
+            here = sampler.sample(requests, temperature, self._count_round, cuts)
+        else:
+            with progress(title, unit="rounds") as advance:
 
-            def on_round() -> None:
-                world.heart.beat("rollout", self.state.step)
-                advance(1)
+                def on_round() -> None:
+                    self.ranks.world.heart.beat("rollout", self.state.step)
+                    advance(1)
 
-            here = sampler.sample(requests, temperature, on_round, cuts)
+                here = sampler.sample(requests, temperature, on_round, cuts)
         drawn: dict[int, DrawnAnswer] = {}
         for part in world.gather(dict(zip(mine, here, strict=True))):
             drawn |= part
@@ -381,7 +511,13 @@ class Rollouts:
             for index, (number, sample, _) in enumerate(wanted)
         ]
 
-    def rewards(self, sampled: SampledBatch) -> RewardedBatch:
+    def _count_round(self) -> None:
+        """Called between the rounds of the sampling in the thread."""
+        if self._is_abandoned:
+            raise _Abandoned
+        self._rounds += 1
+
+    def rewards(self, sampled: SampledBatch, *, in_thread: bool = False) -> RewardedBatch:
         """What the answers of a batch earned; all ranks together."""
 
         def earned() -> RewardedBatch:
@@ -389,6 +525,8 @@ class Rollouts:
             known = self.journal.rewards(sampled.batch)
             if known is not None and known.digest == digest:
                 return known
+            if not in_thread:
+                self.ranks.world.heart.beat("rewards", self.state.step)
             rewarded = self._score(sampled.batch, sampled.answers)
             self.journal.add(rewarded)
             return rewarded
@@ -398,7 +536,6 @@ class Rollouts:
     def _score(self, batch: int, answers: Sequence[SampledAnswer]) -> RewardedBatch:
         """On the first rank: ask the rewards."""
         began = time.perf_counter()
-        self.ranks.world.heart.beat("rewards", self.state.step)
         scores = self.panel.score(
             [
                 RewardAnswer(
@@ -435,24 +572,24 @@ class Rollouts:
         """Answers that a teacher judges token by token."""
         return _unrewarded(sampled.batch, sampled.answers)
 
-    def scores(self, sampled: SampledBatch) -> ScoredBatch:
-        """The trainer's log-probabilities of the answers, and their divergence from the
-        reference; all ranks together."""
+    def scores(self, sampled: SampledBatch, start: int) -> ScoredBatch:
+        """The trainer's log-probabilities of the answers after `start` updates, before the first
+        one on them, and their divergence from the reference; all ranks together."""
 
         def known() -> ScoredBatch | None:
             scored = self.journal.scores(sampled.batch)
-            if scored is not None and scored.version == sampled.version:
+            if scored is not None and scored.version == start:
                 return scored
             return None
 
         scored = self._on_first_rank(known)
         if scored is not None:
             return scored
-        if self.state.step != sampled.version:
+        if self.state.step != start:
             raise TrainingError(
                 f"rollout {sampled.batch}: its first update was done, and the journal has no "
                 f"log-probabilities from before it. Remove the checkpoints after step "
-                f"{sampled.version} and resume."
+                f"{start} and resume."
             )
 
         answers = [
@@ -486,13 +623,13 @@ class Rollouts:
                 if reference is not None:
                     difference = here[row, part].astype(np.float64) - reference[row, part]
                     divergence[answer] = float(difference.sum())
-        for others_old, others_divergence in self.ranks.world.gather((old, divergence)):
+        for others_old, others_divergence in self._world.gather((old, divergence)):
             old |= others_old
             divergence |= others_divergence
         indices = range(len(answers))
         scored = ScoredBatch(
             sampled.batch,
-            sampled.version,
+            start,
             tuple(old[index] for index in indices),
             tuple(divergence[index] for index in indices) if divergence else (),
         )
@@ -515,6 +652,8 @@ class Rollouts:
 
     def evaluate(self, name: str) -> dict[str, float]:
         """The rewards of the held-out prompts of a set; all ranks together."""
+        # The sampler gets other weights now.
+        self.settle()
         rollout = self.recipe.rollout
         with Loader(
             prompt_config(self.recipe.data).model_copy(update={"skip_batches": ""}),
@@ -553,6 +692,7 @@ class Rollouts:
     def _judged(self, answers: Sequence[SampledAnswer]) -> RewardedBatch:
         """On the first rank: what answers to held-out prompts earn."""
         if self.recipe.reward:
+            self.ranks.world.heart.beat("rewards", self.state.step)
             return self._score(-1, answers)
         return _unrewarded(-1, answers)
 
@@ -580,7 +720,7 @@ class Rollouts:
                 outcome = work()
             except HeadwayError as problem:
                 error = problem
-        outcome, text = self.ranks.world.gather((outcome, None if error is None else str(error)))[0]
+        outcome, text = self._world.gather((outcome, None if error is None else str(error)))[0]
         if error is not None:
             raise error
         if text is not None:
@@ -643,6 +783,8 @@ class RolloutLoader:
         self.rollout_seconds: float | None = 0.0
         """How much of that was sampling and rewards, not reading prompts."""
         self._prompt_seconds = 0.0
+        self._next: tuple[StepBatch, LoaderState] | None = None
+        """The batch of prompts that was begun ahead, and the cursor after it."""
         self._state = prompts.state
 
     @property
@@ -660,7 +802,12 @@ class RolloutLoader:
         self._prompt_seconds = 0.0
         update = rollouts.state.step % rollout.num_updates
         if update == 0 or self._collected is None:
+            rollouts.take_begun()
             self._collected = self._collect(rollouts.state.step - update)
+            # Later in a rollout the weights that should draw the next answers are gone; a run that
+            # resumes there has them in its journal.
+            if update == 0 and rollout.ahead:
+                self._begin_next()
         collected = self._collected
 
         # Each pass goes over all groups, each update of a pass over its part of them.
@@ -702,12 +849,38 @@ class RolloutLoader:
                         mask=answer.mask,
                     )
                 )
-        facts = {**collected.facts, "rollout/staleness": float(update)}
+        staleness = rollouts.state.step - collected.version
+        facts = {**collected.facts, "rollout/staleness": float(staleness)}
         return answer_step(answers, rollouts.step_rows(), collected.epoch, facts).batch
 
-    def _collect(self, version: int) -> _Collected:
+    def _begin_next(self) -> None:
+        """Have the first batch of the next rollout answered and judged while this one trains."""
+        rollouts = self._rollouts
+        steps = rollouts.recipe.steps
+        start = rollouts.state.step + rollouts.recipe.rollout.num_updates
+        if steps is not None and start >= steps:
+            return
+        try:
+            self._next = next(self._prompts)
+        except StopIteration:
+            return
+        step, after = self._next
+        rollouts.begin(after.batch - 1, prompt_numbers(step), start)
+
+    def _next_prompts(self) -> tuple[StepBatch, LoaderState]:
+        """The next batch of prompts, and the cursor after it."""
+        if self._next is not None:
+            batch_and_cursor = self._next
+            self._next = None
+            return batch_and_cursor
+        began = time.perf_counter()
+        batch_and_cursor = next(self._prompts)
+        self._prompt_seconds += time.perf_counter() - began
+        return batch_and_cursor
+
+    def _collect(self, start: int) -> _Collected:
         """Read batches of prompts until there are enough groups, and sample or read their
-        answers."""
+        answers. `start`: updates before the first one on them."""
         rollouts = self._rollouts
         rollout = rollouts.recipe.rollout
         before = self._state
@@ -717,17 +890,15 @@ class RolloutLoader:
         after = before
         epoch = 0
         for _ in range(1 + rollout.refill):
-            began = time.perf_counter()
-            step, after = next(self._prompts)
-            self._prompt_seconds += time.perf_counter() - began
+            step, after = self._next_prompts()
             epoch = step.stats.epoch
-            sampled = rollouts.answers(after.batch - 1, prompt_numbers(step), version)
+            sampled = rollouts.answers(after.batch - 1, prompt_numbers(step), start)
             if rollouts.recipe.reward:
                 rewarded = rollouts.rewards(sampled)
             else:
                 rewarded = rollouts.without_rewards(sampled)
             sampled_batches.append((sampled, rewarded))
-            for group in self._groups(sampled, rewarded):
+            for group in self._groups(sampled, rewarded, start):
                 if rollout.refill and not group.has_signal:
                     without_signal.append(group)
                 else:
@@ -739,9 +910,12 @@ class RolloutLoader:
         # may have fewer prompts than a rollout has updates: some then train on the same answers.
         groups += without_signal[: max(0, rollout.updates - len(groups))]
         groups = [groups[index % len(groups)] for index in range(max(len(groups), rollout.updates))]
+        version = min(sampled.version for sampled, _ in sampled_batches)
         return _Collected(groups, version, self._facts(sampled_batches), before, after, epoch)
 
-    def _groups(self, sampled: SampledBatch, rewarded: RewardedBatch) -> Iterator[_Group]:
+    def _groups(
+        self, sampled: SampledBatch, rewarded: RewardedBatch, start: int
+    ) -> Iterator[_Group]:
         """The answers of a batch by their prompts, with the rewards that count."""
         rollouts = self._rollouts
         policy = rollouts.recipe.objective
@@ -749,7 +923,7 @@ class RolloutLoader:
         totals = list(rewarded.totals)
         old: tuple[Floats, ...] = ()
         if rollouts.needs_scores:
-            scored = rollouts.scores(sampled)
+            scored = rollouts.scores(sampled, start)
             old = scored.old
             if scored.divergence:
                 totals = [

@@ -517,8 +517,11 @@ class Run:
     def save(self, *, snapshot: bool = False) -> None:
         """Save a checkpoint.
 
-        The metrics up to its step are on disk first, so that a resumed run finds them.
+        The metrics up to its step are on disk first, so that a resumed run finds them. So are
+        answers that are sampled ahead: a resumed run does not have the weights that draw them.
         """
+        if self.rollouts is not None:
+            self.rollouts.settle()
         self.heart.beat("save", self.state.step)
         self.report(everything=True)
         if self.healer.bad is not None:
@@ -588,6 +591,8 @@ class Run:
     def roll_back(self, bad_step: int) -> None:
         """Return to a checkpoint before a bad step and skip its batch; all ranks together."""
         self.report(everything=True)
+        if self.rollouts is not None:
+            self.rollouts.settle()
         # A save or an upload in progress would write checkpoints that the plan sets aside.
         self.saver.wait()
 

@@ -34,6 +34,7 @@ ROWS: dict[str, Row] = {
     "init.masks": (TRAINED, None, "$/soft.tsv", masked),
     "init.masks_sparsity": ((*TRAINED, "init.masks=$/soft.tsv"), None, 0.5, masked),
     "objective[head_sparsity].kind": ((), "head_sparsity", "nothing", numbers_or_refusal),
+    "objective[head_sparsity].control": (OPEN, "lagrangian", "hold", loss_numbers),
     "objective[head_sparsity].start": (TRAINED, 0.0, 0.5, loss_numbers),
     "objective[head_sparsity].target": (TRAINED, 0.7, 0.3, loss_numbers),
     "objective[head_sparsity].warmup": (TRAINED, 0.8, 1, loss_numbers),

@@ -82,6 +82,7 @@ ROWS: dict[str, Row] = {
     "rollout.min_p": ((), None, 0.5, policy_run),
     "rollout.updates": ((), 1, 2, policy_run),
     "rollout.passes": ((), 1, 2, policy_run),
+    "rollout.ahead": ((), 0, 1, policy_run),
     "rollout.refill": (("reward=$/same.py",), 0, 1, policy_run),
     "rollout.mask_cut": ((), False, True, policy_run),
     "rollout.at_once": ((), 8, 3, rollouts(lambda r: r.sampler(0)._engine.options.max_running)),

@@ -11,11 +11,14 @@ from headway.model.head_gates import (
     LOW,
     TEMPERATURE,
     HeadGates,
+    along_sparsity,
     expected_z,
+    hold,
     probability_one,
     probability_zero,
     sample,
     settle,
+    slope_of_expected_z,
 )
 from headway.model.init import initial_value
 from headway.model.layout import DECIDED, GATES, ParamSpec, param_specs
@@ -146,3 +149,63 @@ def test_every_attention_kernel_has_one_of_streaming_to_go_with_it() -> None:
 def test_gates_and_sliding_windows_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="head_gates is given with sliding_window=4"):
         CONFIG.with_(sliding_window=4)
+
+
+@pytest.mark.parametrize("target", [0.0, 0.1, 0.5, 0.7, 1.0])
+def test_held_gates_expect_their_target_and_keep_their_order(target: float) -> None:
+    log_alpha = torch.randn(3, 30, generator=torch.Generator().manual_seed(1)) * 5
+    held = hold(log_alpha, target)
+    # no finite shift makes all gates certain; what they settle to is exact
+    assert float(1 - expected_z(held.double()).mean()) == pytest.approx(target, abs=0.4 / 90 + 1e-6)
+    assert int((~settle(held)).sum()) == round(90 * target)
+    shift = held - log_alpha
+    torch.testing.assert_close(shift, shift.mean().expand_as(shift), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hold(held, target), held, rtol=1e-5, atol=1e-5)
+
+
+def test_gates_that_are_not_finite_are_left_alone() -> None:
+    broken = torch.tensor([[0.0, float("nan")]])
+    assert hold(broken, 0.5) is broken
+
+
+def test_the_slope_of_the_mean_is_its_derivative() -> None:
+    alpha = torch.linspace(-6, 6, 50, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(expected_z(alpha).sum(), alpha)
+    torch.testing.assert_close(slope_of_expected_z(alpha.detach()), slope)
+
+
+def test_the_gradient_of_held_gates_is_that_of_the_loss_after_the_shift() -> None:
+    """Central differences of a loss of held gates, whose shift depends on every gate."""
+    alpha = torch.tensor([-2.0, -0.5, 0.3, 1.5, 6.0], dtype=torch.float64)
+    gains = torch.tensor([0.3, -1.0, 2.0, 0.1, 0.7], dtype=torch.float64)
+    target = float(1 - expected_z(alpha).mean())
+
+    def loss(gates: torch.Tensor) -> float:
+        return float((gains * expected_z(hold(gates.float(), target).double())).sum())
+
+    moved = alpha.clone().requires_grad_()
+    slopes = slope_of_expected_z(alpha)
+    zero = along_sparsity(moved - alpha, slopes)
+    (got,) = torch.autograd.grad((gains * slopes * zero).sum(), moved)
+    step = 1e-2
+    for index in range(len(alpha)):
+        change = torch.zeros_like(alpha)
+        change[index] = step
+        difference = (loss(alpha + change) - loss(alpha - change)) / (2 * step)
+        assert float(got[index]) == pytest.approx(difference, abs=2e-4)
+
+
+def test_a_draw_of_held_gates_has_that_gradient() -> None:
+    gates = HeadGates(CONFIG)
+    with torch.no_grad():
+        gates.log_alpha.copy_(torch.linspace(-2, 2, 12).view(3, 4))
+    on_host = gates()
+    draw = gates.draw(on_host, 3, is_held=True)
+    plain = gates.draw(on_host, 3)
+    assert torch.equal(draw.z, plain.z)
+    weights = torch.arange(12.0).view(3, 4)
+    (got,) = torch.autograd.grad((weights * draw.z).sum(), gates.log_alpha)
+    (unheld,) = torch.autograd.grad((weights * plain.z).sum(), gates.log_alpha)
+    slopes = slope_of_expected_z(on_host)
+    torch.testing.assert_close(got, unheld - slopes * unheld.sum() / slopes.sum())
+    assert float(got.sum()) == pytest.approx(0.0, abs=1e-4)

@@ -60,6 +60,8 @@ def test_the_aim_moves_linearly_or_in_the_logarithm_and_then_stays() -> None:
 
 
 def test_contradictory_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="control is hold, which has no multipliers, and reg_lr"):
+        Config(control="hold", reg_lr=0.5)
     with pytest.raises(ValueError, match="log\\(1 - 1\\) is undefined"):
         Config(target=1.0, warmup_shape="logarithmic")
     with pytest.raises(ValueError, match="a fraction is at most 1"):
@@ -165,6 +167,47 @@ def test_the_sparsity_comes_to_its_target_within_two_hundredths(measure: str) ->
     # a draw of 16 gates is noisy; their mean is not
     assert abs(sum(gaps[-30:]) / 30) < 0.02
     assert 0 <= gaps[0] < 0.1
+
+
+@pytest.mark.parametrize("steps", [10, 40, 200])
+def test_held_gates_expect_their_target_in_every_step_of_a_run_of_any_length(steps: int) -> None:
+    config = Config(control="hold", target=0.7)
+    engine = engine_of(config)
+    assert not any(name.startswith("objective") for name in engine.shapes)
+    gaps = list[float]()
+    for index in range(steps):
+        result = engine.forward_backward(
+            make_step(make_batch([[20]] * 2, seq_len=20, vocab=32, seed=index), 2),
+            StepInfo(index, steps),
+        )
+        engine.update(hypers(OPTIM, engine.groups, index, steps))
+        (seen, weight) = result.metrics["expected_sparsity"]
+        (aim, _) = result.metrics["sparsity_target"]
+        gaps.append(float((seen - aim) / weight))
+    # of 16 gates, at least 0.4 of one is expected to stream: none is certain
+    assert max(map(abs, gaps)) < 0.026
+    assert max(map(abs, gaps[steps // 10 :])) < 1e-5
+    log_alpha = engine.masters[GATES]
+    assert float(1 - expected_z(log_alpha).mean()) == pytest.approx(0.7, abs=1e-5)
+    assert float(log_alpha.std()) > 0.1, "the loss tells heads apart"
+
+
+def test_the_rate_of_held_gates_falls_with_the_steps_of_a_run() -> None:
+    engine = engine_of(Config(control="hold", mask_lr=0.5))
+    (group,) = [group for group in engine.groups if GATES in group.names]
+    constant = OPTIM.model_copy(update={"schedule": Schedule(kind="constant", warmup=0)})
+    rates = [hypers(constant, [group], 0, steps)[group.name].lr for steps in (10, 40, 100, 1000)]
+    assert rates == pytest.approx([0.5, 0.5, 0.2, 0.02])
+
+
+def test_averaging_optimizers_and_held_gates_are_refused_together() -> None:
+    from headway.optim.schedule_free import Config as ScheduleFree
+
+    spec = EngineSpec(SHAPE, Config(control="hold"), ScheduleFree(), freeze=("weights",))
+    with pytest.raises(
+        ConfigError, match=r"which averages weights, and objective\.control is hold"
+    ):
+        assemble(spec)
 
 
 def test_gates_without_an_aim_and_an_aim_without_gates_are_refused() -> None:

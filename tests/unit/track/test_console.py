@@ -7,7 +7,7 @@ import pytest
 from support.step_records import STEP_RECORD
 
 from headway.track.base import Event, flatten
-from headway.track.console import Console, rollout_line, step_line
+from headway.track.console import Console, rollout_lines, step_line
 
 
 def test_a_step_line_says_when_training_waits_for_data() -> None:
@@ -15,7 +15,7 @@ def test_a_step_line_says_when_training_waits_for_data() -> None:
     assert "DATA" not in step_line(3, 10, {"loss": 1.0, "data_wait_share": 0.04})
 
 
-def test_a_step_with_rollouts_begins_with_its_reward_and_has_a_second_line() -> None:
+def test_a_step_with_rollouts_begins_with_its_reward_and_has_two_more_lines() -> None:
     metrics = {
         "reward": 0.4125,
         "loss": 1e-8,
@@ -28,13 +28,17 @@ def test_a_step_with_rollouts_begins_with_its_reward_and_has_a_second_line() -> 
         "rollout/no_signal": 0.25,
         "clipped/high": 0.0,
         "rollout_share": 0.61,
+        "rollout/tokens_per_second": 12_340.0,
+        "update_tokens_per_second": 45_600.0,
+        "rollout/staleness": 1.0,
     }
     assert step_line(3, 10, metrics) == "3/10  reward 0.4125  loss 1e-08"
-    assert rollout_line(metrics) == (
-        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%  clipped 0%"
-    )
-    assert len(rollout_line(metrics) or "") <= 100
-    assert rollout_line({"loss": 1.0}) is None
+    assert list(rollout_lines(metrics)) == [
+        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%  clipped 0%",
+        "  rollouts 61%  sampling 12.3k tok/s  updates 45.6k tok/s  staleness 1",
+    ]
+    assert max(len(line) for line in rollout_lines(metrics)) <= 100
+    assert list(rollout_lines({"loss": 1.0})) == []
 
 
 def test_a_step_line_shows_sparsity_and_its_target() -> None:

@@ -120,6 +120,20 @@ def test_every_number_of_a_record_is_what_a_hand_count_gives(
     assert last["time"]["eta_seconds"] == 0.0
 
 
+def test_a_rollout_belongs_to_the_time_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing before the step says when it began: shares are of the whole step."""
+    meter = Meter(SETUP)
+    monkeypatch.setattr(meter, "mark", lambda: DeviceTimestamp(None, 11.0))
+    result, update = result_of(2.5)
+    marks = (DeviceTimestamp(None, 10.0), DeviceTimestamp(None, 10.5), 0.0)
+    pending = meter.add(1, step_of(300), {}, result, update, marks)
+    pending.rollout_seconds = 3.0
+    (record,) = meter.collect()
+    times = record["time"]
+    assert (times["step_seconds"], times["rollout_share"]) == (4.0, 0.75)
+    assert (times["tokens_per_second"], times["update_tokens_per_second"]) == (75.0, 300.0)
+
+
 def test_a_stall_is_in_the_record_of_the_next_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter(SETUP)
     meter.stalled(1.5)

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const FIRST = ["loss", "reward", "valid/loss", "valid/reward", "lr", "grad_norm", "tokens_per_second", "mfu_full", "memory_bytes"];
-  const SPEED = /^(tokens_per_second|tgs|mfu_|tflops|step_seconds|fwd_bwd_time|data_wait|save_stall|memory|gpu_|eta_|rollout_|rollout\/(seconds|reward_seconds|tokens_per_second))/;
+  const SPEED = /^(tokens_per_second|tgs|mfu_|tflops|step_seconds|fwd_bwd_time|data_wait|save_stall|memory|gpu_|eta_|rollout_|update_tokens|rollout\/(seconds|reward_seconds|tokens_per_second))/;
   const COUNTS = /^(micro_num|num_|largest_|smallest_|epoch$|tokens$|inf_nan|adam_beta2|loss_scale|stage_step|skipped|targets\/)/;
   const SECTIONS = ["Main", "Training", "Validation", "Sources", "Speed and memory", "Counts"];
   const BUDGET = 24000;

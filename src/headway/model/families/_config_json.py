@@ -328,6 +328,12 @@ def require(config: ModelConfig, family: str, keys: Keys = NO_KEYS, **needed: An
                 f"{family} model cannot express; "
                 f"it is always {_as_json(expected)!r} there."
             )
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.query_growth and family != "ministral3":
+        raise ConfigError(
+            f"model.rope_scaling.query_growth is {scaling.query_growth}, which the config.json of a "
+            f"Hugging Face {family} model cannot express; family ministral3 can."
+        )
     # One key of config.json that stands for two settings cannot say two different values.
     for ours in keys.values():
         if isinstance(ours, str):

@@ -117,8 +117,10 @@ WHOLE += ("sliding_window_pattern", "_sliding_window_pattern", "original_max_pos
 WHOLE += ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
           "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers")  # fmt: skip
 SWITCHES += ("rope_interleave",)
+WHOLE += ("rotary_dim", "moe_num_shared_experts", "moe_layer_start_index")
+SWITCHES += ("attention_out_bias", "use_qk_norm", "use_bias")
 NUMBERS += (
-    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier",
+    "moe_norm_min", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "logit_scale", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor",
     "rope_local_base_freq", "routed_scaling_factor",
 )  # fmt: skip

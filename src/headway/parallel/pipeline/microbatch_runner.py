@@ -79,6 +79,7 @@ class PipelineRunner(MicrobatchRunner):
         """
         self.model.train()
         self.model.begin_step()
+        self.last_step = step_info
         first = batch.first_microbatch
         totals = self._totals(batch)
         moved, step_info = self._run_first_passes(batch.microbatches, step_info, first)

@@ -74,7 +74,7 @@ SPARSE = """\
 run: {{name: sparse, dir: {out}/runs}}
 init: {{from: {model}}}
 data: {{train: [{store}], valid: {{fraction: {fraction}}}, seq_len: 256, cache_dir: {out}/cache}}
-objective: {{kind: head_sparsity, target: {sparsity}, window: {window}, sinks: {sinks}, mask_lr: 1.0, reg_lr: 1.0}}
+objective: {{kind: head_sparsity, control: hold, target: {sparsity}, window: {window}, sinks: {sinks}}}
 freeze: [weights]
 batch: {{tokens: 2048, micro_rows: 8}}
 optim: {{schedule: {{kind: cosine, warmup: 0.1, floor: 0.05}}}}

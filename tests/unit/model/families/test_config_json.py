@@ -253,6 +253,11 @@ def test_a_family_alone_has_the_form_that_its_config_json_expresses(name: str) -
             "latent_attention": {"q_rank": 8},
             "experts": {"ffn_size": 16, "shared_ffn_size": 32, "aux_loss": 0.0, **kind},
         }
+    # A rate of the balancing bias is the recipe's, not the file's.
+    if name in ("glm4_moe", "ernie4_5_moe"):
+        more = {"experts": {"ffn_size": 16, "shared_ffn_size": 32, "bias_rate": 0.0}}
+    if name == "minimax_m2":
+        more = {"experts": {"bias_rate": 0.0}}
     config = ModelConfig(family=name, vocab_size=96, **more)
     written = family_of(name).write(config)
     again = family_of(name).read(written)

@@ -103,12 +103,18 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "family"),
+    [("mistral3", OTHER_TEXT, "ministral3"), ("exaone4_5", CASES["exaone4_5"], "transformers")],
+)
 @torch.no_grad()
-def test_a_text_part_without_a_family_is_computed_by_its_class(tmp_path: Path) -> None:
-    model = build_whole("mistral3", OTHER_TEXT)
+def test_a_text_part_is_of_its_own_family_or_computed_by_its_class(
+    kind: str, settings: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    model = build_whole(kind, settings)
     model.save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
-    assert loaded.config.family == "transformers"
+    assert loaded.config.family == family
     tokens = torch.randint(3, 50, (2, 40), generator=torch.Generator().manual_seed(1))
     position = torch.arange(40).expand(2, -1)
     ours = loaded.model.logits(loaded.model.hidden_states(tokens, position))

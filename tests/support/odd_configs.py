@@ -1,0 +1,64 @@
+"""Unusual configurations of each family, as keys of config.json over one small shape: what code that guesses gets wrong.
+
+A family's parity test is its list here; tests/unit/model/families/test_odd_configs.py runs them all by one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 8.0, "beta_slow": 1.0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+}
+ODD: dict[str, list[dict[str, Any]]] = {
+    "seed_oss": [
+        {"head_dim": 20},
+        {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ],
+    "ministral3": [
+        {"head_dim": 20, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
+        {
+            "head_dim": 8, "sliding_window": 5, "tie_word_embeddings": True,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ],
+    "glm4_moe": [
+        {**ROUTED, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.7, "n_shared_experts": 2},
+        {
+            **ROUTED, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "num_key_value_heads": 1, "first_k_dense_replace": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        {**ROUTED, "head_dim": 20, "partial_rotary_factor": 0.8, "tie_word_embeddings": True},
+    ],
+    "ernie4_5": [
+        {"head_dim": 20, "use_bias": True},
+        {"head_dim": 12, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    ],
+    "ernie4_5_moe": [
+        {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 20},
+        {
+            "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20, "moe_num_shared_experts": 0, "moe_layer_start_index": 2,
+            "tie_word_embeddings": False, "num_key_value_heads": 1,
+        },
+    ],
+    "minimax_m2": [
+        {"head_dim": 20, "rotary_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ],
+}  # fmt: skip
+"""model_type -> settings over SHAPE."""
+
+
+def odd_config(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A whole config.json."""
+    return {"model_type": kind, **SHAPE, **settings}
