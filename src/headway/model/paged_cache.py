@@ -46,6 +46,8 @@ class CacheShape:
     dtype: torch.dtype
     spare: int = 0
     """Positions that can be taken back from rings; at least one page's."""
+    is_exact: bool = False
+    """Attention in bits that depend on a token and those before it alone (model/exact.py)."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
         """The full heads of a layer, and its rings; every KV head is in one of them."""
@@ -147,7 +149,16 @@ class PagedCache:
         blocks = slots + snapshots if needs_state else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
         self.layers = [
-            LayerPages(shape.config, full, rings, self.table, (pages, blocks), device, shape.dtype)
+            LayerPages(
+                shape.config,
+                full,
+                rings,
+                self.table,
+                (pages, blocks),
+                device,
+                shape.dtype,
+                is_exact=shape.is_exact,
+            )
             for full, rings in groups
         ]
         self.states = StateBlocks(slots, snapshots, self.layers)

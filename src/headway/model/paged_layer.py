@@ -31,6 +31,7 @@ from headway.kernels.cached_chunk import (
     region_table,
     store,
 )
+from headway.kernels.exact_attention import attend_one, attend_piece
 from headway.kernels.paged_attention import (
     NO_LIMIT,
     PagedPlan,
@@ -181,8 +182,12 @@ class LayerPages:
         sizes: tuple[int, int],
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        is_exact: bool = False,
     ) -> None:
-        """`table`: of the full heads; `sizes`: (number of pages, number of state blocks)."""
+        """`table`: of the full heads; `sizes`: (number of pages, number of state blocks);
+        `is_exact`: attention in bits that depend on a token and those before it alone."""
+        self.is_exact = is_exact
         self.full = full
         self.rings = rings
         self.table = table
@@ -293,6 +298,8 @@ class LayerPages:
             # [B, pages, F, P, hd] -> [B, pages * P, F, hd], in the order of positions.
             pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
             keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
+            if self.is_exact:
+                return attend_one(q[:, 0], keys, values, position)[:, None]
             visible = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
             queries = self._heads(q, self.full)
             rule = self._rule(sinks, self.full)
@@ -460,6 +467,9 @@ class LayerPages:
             keys = k[None, begin : begin + piece.end]
             values = v[None, begin : begin + piece.end]
             begin += piece.end
+            if self.is_exact:
+                o[span] = attend_piece(q[span], keys[0], values[0], piece.start)
+                continue
             if has_flash and piece.start == 0 and has_cudnn(q.dtype, q.shape[-1]):
                 attended = cudnn_part(q[None, span], keys, values, causal=True)
                 if rule.sinks is not None:

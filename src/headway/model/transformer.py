@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
+from headway.kernels.row_blocks import row_logits
 from headway.model.adapter.lora import AdaptedLinear, compute_once
 from headway.model.base import (
     AttentionCache,
@@ -319,6 +320,9 @@ class Transformer(Model):
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
+        self.is_exact = False
+        """Tokens are computed in blocks of fixed size (`use_exact`)."""
+
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Head gates are sampled with the noise of a seed.
 
@@ -383,6 +387,7 @@ class Transformer(Model):
             self.head_grad_buffer,
             self._vocab,
             self.config.logit_softcap,
+            self.is_exact,
         )
         score = None
         if self.score is not None:
@@ -471,6 +476,10 @@ class Transformer(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped where the config says so; of the whole vocabulary, also where ranks share
         it."""
+        if self.is_exact:
+            return row_logits(hidden.flatten(0, -2), self.head_weight).unflatten(
+                0, hidden.shape[:-1]
+            )
         logits = super().logits(hidden)
         if self._vocab is not None:
             logits = self._vocab.whole(logits)
@@ -541,6 +550,13 @@ class Transformer(Model):
         """Compute attention with one backend in every layer."""
         for block in self.blocks().values():
             block.use_attention(backend)
+
+    def use_exact(self) -> None:
+        """See model/exact.py."""
+        from headway.model.exact import make_exact
+
+        if not self.is_exact:
+            make_exact(self)
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Head gates are then drawn for these KV heads only."""

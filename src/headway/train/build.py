@@ -116,8 +116,13 @@ def build(
         spec = replace(spec, prepare=reference.prepare, objective=reference.objective)
     samples_answers = recipe.objective.needs.rollouts
     if samples_answers:
+        if recipe.rollout.exact and compute.device.type != "cpu":
+            raise ConfigError(
+                f"rollout.exact is true and the run computes on {compute.name}; only CPUs have "
+                "products that give sampler and trainer the same bits. Set exact to false."
+            )
         objective = spec.objective.with_sampling(
-            drawn_from(resolved), recipe.rollout.max_new_tokens
+            drawn_from(resolved), recipe.rollout.max_new_tokens, exact=recipe.rollout.exact
         )
         spec = replace(spec, objective=objective)
         if scores_rollouts(recipe):
@@ -372,6 +377,7 @@ def engine_spec(
         loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
         compile_blocks=compile_blocks,
+        exact=recipe.rollout.exact,
         memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,

@@ -25,7 +25,7 @@ from headway.runtime.process import from_environment
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
-from headway.train.rollout_check import check_rollouts
+from headway.train.rollout_check import check_exact_model, check_rollouts
 from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
             f"data.seq_len is {recipe.data.seq_len}; "
             f"it must not exceed model.max_seq_len={model.max_seq_len}. Lower it."
         )
+    check_exact_model(recipe, model)
     recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
 
     # Every rank resolves the recipe; one of them says what it found.
