@@ -123,7 +123,8 @@ class MediaTable:
         return keys[start : start + KEY_BYTES].tobytes().hex()
 
     def indices_of(self, content_hashes: Sequence[str]) -> Array:
-        """The rows made of some contents, int64 [n]; -1 where there is none."""
+        """The rows made of some contents, int64 [n]; -1 where there is none. Of a content that is
+        divided into several rows, the first."""
         order, keys = self._sorted_keys
         wanted_keys = np.array([_key(digest) for digest in content_hashes], f"V{KEY_BYTES}")
         wanted_keys = wanted_keys.view(_KEY_WORDS)
@@ -232,6 +233,23 @@ class MediaTableWriter:
         self._rows.add(columns, self.row_bytes)
         self.known.update(content_hashes)
         # With the note of the last commit: the caller's next one replaces it.
+        if self._rows.uncommitted_bytes >= COMMIT_BYTES:
+            self.commit(self.note)
+
+    def add_divided(self, content_hash: str, rows: Array) -> None:
+        """Append the rows [n, *shape] that one content is divided into. They have the same key and
+        stand one after another: `indices_of` finds the first."""
+        if rows.shape[1:] != self.shape or rows.dtype != self.dtype or not len(rows):
+            raise ValueError(
+                f"rows are {rows.dtype} {rows.shape}; the table takes {self.dtype} [n, "
+                f"{self.shape}]"
+            )
+        if content_hash in self.known:
+            raise ValueError("a row of this content is in the table already")
+        keys = np.frombuffer(_key(content_hash) * len(rows), np.uint8).reshape(-1, KEY_BYTES)
+        columns = (rows.astype(self.dtype.newbyteorder("<"), copy=False), keys)
+        self._rows.add(columns, self.row_bytes)
+        self.known.add(content_hash)
         if self._rows.uncommitted_bytes >= COMMIT_BYTES:
             self.commit(self.note)
 
