@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.cross_entropy import accumulate_outer
+from headway.kernels.row_blocks import row_log_probs, row_logits
 from headway.kernels.vocab_loss import VocabShard, add_at_target, cap_in_place, token_scores
 
 NEVER = -1e30
@@ -62,6 +63,7 @@ class _PolicyScores(torch.autograd.Function):
         chunk: int,
         shard: VocabShard | None,
         softcap: float | None,
+        is_exact: bool,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         first = 0 if shard is None else shard.first
@@ -72,7 +74,10 @@ class _PolicyScores(torch.autograd.Function):
         lse = torch.empty_like(log_prob)
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
-            y = (hidden[part] @ weight.t()).float()
+            if is_exact:
+                y = row_logits(hidden[part], weight)
+            else:
+                y = (hidden[part] @ weight.t()).float()
             cap_in_place(y, softcap)
             if temperature != 1.0:
                 y.div_(temperature)
@@ -90,7 +95,10 @@ class _PolicyScores(torch.autograd.Function):
                 # Every rank adds what its rows contribute to the expectation.
                 mean = shard.collect(_expectation(y, part_lse)).sum(0)
             lse[part] = part_lse
-            log_prob[part] = at_target - part_lse
+            if is_exact:
+                log_prob[part] = row_log_probs(y, targets[part])
+            else:
+                log_prob[part] = at_target - part_lse
             entropy[part] = part_lse - mean
         ctx.save_for_backward(hidden, weight, targets, lse, entropy, kept)
         ctx.temperature = temperature
@@ -145,7 +153,7 @@ class _PolicyScores(torch.autograd.Function):
                 torch.mm(gradient, weight, out=d_hidden[part])
             if d_weight is not None:
                 accumulate_outer(d_weight, gradient, hidden[part])
-        return d_hidden, d_weight, *(None,) * 6
+        return d_hidden, d_weight, *(None,) * 7
 
 
 def _expectation(y: Tensor, lse: Tensor) -> Tensor:
@@ -180,9 +188,14 @@ def linear_policy_scores(
     shard: VocabShard | None = None,
     softcap: float | None = None,
     kept: Tensor | None = None,
+    *,
+    is_exact: bool = False,
 ) -> PolicyScores:
     """Log-probabilities and entropies of targets [N] in the distribution they were drawn from.
 
-    `kept`, int [N,K]: the ids that it was cut to, -1 behind the last; None: it was not cut."""
-    scores = _PolicyScores.apply(hidden, weight, targets, kept, drawn, chunk_tokens, shard, softcap)
+    `kept`, int [N,K]: the ids that it was cut to, -1 behind the last; None: it was not cut.
+    `is_exact`: in the bits that the inference engine gives them; without `shard` and `softcap`."""
+    scores = _PolicyScores.apply(
+        hidden, weight, targets, kept, drawn, chunk_tokens, shard, softcap, is_exact
+    )
     return PolicyScores(*scores)  # pyright: ignore[reportGeneralTypeIssues]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
+    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
@@ -78,6 +79,13 @@ class AttentionCache(Protocol):
         `expand`: with latent attention q attends to the keys and values that this makes of the
         stored vectors; None: to the stored vectors themselves.
         """
+        ...
+
+    def mix(
+        self, layer: int, mixer: GatedDeltaNet, mixed: Tensor, controls: Tensor, z: Tensor
+    ) -> Tensor:
+        """o [B,T,H,V] of a layer with linear attention, whose `project` gave the tensors: new tokens
+        behind the state that the cache holds, which becomes the state behind them."""
         ...
 
 
@@ -137,6 +145,8 @@ class LMHead:
     """The rows of the head that this rank has; None: all."""
     softcap: float | None = None
     """Logits x are softcap * tanh(x / softcap)."""
+    is_exact: bool = False
+    """Log-probabilities have the bits that the inference engine gives them (model/exact.py)."""
 
     def _tokens(self) -> Tensor:
         """Hidden states of all tokens of all rows, [B * T, D]."""
@@ -188,6 +198,7 @@ class LMHead:
             self.shard,
             self.softcap,
             None if kept is None else kept.flatten(0, 1),
+            is_exact=self.is_exact,
         )
         return PolicyScores(*(per_token.view(targets.shape) for per_token in scores))
 
@@ -408,6 +419,12 @@ class Model(nn.Module, ABC):
         raise ConfigError(
             f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention "
             "backends. Use auto."
+        )
+
+    def use_exact(self) -> None:
+        """Compute every token in the same bits, whatever is computed with it (model/exact.py)."""
+        raise ConfigError(
+            f"rollout.exact is true; {type(self).__name__} has no exact form. Set it to false."
         )
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:

@@ -31,6 +31,7 @@ from headway.kernels.cached_chunk import (
     region_table,
     store,
 )
+from headway.kernels.exact_attention import attend_one, attend_piece
 from headway.kernels.paged_attention import (
     NO_LIMIT,
     PagedPlan,
@@ -39,6 +40,7 @@ from headway.kernels.paged_attention import (
     paged_attention,
 )
 from headway.kernels.past_attention import cudnn_part, has_cudnn
+from headway.kernels.segments import Segments
 from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
 from headway.model.base import Expander
@@ -154,6 +156,11 @@ class PrefillPlan:
         ]
         return ChunkPlan.of(pieces, self.device)
 
+    @cached_property
+    def segments(self) -> Segments:
+        """The same for layers with a state."""
+        return Segments.of_lengths([piece.count for piece in self.pieces], self.device)
+
     def places(self, table: BlockTable) -> PagePlaces:
         """Where the heads of a table's group store the tokens."""
         # Computed for the first layer that asks; all layers of a group share it.
@@ -181,8 +188,12 @@ class LayerPages:
         sizes: tuple[int, int],
         device: torch.device,
         dtype: torch.dtype,
+        *,
+        is_exact: bool = False,
     ) -> None:
-        """`table`: of the full heads; `sizes`: (number of pages, number of state blocks)."""
+        """`table`: of the full heads; `sizes`: (number of pages, number of state blocks);
+        `is_exact`: attention in bits that depend on a token and those before it alone."""
+        self.is_exact = is_exact
         self.full = full
         self.rings = rings
         self.table = table
@@ -293,6 +304,8 @@ class LayerPages:
             # [B, pages, F, P, hd] -> [B, pages * P, F, hd], in the order of positions.
             pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
             keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
+            if self.is_exact:
+                return attend_one(q[:, 0], keys, values, position)[:, None]
             visible = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
             queries = self._heads(q, self.full)
             rule = self._rule(sinks, self.full)
@@ -460,6 +473,9 @@ class LayerPages:
             keys = k[None, begin : begin + piece.end]
             values = v[None, begin : begin + piece.end]
             begin += piece.end
+            if self.is_exact:
+                o[span] = attend_piece(q[span], keys[0], values[0], piece.start)
+                continue
             if has_flash and piece.start == 0 and has_cudnn(q.dtype, q.shape[-1]):
                 attended = cudnn_part(q[None, span], keys, values, causal=True)
                 if rule.sinks is not None:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
+from headway.kernels.row_blocks import row_logits
 from headway.model.adapter.lora import AdaptedLinear, compute_once
 from headway.model.base import (
     AttentionCache,
@@ -41,7 +42,14 @@ from headway.model.base import (
     ModelOut,
     ScoreHead,
 )
-from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
+from headway.model.layers import (
+    Attention,
+    FeedForward,
+    build_attention,
+    build_mlp,
+    build_norm,
+    dropout,
+)
 from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
@@ -53,7 +61,10 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
+    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
+    from headway.model.latent_attention import LatentAttention
+    from headway.model.vision import PictureTensors
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,15 @@ class Block(nn.Module):
         # In the order of the forward. `post_attention_layernorm` is Llama's name for the norm
         # that the feed-forward reads; the norm of attention's output is `post_self_attn_layernorm`.
         self.input_layernorm = norm_if(before)
-        self.self_attn = build_attention(config, layer)
+        # A layer has one of the two; `mixer` is either.
+        self.linear_attn = None
+        self.self_attn = None
+        if config.is_linear(layer):
+            from headway.model.delta_net import GatedDeltaNet
+
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = build_attention(config, layer)
         self.post_self_attn_layernorm = norm_if(after)
         self.post_attention_layernorm = norm_if(before and not config.parallel_block)
         self.mlp = build_mlp(config, layer)
@@ -133,6 +152,7 @@ class Block(nn.Module):
         self.is_parallel = config.parallel_block
         self.residual_scale = config.residual_scale
         self.dropout = config.dropout
+        self.has_gate = config.attention_gate and self.self_attn is not None
         self.window = config.window_of(layer)
         self.softcap = config.attention_softcap
 
@@ -149,12 +169,24 @@ class Block(nn.Module):
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
         # Gates stay: only the kernels of the two branches change.
+        if self.linear_attn is not None:
+            return
         if isinstance(self.core, GatedCore):
             self.core = replace(self.core, backend=backend)
         else:
             self.core = self._core(backend)
 
+    @property
+    def mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
+        """What brings tokens together: attention of one kind or the other."""
+        if self.linear_attn is not None:
+            return self.linear_attn
+        assert self.self_attn is not None
+        return self.self_attn
+
     def _core(self, backend: str) -> AttentionCore:
+        if self.linear_attn is not None:
+            return self.linear_attn.mix
         if self.softcap is None:
             return partial(attend, backend=backend)
         return partial(attend, backend=backend, rule=ScoreRule(self.softcap))
@@ -165,19 +197,20 @@ class Block(nn.Module):
 
         Made for each pass: sinks are parameters, which an engine may replace.
         """
-        return ScoreRule(self.softcap, self.self_attn.sinks)
+        return ScoreRule(self.softcap, self.mixer.sinks)
 
     def core_settings(self, mask: AttentionMask) -> dict[str, Any]:
         """The keyword arguments of the core besides q, k and v."""
         settings: dict[str, Any] = {"mask": mask, "window": self.window}
         # Only a core of a layer with trained sinks takes a rule; a soft cap is bound in `_core`.
-        if self.self_attn.sinks is not None:
+        if self.mixer.sinks is not None:
             settings["rule"] = self.rule
         return settings
 
     def pre_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
-        return self.self_attn.project(self.attention_input(x), cos, sin)
+        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]; with linear
+        attention what its core takes in their place (delta_net.py)."""
+        return self.mixer.project(self.attention_input(x), cos, sin)
 
     def attention_input(self, x: Tensor) -> Tensor:
         """The normed stream of all tokens, which attention's projections read."""
@@ -192,10 +225,14 @@ class Block(nn.Module):
         """
         if self.is_parallel:
             # One sum over ranks for attention and feed-forward together.
-            both = self.self_attn.output(o) + self.mlp(self.attention_input(x))
+            both = self.mixer.output(o) + self.mlp(self.attention_input(x))
             return self._added(x, self.reduce_output(both))
 
-        attended = self.reduce_output(self.self_attn.output(o))
+        if self.has_gate:
+            # Normed a second time: gates need no place among what a core takes and gives.
+            assert isinstance(self.self_attn, Attention)
+            o = self.self_attn.gated(o, self.attention_input(x))
+        attended = self.reduce_output(self.mixer.output(o))
         x = self._added(x, _normed(attended, self.post_self_attn_layernorm))
 
         normed = self.gather_input(_normed(x, self.post_attention_layernorm))
@@ -295,6 +332,12 @@ class Transformer(Model):
             self.aligner = build_aligner(config.media)
             self.projector = MediaEmbedder(config.media, config.hidden_size)
 
+        self.visual = None
+        if config.vision is not None:
+            from headway.model.vision import build_tower
+
+            self.visual = build_tower(config.vision)
+
         self.model = Trunk(config)
 
         self.lm_head = None
@@ -319,13 +362,16 @@ class Transformer(Model):
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
+        self.is_exact = False
+        """Tokens are computed in blocks of fixed size (`use_exact`)."""
+
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Head gates are sampled with the noise of a seed.
 
         Without one each is 0 or 1 (`HeadGates.draw`).
         """
         mask, draw = self._mask(batch, seed)
-        media = MediaTensors.of(batch, self.config.media)
+        media = self._media(batch)
         counted = None
         if self.config.experts is not None:
             counted = counted_tokens(batch)
@@ -345,7 +391,7 @@ class Transformer(Model):
 
         x = stream
         if x is None:
-            media = MediaTensors.of(batch, self.config.media)
+            media = self._media(batch)
             x = self.embed(batch.tokens, media, position=batch.position)
 
         cos, sin = self.rotation(batch.position)
@@ -355,6 +401,14 @@ class Transformer(Model):
         if layers.stop < self.config.num_layers:
             return x
         return self._output(self.model.norm(x), draw)
+
+    def _media(self, batch: Batch) -> MediaTensors | PictureTensors | None:
+        """The pictures and sounds of a batch."""
+        if self.config.vision is not None:
+            from headway.model.vision import PictureTensors
+
+            return PictureTensors.of(batch)
+        return MediaTensors.of(batch, self.config.media)
 
     def _mask(self, batch: Batch, seed: int | None) -> tuple[AttentionMask, GateDraw | None]:
         """The mask of a pass, which carries the gates of its heads, and these gates for the
@@ -383,6 +437,7 @@ class Transformer(Model):
             self.head_grad_buffer,
             self._vocab,
             self.config.logit_softcap,
+            self.is_exact,
         )
         score = None
         if self.score is not None:
@@ -471,6 +526,10 @@ class Transformer(Model):
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped where the config says so; of the whole vocabulary, also where ranks share
         it."""
+        if self.is_exact:
+            return row_logits(hidden.flatten(0, -2), self.head_weight).unflatten(
+                0, hidden.shape[:-1]
+            )
         logits = super().logits(hidden)
         if self._vocab is not None:
             logits = self._vocab.whole(logits)
@@ -481,7 +540,11 @@ class Transformer(Model):
         return torch.tanh(logits / cap) * cap
 
     def embed(
-        self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None
+        self,
+        tokens: Tensor,
+        media: MediaTensors | PictureTensors | None = None,
+        *,
+        position: Tensor | None = None,
     ) -> Tensor:
         """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
         x = self.model.embed_tokens(tokens)
@@ -503,7 +566,11 @@ class Transformer(Model):
             # Rows of a decoding batch that take no part stand at -1.
             x = x + self.model.embed_positions(positions.clamp(min=0).long())
 
-        if media is None or self.projector is None:
+        if self.visual is not None and self.config.vision is not None:
+            if media is None or isinstance(media, MediaTensors):
+                return x
+            return media.into(x, self.visual, self.config.vision)
+        if self.projector is None or not isinstance(media, MediaTensors):
             return x
         return self.projector(x, media, self.aligner)
 
@@ -512,7 +579,7 @@ class Transformer(Model):
         tokens: Tensor,
         position: Tensor,
         mask: AttentionMask,
-        media: MediaTensors | None = None,
+        media: MediaTensors | PictureTensors | None = None,
         counted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """Hidden [B,T,D] after the final norm.
@@ -520,7 +587,7 @@ class Transformer(Model):
         With `counted` tokens [B,T], also what the routers of all mixtures did with them:
         [layers,B,...]."""
         x = self.embed(tokens, media, position=position)
-        cos, sin = self.rotation(position)
+        cos, sin = self.rotation(position if media is None else media.rotary(position))
 
         routings: list[Routing] = []
         for block in self.blocks().values():
@@ -541,6 +608,13 @@ class Transformer(Model):
         """Compute attention with one backend in every layer."""
         for block in self.blocks().values():
             block.use_attention(backend)
+
+    def use_exact(self) -> None:
+        """See model/exact.py."""
+        from headway.model.exact import make_exact
+
+        if not self.is_exact:
+            make_exact(self)
 
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Head gates are then drawn for these KV heads only."""
@@ -564,10 +638,13 @@ class Transformer(Model):
             block.gather_input = split.gather_input
             block.reduce_output = split.reduce_output
             block.drop = split.drop
-            block.self_attn.mean_over_ranks = split.mean
+            block.mixer.mean_over_ranks = split.mean
 
     def hidden_states(
-        self, tokens: Tensor, position: Tensor, media: MediaTensors | None = None
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        media: MediaTensors | PictureTensors | None = None,
     ) -> Tensor:
         """Under a causal mask."""
         rows, length = tokens.shape
@@ -584,14 +661,18 @@ class Transformer(Model):
             tokens: Tensor,
             position: Tensor,
             cache: AttentionCache,
-            media: MediaTensors | None = None,
+            media: MediaTensors | PictureTensors | None = None,
         ) -> Tensor:
             x = self.embed(tokens, media, position=position)
-            cos, sin = self.rotation(position, cache.capacity)
+            rotary = position if media is None else media.rotary(position)
+            cos, sin = self.rotation(rotary, cache.capacity)
             for layer, block_halves in enumerate(halves):
                 pre_attention, post_attention, expand = block_halves.of(tokens)
                 q, k, v = pre_attention(x, cos, sin)
-                o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
+                if block_halves.linear_attn is not None:
+                    o = cache.mix(layer, block_halves.linear_attn, q, k, v)
+                else:
+                    o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
                 x = post_attention(x, o)
             return self.model.norm(x)
 
@@ -600,5 +681,5 @@ class Transformer(Model):
     def fuse_projections(self) -> None:
         """One product for q, k and v and one for gate and up, in every layer; done once."""
         for block in self.blocks().values():
-            block.self_attn.fuse()
+            block.mixer.fuse()
             block.mlp.fuse()

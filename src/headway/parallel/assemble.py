@@ -178,6 +178,8 @@ def wrap_blocks(model: Model, spec: EngineSpec) -> None:
         offload = ActivationOffload(spec.device)
     if spec.attention != "auto":
         model.use_attention(spec.attention)
+    if spec.exact:
+        model.use_exact()
 
     blocks = list(model.blocks().values())
     compiles = spec.compile_blocks and model.COMPILES

@@ -67,6 +67,8 @@ class EngineSpec:
     loss_scale: ScalerConfig = ScalerConfig()
     attention: str = "auto"
     compile_blocks: bool = False
+    exact: bool = False
+    """Compute every token in the bits that the inference engine gives it (model/exact.py)."""
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
     ranks: RankGroups = field(default_factory=RankGroups)

@@ -105,6 +105,12 @@ class RolloutConfig(Section):
         gt=0,
         on_resume="free",
     )
+    exact: bool = setting(
+        False,
+        "Sampler and trainer compute the log-probability of every sampled token in the same bits; "
+        "a difference ends the run. Slower. On CPUs, of plain transformers with full weights.",
+        on_resume="fixed",
+    )
     valid_samples: int = setting(
         1,
         "Answers of each held-out prompt in a validation; with more than one, pass@k is reported.",

@@ -26,7 +26,9 @@ from headway.infer.engine.text import CONTEXT
 from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling
 from headway.model.base import build_frozen_model
+from headway.model.exact import check_machine
 from headway.model.layout import GATES
+from headway.model.transformer import Transformer
 from headway.rollout.config import Cuts
 from headway.rollout.journal import Floats, Ints, KeptIds
 
@@ -75,6 +77,8 @@ class SamplerSettings:
     seed: int
     folder: Path
     """The run, for messages."""
+    exact: bool = False
+    """Tokens have the bits that the trainer gives them (model/exact.py)."""
 
 
 class PolicySampler:
@@ -100,8 +104,12 @@ class PolicySampler:
             max_waiting=1 << 30,
             max_context=context,
             compile_blocks="auto",
+            exact=settings.exact,
         )
         self._engine = InferenceEngine(loaded, options)
+        if settings.exact:
+            assert isinstance(model, Transformer)
+            check_machine(model)
         # Only now: the engine may have joined projections, whose parameters are views since then.
         self._parameters = dict(model.named_parameters())
 

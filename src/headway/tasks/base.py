@@ -340,7 +340,7 @@ class TaskConfig(KindConfig):
         """These settings once the teacher is loaded."""
         return self
 
-    def with_sampling(self, drawn: DrawnFrom, longest: int) -> Self:
+    def with_sampling(self, drawn: DrawnFrom, longest: int, *, exact: bool = False) -> Self:
         """These settings once it is known how answers are sampled, and how many tokens the longest
         one may have."""
         return self

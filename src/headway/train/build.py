@@ -30,6 +30,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, HEAD, SCORE, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
+from headway.model.vision_shape import TOWER
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups, form_groups
 from headway.parallel.engine import Engine, EngineSpec
@@ -116,8 +117,13 @@ def build(
         spec = replace(spec, prepare=reference.prepare, objective=reference.objective)
     samples_answers = recipe.objective.needs.rollouts
     if samples_answers:
+        if recipe.rollout.exact and compute.device.type != "cpu":
+            raise ConfigError(
+                f"rollout.exact is true and the run computes on {compute.name}; only CPUs have "
+                "products that give sampler and trainer the same bits. Set exact to false."
+            )
         objective = spec.objective.with_sampling(
-            drawn_from(resolved), recipe.rollout.max_new_tokens
+            drawn_from(resolved), recipe.rollout.max_new_tokens, exact=recipe.rollout.exact
         )
         spec = replace(spec, objective=objective)
         if scores_rollouts(recipe):
@@ -372,6 +378,7 @@ def engine_spec(
         loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
         compile_blocks=compile_blocks,
+        exact=recipe.rollout.exact,
         memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,
@@ -422,6 +429,12 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
     if resolved.weights is not None and not keeps_gates:
         dropped.add(GATES)
+    if resolved.weights is not None and resolved.weights.config.vision is not None:
+        # A run that reads text alone leaves the tower of a run with pictures aside.
+        stored = [spec.name for spec in param_specs(resolved.weights.config)]
+        dropped |= {
+            name for name in stored if name.startswith(TOWER) and resolved.model.vision is None
+        }
     if resolved.model.score_head:
         dropped.add(HEAD)
     missing = engine.fill((name, value) for name, value in values if name not in dropped)

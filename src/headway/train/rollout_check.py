@@ -7,10 +7,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
+from headway.model.exact_config import why_not_exact
 from headway.rollout.config import RolloutConfig
 from headway.tasks.grpo import Config as PolicyConfig
 
 if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
     from headway.train.config import Recipe
 
 
@@ -71,11 +73,49 @@ def check_rollouts(recipe: Recipe) -> None:
             f"optim.kind is {recipe.optim.kind}, which trains other weights than it gives out; "
             "answers would be sampled from weights that are not trained. Use adamw."
         )
+    if rollout.exact:
+        _check_exact(recipe)
     keeps_base = recipe.adapter is not None and objective.reference is None
     if objective.beta and keeps_base and (recipe.train or recipe.init.merge):
         raise ConfigError(
             "objective.beta compares with the base under the adapter, and `train` or init.merge "
             "changes the base. Name objective.reference."
+        )
+
+
+def _check_exact(recipe: Recipe) -> None:
+    """Refuse what has no form in which sampler and trainer compute the same bits."""
+    parallel = recipe.parallel
+    unfit = {
+        f"rollout.ahead is {recipe.rollout.ahead}: answers are of older weights": (
+            recipe.rollout.ahead > 0
+        ),
+        "adapter is set: the sampler has it merged into the weights": recipe.adapter is not None,
+        f"parallel.tensor is {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.pipeline is {parallel.pipeline}": parallel.pipeline > 1,
+        f"parallel.context is {parallel.context}": parallel.context > 1,
+        f"kernels.attention is {recipe.kernels.attention}": recipe.kernels.attention != "auto",
+        "kernels.compile is true": recipe.kernels.compile is True,
+        f"precision is {recipe.precision}": recipe.precision in ("fp16", "fp8"),
+        f"device is {recipe.device}": recipe.device in ("cuda", "mps"),
+    }
+    for reason, stands in unfit.items():
+        if stands:
+            raise ConfigError(
+                f"rollout.exact is true and {reason}; sampler and trainer would not compute the "
+                "same bits. Change it, or set exact to false (docs/rl.md)."
+            )
+
+
+def check_exact_model(recipe: Recipe, model: ModelConfig) -> None:
+    """Refuse a model that has no such form."""
+    if not (recipe.objective.needs.rollouts and recipe.rollout.exact):
+        return
+    reason = why_not_exact(model, recipe.data.seq_len)
+    if reason:
+        raise ConfigError(
+            f"rollout.exact is true and the model has {reason}; sampler and trainer would not "
+            "compute the same bits. Set exact to false (docs/rl.md)."
         )
 
 

@@ -96,7 +96,13 @@ TRAINING_SETTINGS = {
 """Of a recipe: what decides how answers change the weights."""
 HEART_SECONDS = 1.0
 """Between two looks at whether the sampling ahead makes progress."""
-LATER_SETTINGS: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None, "ahead": 0}
+LATER_SETTINGS: dict[str, Any] = {
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "ahead": 0,
+    "exact": False,
+}
 """Of `rollout`, with their defaults: settings that the first journals did not know."""
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
 
@@ -289,6 +295,7 @@ class Rollouts:
                 cache_bytes=cache_bytes,
                 seed=self.recipe.seed,
                 folder=self.folder,
+                exact=rollout.exact,
             )
             self._sampler = PolicySampler(settings, self.tokenizer, self.weights())
             self._sampler.version = version

@@ -41,7 +41,7 @@ from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.tasks.base import StepInfo
-from headway.tasks.grpo import AGREEMENT
+from headway.tasks.grpo import AGREEMENT, DIFFERING
 from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackRequests, RunCallbacks
 from headway.track.console import Console
@@ -361,6 +361,15 @@ class Run:
 
     def _check_agreement(self, record: dict[str, Any]) -> None:
         """Give up where trainer and sampler no longer compute the same probabilities."""
+        differing = record.get(DIFFERING)
+        if differing:
+            self.healer.gave_up = (
+                f"step {record['step']}: {differing:.2%} of the sampled tokens have a "
+                "log-probability of the trainer that is not the sampler's, bit for bit, and "
+                "rollout.exact is true. `headway rollouts` shows the answers; set exact to false "
+                "to train on"
+            )
+            return
         limit = self.recipe.rollout.difference_limit
         difference = record.get(AGREEMENT)
         if limit is None or difference is None or difference <= limit:

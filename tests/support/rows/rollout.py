@@ -89,6 +89,7 @@ ROWS: dict[str, Row] = {
     "rollout.cache_gib": ((), None, 0.001, rollouts(lambda r: r.sampler(0)._engine.stats().cache_bytes_budget)),
     "rollout.workers": ((), 1, 2, rollouts(lambda r: len(r.panel._members[0].source._workers))),
     "rollout.difference_limit": (FAST, 0.5, 1e-12, policy_run),
+    "rollout.exact": ((), False, True, policy_run),
     "rollout.valid_samples": (("rollout.valid_temperature=1",), 1, 2, validation),
     "rollout.valid_temperature": ((), 0.0, 1.0, validation),
     "rollout.pass_at": ((), 1.0, 2.0, validation),

@@ -18,6 +18,7 @@ import torch
 from headway.errors import ConfigError
 from headway.infer.engine.request import EngineOptions
 from headway.infer.load import LoadedModel
+from headway.kernels.exact_attention import KEYS
 from headway.model.adapter.rows import AdapterRows
 from headway.model.base import compile_any_length
 from headway.model.cache_blocks import to_device
@@ -86,6 +87,16 @@ class EngineDevice:
         """Something is compiled, recorded, planned or loaded when a launch has a new size or
         kind."""
 
+        self.is_exact = options.exact
+        if self.is_exact:
+            if on_cuda:
+                raise ConfigError("exact is true; there are no such kernels for CUDA. Use the CPU.")
+            if options.page_tokens % KEYS:
+                raise ConfigError(
+                    f"page_tokens is {options.page_tokens}; with exact it must be a multiple of "
+                    f"{KEYS}."
+                )
+            self.model.use_exact()
         if on_cuda:
             self.model.fuse_projections()
         self._prefill = self.model.cached_forward(compile_any_length if compiles else None)

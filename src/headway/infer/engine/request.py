@@ -233,6 +233,9 @@ class EngineOptions:
 
     speculation: Speculation | None = None
     """Guess and check several tokens at a time."""
+    exact: bool = False
+    """Compute every token in the bits that a packed row gives it in training (model/exact.py);
+    on CPUs, of models without anything that `why_not_exact` names."""
 
     def __post_init__(self) -> None:
         for name in ("max_running", "prefill_tokens", "page_tokens"):

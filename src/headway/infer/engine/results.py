@@ -15,6 +15,7 @@ from headway.infer.engine.request import EngineRequest, TokenLogprobs, failure_l
 from headway.infer.engine.sampler import NO_TOKEN, RowChoice, Sampler, kept_tokens
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.sampling import Sampling
+from headway.kernels.row_blocks import row_log_probs
 from headway.model.cache_blocks import to_device
 
 LOGPROB_TOKENS = 512
@@ -173,7 +174,7 @@ def choose_tokens(
         kept = None
         if any(request.drawn_logprobs for request in requests):
             raw, kept = _drawn_from(raw, requests)
-        scores = _logprobs(raw, tokens.clamp(min=0), scored, most)
+        scores = _logprobs(raw, tokens.clamp(min=0), scored, most, is_exact=device.is_exact)
         if kept is not None:
             scores.append(kept)
     for sequence in rows:
@@ -256,12 +257,20 @@ def _ascending(kept: torch.Tensor) -> np.ndarray | None:
 
 
 def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, scored: list[int], count: int
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    scored: list[int],
+    count: int,
+    *,
+    is_exact: bool = False,
 ) -> list[torch.Tensor]:
     """Log-probability of the chosen tokens [n], ids and log-probabilities of the likeliest [n,
     count]."""
     chosen = tokens[to_device(torch.tensor(scored), tokens.device)]
     scores = logits.log_softmax(-1)
+    if is_exact:
+        top = scores.topk(min(count, scores.shape[-1]), dim=-1)
+        return [row_log_probs(logits, chosen), top.indices, top.values]
     top = scores.topk(min(count, scores.shape[-1]), dim=-1)
     return [scores.gather(-1, chosen[:, None])[:, 0], top.indices, top.values]
 

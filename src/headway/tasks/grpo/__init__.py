@@ -48,6 +48,9 @@ SCORED = "policy.scored"
 """Column: the frozen model's log-probability of a target, fp32 [rows, T]; absent without one."""
 AGREEMENT = "agreement/mean"
 """Metric: how far the log-probabilities of trainer and sampler are apart, on average."""
+DIFFERING = "agreement/differing"
+"""Metric: the share of tokens whose log-probability of the trainer has other bits than the
+sampler's; with `rollout.exact`."""
 ANSWERS = "answers"
 """The total of a step that counts its answers."""
 SMALLEST_STD = 1e-4
@@ -162,6 +165,7 @@ class Config(TaskConfig):
 
     _drawn: Any = PrivateAttr(None)
     _longest: int = PrivateAttr(1)
+    _exact: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -220,15 +224,16 @@ class Config(TaskConfig):
         variance = math.fsum(deviation**2 for deviation in deviations) / (count - 1)
         return [deviation / (math.sqrt(variance) + SMALLEST_STD) for deviation in deviations]
 
-    def with_sampling(self, drawn: DrawnFrom, longest: int) -> Config:
+    def with_sampling(self, drawn: DrawnFrom, longest: int, *, exact: bool = False) -> Config:
         """These settings with those of the sampling, which the loss needs."""
         config = self.model_copy()
         config._drawn = drawn
         config._longest = longest
+        config._exact = exact
         return config
 
     def build(self) -> PolicyTask:
         """Make the objective."""
         from headway.tasks.grpo.loss import PolicyTask
 
-        return PolicyTask(self, self._drawn, self._longest)
+        return PolicyTask(self, self._drawn, self._longest, exact=self._exact)

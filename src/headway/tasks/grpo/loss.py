@@ -25,7 +25,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from headway.tasks.base import LARGEST, Collectives, Loss, MetricSums, StepInfo, Term
-from headway.tasks.grpo import ADVANTAGE, AGREEMENT, ANSWERS, KEPT, OLD, SAMPLED, SCORED, Config
+from headway.tasks.grpo import (
+    ADVANTAGE,
+    AGREEMENT,
+    ANSWERS,
+    DIFFERING,
+    KEPT,
+    OLD,
+    SAMPLED,
+    SCORED,
+    Config,
+)
 from headway.tasks.preference.loss import document_sums
 
 if TYPE_CHECKING:
@@ -45,15 +55,23 @@ class PolicyTask:
     scope: Literal["row", "step"] = "row"
     module: nn.Module | None = None
 
-    def __init__(self, config: Config, drawn: DrawnFrom | None = None, longest: int = 1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        drawn: DrawnFrom | None = None,
+        longest: int = 1,
+        *,
+        exact: bool = False,
+    ) -> None:
         """`drawn`: the distribution of the answers' tokens; None: the model's own. `longest`:
-        tokens of the longest answer there may be."""
+        tokens of the longest answer there may be. `exact`: count tokens whose bits differ."""
         from headway.kernels.policy_scores import DrawnFrom
 
         self.config = config
         self.parts = config.parts
         self.drawn = drawn or DrawnFrom()
         self.longest = longest
+        self.exact = exact
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The terms of one microbatch."""
@@ -159,6 +177,9 @@ class PolicyTask:
             AGREEMENT: (distance.sum(), tokens),
             f"agreement{LARGEST}": (distance.max(), tokens.new_ones(())),
         }
+        if self.exact:
+            differs = (difference.detach() != 0).to(mask.dtype)
+            metrics[DIFFERING] = ((differs * mask).sum(), tokens)
         if self.config.importance != "off":
             is_cut = (importance >= self.config.importance_cap).to(mask.dtype)
             metrics["agreement/cut"] = ((is_cut * mask).sum(), tokens)
