@@ -97,6 +97,7 @@ NO_GROUPS: dict[str, Any] = {
     "router_bias": False,
     "bias": False,
     "swiglu_limit": None,
+    "shared_gate": False,
 }
 PLAIN_EXPERTS: dict[str, Any] = {
     **NO_GROUPS,
