@@ -322,3 +322,10 @@ def test_odd_settings_of_published_folders_are_kept(tmp_path: Path) -> None:
     same = {name for name in before if torch.equal(before[name], after[name])}
     # In a precision that holds all of the folder's, only what trained is other than before.
     assert {name for name in before if "visual.blocks.1." in name} == before.keys() - same
+
+
+def test_a_finished_run_says_how_to_ask_it(run: Path) -> None:
+    from headway.train.next_steps import next_steps
+
+    commands = [" ".join(words) for words, _ in next_steps(run)]
+    assert any("generate" in command and "--image" in command for command in commands)
