@@ -25,6 +25,7 @@ from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.next_steps import next_steps
 
 pytest.importorskip("transformers", minversion="5.0")
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -325,7 +326,5 @@ def test_odd_settings_of_published_folders_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_says_how_to_ask_it(run: Path) -> None:
-    from headway.train.next_steps import next_steps
-
-    commands = [" ".join(words) for words, _ in next_steps(run)]
+    commands = [command for command, _ in next_steps({"run": run, "final": run / "final"})]
     assert any("generate" in command and "--image" in command for command in commands)

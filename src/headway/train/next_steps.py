@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.config.load import load
@@ -23,8 +23,6 @@ from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
 from headway.train.run_form import Command, run_form
-
-if TYPE_CHECKING:
 
 PROMPT = "Once upon a time"
 QUESTION = "What can you do?"

@@ -84,7 +84,8 @@ def _check_pictures(media: PromptMedia, length: int, width: int) -> None:
     end = 0
     for item in media.items:
         name = item.content_hash
-        if item.modality != "image" or name not in media.grids or name not in media.features:
+        is_read = name is not None and name in media.grids and name in media.features
+        if item.modality != "image" or name is None or not is_read:
             raise ConfigError(
                 f"the request has an item of {item.modality!r} without its features; the model "
                 "takes pictures that its tower has read."
