@@ -206,7 +206,7 @@ def test_an_error_of_the_run_does_not_wait_for_answers(
 
 
 def test_the_bound_on_the_difference_names_the_older_weights(folder: Path) -> None:
-    with pytest.raises(GaveUpError, match="with rollout.ahead by those of a rollout before"):
+    with pytest.raises(GaveUpError, match="by those of a rollout before"):
         run(folder, "bound", "rollout.difference_limit=1e-4")
 
 
