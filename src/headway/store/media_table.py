@@ -44,6 +44,8 @@ TABLE_NAME = "table.json"
 VERSION = 1
 KEY_BYTES = 32
 """The size of a SHA-256."""
+_KEY_WORDS = np.dtype([(f"w{n}", ">u8") for n in range(KEY_BYTES // 8)])
+"""A key as four numbers, so that numpy can sort and search keys."""
 COUNTED = "rows"
 """The key under which a shard's number of rows stands in table.json."""
 SHARD_BYTES = 1 << 30
@@ -161,10 +163,6 @@ class MediaTable:
         keys = np.concatenate([np.zeros(0, np.uint8), *parts]).view(_KEY_WORDS)
         order = np.argsort(keys, kind="stable")
         return order, keys[order]
-
-
-_KEY_WORDS = np.dtype([(f"w{n}", ">u8") for n in range(KEY_BYTES // 8)])
-"""A key as four numbers, so that numpy can sort and search keys."""
 
 
 class MediaTableWriter:
@@ -306,7 +304,10 @@ class MediaTableWriter:
 
         # `restore` has truncated the growing shard, so its keys are those of the last commit.
         with writing(self.folder, error=DataError):
-            for number in range(len(self._rows.shards) + bool(self._rows.growing)):
+            num_shards = len(self._rows.shards)
+            if self._rows.growing:
+                num_shards += 1
+            for number in range(num_shards):
                 keys = (self.folder / _names(number)[1]).read_bytes()
                 for begin in range(0, len(keys), KEY_BYTES):
                     self.known.add(keys[begin : begin + KEY_BYTES].hex())
