@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.board_runs import append_record, make_run, record, serving_board
+from support.board_runs import (
+    EVIL_ANSWER,
+    add_rollout,
+    append_record,
+    make_run,
+    record,
+    serving_board,
+)
 from support.chromium import PROGRAM, Page, browser
 
 from headway.board.open import open_sources
@@ -131,6 +138,72 @@ def _shows_panels(page: Page) -> None:
     ):
         page.evaluate(f"document.querySelector('[data-tab={tab}]').click()")
         page.wait_for(f"document.querySelector('.panel').textContent.includes({json.dumps(words)})")
+
+
+ANSWERS = "JSON.stringify([...document.querySelectorAll('.answer')].map((one) => [Number(one.dataset.reward), one.querySelector('pre').textContent]))"
+
+
+def shown_answers(page: Page) -> list[tuple[float, str]]:
+    return [tuple(pair) for pair in json.loads(page.evaluate(ANSWERS))]
+
+
+def test_answers_of_a_run_stand_beside_their_rewards_and_are_text(
+    tmp_path: Path, page: Page
+) -> None:
+    run = make_run(tmp_path / "runs" / "grpo", 30, done=False)
+    for batch in range(30):
+        add_rollout(run, batch, [0.1 * batch, 0.0, 1.0, 1.0], EVIL_ANSWER)
+    add_rollout(run, 30, [float(number) for number in range(50)])
+    with serving_board(tmp_path / "runs") as (client, _):
+        origin = f"http://127.0.0.1:{client.port}/"
+        page.open(origin)
+        page.wait_for("typeof hw !== 'undefined' && hw.app && hw.app.runs.size === 1")
+        page.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+        page.wait_for("document.querySelectorAll('.answer').length === 20")
+        # Six lines of 31 batches, three shares.
+        points = "JSON.stringify([...document.querySelectorAll('[data-rollouts]')].map((one) => Number(one.dataset.points)))"
+        assert json.loads(page.evaluate(points)) == [6 * 31, 6 * 31, 3 * 31]
+        page.wait_for("document.querySelectorAll('[data-rollouts] canvas').length === 3")
+        assert [reward for reward, _ in shown_answers(page)] == list(range(20))
+
+        page.evaluate("document.querySelector('[data-go=later]').click()")
+        page.wait_for("document.querySelector('.answer').dataset.reward === '20'")
+        page.evaluate("document.querySelector('[data-order=best]').click()")
+        page.wait_for("document.querySelector('.answer').dataset.reward === '49'")
+        page.evaluate("document.querySelector('[data-order=worst]').click()")
+        page.evaluate("document.querySelector('[data-go=before]').click()")
+        page.wait_for("document.querySelectorAll('.answer').length === 4")
+        rewards = [reward for reward, _ in shown_answers(page)]
+        assert rewards == sorted(rewards)
+        # A hostile answer is its text, and nothing of it runs or is loaded.
+        assert all("<img src=x onerror=alert(1)>" in text for _, text in shown_answers(page))
+        assert page.evaluate("document.querySelectorAll('.panel img, .panel script').length") == 0
+
+        # A batch that is sampled meanwhile appears by itself.
+        page.evaluate("document.querySelector('[data-order=best_of_run]').click()")
+        page.wait_for("document.querySelector('.answer').dataset.reward === '49'")
+        add_rollout(run, 31, [99.0, 0.0])
+        append_record(run, 31)
+        page.wait_for("document.querySelector('.answer').dataset.reward === '99'", seconds=6.0)
+        assert page.problems == []
+        assert [
+            address for address in page.requests if not address.startswith((origin, "about:"))
+        ] == []
+
+
+def test_a_report_has_the_best_answers_of_a_run(tmp_path: Path, page: Page) -> None:
+    run = make_run(tmp_path / "runs" / "grpo", 3)
+    add_rollout(run, 0, [0.0, 1.0, 0.5, 0.25], EVIL_ANSWER)
+    out = tmp_path / "report.html"
+    write_html_report(open_sources([str(run)]), out)
+    page.open(out.as_uri())
+    page.wait_for("typeof hw !== 'undefined' && hw.app && hw.app.runs.size === 1")
+    page.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    page.wait_for("document.querySelectorAll('.answer').length === 4")
+    page.evaluate("document.querySelector('[data-order=best_of_run]').click()")
+    page.wait_for("document.querySelector('.answer').dataset.reward === '1'")
+    assert page.evaluate("document.querySelectorAll('.panel img, .panel script').length") == 0
+    assert page.problems == []
 
 
 def test_a_report_opens_from_the_disk_without_a_server(tmp_path: Path, page: Page) -> None:

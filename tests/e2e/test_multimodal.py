@@ -116,7 +116,7 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
     return dict(load_model(run).model.named_parameters())
 
 
-def test_a_stopped_run_resumes_bit_for_bit(workspace: Path, run: Path) -> None:
+def test_a_stopped_multimodal_run_resumes_bit_for_bit(workspace: Path, run: Path) -> None:
     train(recipe_of(workspace, "stopped", "steps=2"))
     train(recipe_of(workspace, "stopped"))
     whole = weights_of(run / "checkpoints/step-00000004")

@@ -11,8 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headway.board.server import BoardServer
 from headway.board.watch import Board, LocalSource
+from headway.rollout.journal import (
+    RewardedBatch,
+    RolloutJournal,
+    SampledAnswer,
+    SampledBatch,
+)
 from headway.runtime.web_access import Access
 from headway.track.metrics_file import MetricsFile
 
@@ -50,6 +58,33 @@ def make_run(
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "train.log").write_text("2026-01-01 INFO begins\n2026-01-01 INFO done\n")
     return folder
+
+
+EVIL_ANSWER = "<img src=x onerror=alert(1)><script>alert(2)</script> \u202e \x00 \x1b[31m"
+"""An answer that would like to be a page."""
+
+
+def add_rollout(folder: Path, batch: int, rewards: list[float] | None, text: str = "") -> None:
+    """A batch of two prompts in the journal of a run, with as many answers as rewards."""
+    count = 4 if rewards is None else len(rewards)
+    answers = tuple(
+        SampledAnswer(
+            prompt=10 * batch + index // (count // 2),
+            sample=index % (count // 2),
+            ids=(1,) * (index + 1),
+            logprobs=np.full(index + 1, -0.5, np.float32),
+            finished="length" if index == count - 1 else "eos",
+            text=f"answer {batch}.{index} {text}",
+        )
+        for index in range(count)
+    )
+    journal = RolloutJournal.open(folder)
+    questions = (f"question {batch}a {text}", f"question {batch}b")
+    journal.add(SampledBatch(batch, batch, "d", ("x", "y"), answers, 2.0, questions, start=batch))
+    if rewards is not None:
+        parts = tuple({"number": reward, "format": 0.5} for reward in rewards)
+        problems = ((),) * (count - 1) + ((f"number: it raised {text}",),)
+        journal.add(RewardedBatch(batch, "r", tuple(rewards), parts, problems, 0.5))
 
 
 def append_record(folder: Path, step: int, **more: Any) -> None:
@@ -105,7 +140,9 @@ class Client:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any) -> None:
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> None:
         return None
 
 

@@ -48,6 +48,7 @@ class Setup:
     micro: int = 4
     """Microbatches of a step over all ranks."""
     freeze: tuple[str, ...] = ("layers.0",)
+    train: tuple[str, ...] = ()
     config: ModelConfig = CONFIG
     loss_scale: ScalerConfig = ScalerConfig()
     objective: Any = None
@@ -72,6 +73,7 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
         chunk_tokens=16,
         seed=3,
         freeze=setup.freeze,
+        train=setup.train,
         compile_blocks=setup.compile_blocks,
         parallel=parallel,
         ranks=ranks,

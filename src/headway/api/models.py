@@ -428,6 +428,7 @@ def tokenize(
 
 def model_path(where: Where) -> str | Path:
     """The folder a model is in."""
+    # The run, not its `final`: a run that was stopped has checkpoints alone.
     if isinstance(where, TrainResult):
         return where.run
     if isinstance(where, ExportResult):

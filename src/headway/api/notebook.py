@@ -28,6 +28,7 @@ Show = Callable[[str], None]
 
 def in_notebook() -> bool:
     """Whether a kernel of Jupyter runs this process."""
+    # Looked up, not imported: a process that has not loaded IPython is no kernel.
     ipython: Any = sys.modules.get("IPython")
     if ipython is None:
         return False

@@ -157,7 +157,7 @@ def loss_table(run: Path) -> ResultTable:
 
     # Each row has the mean loss since the row before, so that the table leaves no step out.
     rows: list[tuple[Any, ...]] = []
-    before = -1
+    before = -1  # step 0 may have a row: the validation before the first step
     for step in _evenly(sorted({*losses, *valid}), set(valid)):
         since = [loss for loss_step, loss in losses.items() if before < loss_step <= step]
         mean = sum(since) / len(since) if since else None
@@ -216,6 +216,7 @@ class EvalResult(_Shown):
     @property
     def loss(self) -> float:
         """The loss of the only dataset; of several, the mean over all their tokens."""
+        # By tokens: in a mean of means a token of a small dataset would count more.
         tokens = sum(scores.tokens for scores in self.datasets.values())
         return sum(scores.loss * scores.tokens for scores in self.datasets.values()) / tokens
 

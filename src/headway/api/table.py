@@ -83,6 +83,7 @@ def format_cell(value: Any) -> str:
 
 def as_text(title: str, facts: Mapping[str, Any], table: ResultTable | None = None) -> str:
     """A title, the facts that are known, one per line, and the table."""
+    # What is not known has no line, rather than an empty one.
     texts = {name: format_cell(value) for name, value in facts.items() if value is not None}
     width = max(map(len, texts), default=0)
     lines = [title, *(f"  {name.ljust(width)}  {value}" for name, value in texts.items())]

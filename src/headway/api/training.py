@@ -87,6 +87,7 @@ def train(
 
     if of_others:
         raise ConfigError(explain_arguments(of_others))
+    # Before data is prepared, which may take long.
     check_callbacks(callbacks)
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe)

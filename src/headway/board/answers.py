@@ -19,6 +19,7 @@ import numpy as np
 from headway.board.curves import X_AXES, Window, XAxis
 from headway.board.details import read_details, read_log, read_picture
 from headway.board.downsample import MAX_POINTS, Curve
+from headway.board.rollouts import ORDERS, RolloutOrder
 from headway.board.watch import Board, WatchedRun
 
 MAX_SERIES = 1000
@@ -185,6 +186,20 @@ def log_tail(board: Board, query: Query) -> tuple[bytes, str]:
     return as_json({"text": read_log(_one_run(board, query).folder)}), JSON_TYPE
 
 
+def rollouts(board: Board, query: Query) -> tuple[bytes, str]:
+    """What a run has sampled: distributions of all batches, and a page of answers."""
+    order = query.get("order", ["sampled"])[0]
+    if order not in ORDERS:
+        raise BadRequest(f"order is {order[:40]!r}; it must be one of {', '.join(ORDERS)}.")
+    batch = _number(query, "batch")
+    first = _number(query, "from", 0.0) or 0.0
+    run = _one_run(board, query)
+    view = run.rollouts.view(
+        cast(RolloutOrder, order), None if batch is None else int(batch), max(0, int(first))
+    )
+    return as_json(view), JSON_TYPE
+
+
 def picture(board: Board, query: Query) -> tuple[bytes, str]:
     """A picture of a run, by the name that its details give."""
     content_and_type = read_picture(_one_run(board, query).folder, query.get("path", [""])[0])
@@ -199,5 +214,6 @@ ANSWERS: dict[str, Callable[[Board, Query], tuple[bytes, str]]] = {
     "metrics": metrics,
     "details": details,
     "log": log_tail,
+    "rollouts": rollouts,
     "file": picture,
 }

@@ -22,6 +22,7 @@ from headway.board.curves import X_AXES, Window
 from headway.board.details import read_details, read_log, read_picture
 from headway.board.index import build_index
 from headway.board.open import DEFAULT
+from headway.board.rollouts import ORDERS
 from headway.board.server import page_files
 from headway.board.watch import Board, Source, WatchedRun
 from headway.errors import ConfigError, DataError
@@ -113,6 +114,7 @@ def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
         "curves": {},
         "details": {},
         "logs": {},
+        "rollouts": {},
         "pictures": {},
     }
     for run in runs:
@@ -122,6 +124,7 @@ def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
         content["curves"][run.id] = {axis: _curves(run, axis) for axis in X_AXES}
         content["details"][run.id] = details
         content["logs"][run.id] = read_log(run.folder)[-LOG_CHARACTERS:]
+        content["rollouts"][run.id] = _rollouts(run)
         pictures = content["pictures"][run.id] = {}
         paths = list(details["pictures"])
         for report in details["reports"]:
@@ -136,6 +139,24 @@ def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
                 pictures[path] = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
     return content
+
+
+def _rollouts(run: WatchedRun) -> dict[str, Any] | None:
+    """The distributions of what a run has sampled, and the first answers in each order."""
+    pages: dict[str, Any] = {}
+    figures: Any = None
+    for order in ORDERS:
+        view = run.rollouts.view(order, None, 0)
+        if view is None:
+            return None
+        # One look reads a bounded piece of the journal.
+        while view["figures"]["partial"]:
+            view = run.rollouts.view(order, None, 0)
+            if view is None:
+                return None
+        figures = view["figures"]
+        pages[order] = view["page"]
+    return {"figures": figures, "pages": pages}
 
 
 def _curves(run: WatchedRun, axis: Any) -> str:

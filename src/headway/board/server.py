@@ -7,6 +7,7 @@ out. It only reads.
     /api/metrics?run=..                names of metrics
     /api/details?run=ID                settings, events, checkpoints, reports
     /api/log?run=ID                    end of the log
+    /api/rollouts?run=ID&order=..      distributions of sampled answers, and a page of them
     /api/file?run=ID&path=..           a picture of a report
 
 Every answer carries a content security policy that allows the page's own files and nothing else.

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from headway.board.curves import RunCurves
 from headway.board.index import build_index
 from headway.board.preview import last_record
+from headway.board.rollouts import RolloutFollower
 from headway.board.runs import RunStatus, StatusReader, file_mark, find_runs, run_id
 from headway.runtime.process import worker_pool
 from headway.train.run_folder import METRICS
@@ -145,6 +146,7 @@ class WatchedRun:
     source: Source
     curves: RunCurves
     reader: StatusReader
+    rollouts: RolloutFollower
     status: RunStatus = field(default_factory=RunStatus)
     newest: dict[str, Any] = field(default_factory=dict)
     version: int = 0
@@ -299,6 +301,7 @@ class Board:
                     source,
                     curves,
                     StatusReader(folder, is_here=source.is_here),
+                    RolloutFollower(folder),
                 )
                 self._mark_changed(self.runs[new_id])
 

@@ -107,9 +107,9 @@ def require_metric(valid: Mapping[str, Any], metric: str) -> None:
 
 
 def _values(valid: Mapping[str, Any], metric: str) -> Iterator[Any]:
-    """NUMBER in every set that may have it, or that of one set where the metric is SET/NUMBER.
+    """The metric of every validation set; of one set alone where it is written SET/METRIC.
 
-    A number's own name may hold a slash.
+    The name of a metric may have a slash of its own (rewards/margins), so it is looked for first.
     """
     if any(metric in numbers for numbers in valid.values()):
         yield from (numbers.get(metric) for numbers in valid.values())

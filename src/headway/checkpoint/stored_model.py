@@ -16,10 +16,13 @@ An adapter is merged: `weights` are plain. Nothing is read before it is asked fo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folders
 from headway.checkpoint.manifest import MANIFEST
@@ -41,6 +44,13 @@ from headway.model.loading.huggingface import (
     read_end_ids,
     read_weights,
 )
+from headway.model.loading.native_vision import (
+    check_tower,
+    read_vision,
+    reads_pictures,
+    tower_values,
+    without_tower,
+)
 from headway.model.loading.other_parts import OtherParts, kept_parts
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
@@ -59,6 +69,8 @@ if TYPE_CHECKING:
     from headway.model.families.transformers import Wrapping
     from headway.model.head_masks.choice import MaskSource
     from headway.tokenizer.load import Tokenizer
+
+log = logging.getLogger("headway")
 
 FINAL = "final"
 MEDIA_WEIGHTS = tuple(MEDIA_FILES.values())
@@ -106,6 +118,45 @@ class StoredModel:
             config = config.with_(score_head=True)
         adapter = stored_adapter(folder, config, str(self.path), self.weights)
         return replace(self, config=config, weights=lambda: adapter.merged(config), adapter=adapter)
+
+    def with_vision(self) -> StoredModel:
+        """This model with its vision tower; a ConfigError where it has none that headway reads."""
+        if self.config.vision is not None:
+            return self
+        vision = read_vision(self.parts, str(self.path))
+        try:
+            config = self.config.with_(vision=vision)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{self.path}: {reason}.") from None
+        parts = self.parts
+        assert parts is not None, "read_vision refuses a model without parts"
+        # Names and shapes now: a wrong tower is refused before any work.
+        place = str(self.path)
+        check_tower(parts, config, place)
+        log.info("%s: pictures enter through its own vision tower", place)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from check_finite(tower_values(parts, config), place)
+            yield from self.weights()
+
+        return replace(self, config=config, weights=weights)
+
+    def with_pictures(self) -> StoredModel:
+        """This model with its vision tower, where it has one that headway reads."""
+        if reads_pictures(self.parts):
+            return self.with_vision()
+        return self
+
+    def without_tower(self) -> StoredModel:
+        """This model as one of text alone."""
+        if self.config.vision is None:
+            return self
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            return without_tower(self.weights(), {})
+
+        return replace(self, config=self.config.with_(vision=None), weights=weights)
 
     def check_head(self, *, scores: bool = False) -> None:
         """Refuse a reward model where a language model is needed, or with `scores` the other way
@@ -269,6 +320,8 @@ def _adapter(folder: Path) -> StoredModel:
         raise ConfigError(
             f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter."
         ) from None
+    # The adapter may be of the tower too.
+    model = model.with_pictures()
     return replace(model.with_adapter(folder), path=folder)
 
 

@@ -164,8 +164,8 @@ def _inline(schema: dict[str, Any]) -> dict[str, Any]:
         target = str(mapping.get("$ref", "")).removeprefix("#/$defs/")
         if target in definitions:
             # Keys beside the reference, such as a default, win over those of the definition.
-            beside = {key: value for key, value in mapping.items() if key != "$ref"}
-            mapping = {**definitions[target], **beside}
+            siblings = {key: value for key, value in mapping.items() if key != "$ref"}
+            mapping = {**definitions[target], **siblings}
         return {key: walk(value) for key, value in mapping.items()}
 
     return cast(dict[str, Any], walk(schema))

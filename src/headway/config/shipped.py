@@ -33,6 +33,8 @@ def find_recipe(name: Path | str, say: Callable[[str], object] = str) -> Path:
     `say` receives a line if a file in the working directory hides a shipped recipe.
     """
     path = Path(name)
+    # None: there is nothing of this name.
+    is_folder: bool | None
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

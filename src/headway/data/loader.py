@@ -30,6 +30,7 @@ from headway.store.source import TokenSource
 
 if TYPE_CHECKING:
     from headway.data.media import MediaFeatures
+    from headway.data.pictures import PictureFeatures
     from headway.data.teacher import CachedTeacher
 
 __all__ = ["DataAmount", "Loader", "LoaderState"]
@@ -89,7 +90,7 @@ class Loader:
         rampup: Rampup | None = None,
         max_rows: int | None = None,
         sum_over_ranks: SumOverRanks = list,
-        media: MediaFeatures | None = None,
+        media: MediaFeatures | PictureFeatures | None = None,
         teacher: CachedTeacher | None = None,
     ) -> None:
         self._config = config
@@ -103,11 +104,7 @@ class Loader:
         token_sources = [stream.source for stream in self._streams]
         media_columns = None
         if media is not None:
-            from headway.data.media import MediaColumns
-
-            media_columns = MediaColumns(
-                media, token_sources, config.seq_len, config.documents_per_row
-            )
+            media_columns = media.columns(token_sources, config.seq_len, config.documents_per_row)
         teacher_columns = None
         if teacher is not None:
             from headway.data.teacher import TeacherColumns

@@ -62,6 +62,12 @@ class MediaFeatures:
     key: str = ""
     """Changes with the content of any table; checkpoints hold it."""
 
+    def columns(
+        self, sources: Sequence[TokenSource], seq_len: int, documents_per_row: int
+    ) -> MediaColumns:
+        """What makes the columns of microbatches of some sources."""
+        return MediaColumns(self, sources, seq_len, documents_per_row)
+
 
 @dataclass(frozen=True)
 class IndexedItems:

@@ -32,6 +32,7 @@ from headway.store.source import DocumentRange, SourceView, TokenSource
 
 if TYPE_CHECKING:
     from headway.data.media import MediaFeatures
+    from headway.data.pictures import PictureFeatures
     from headway.data.teacher import CachedTeacher
 
 VALID_NAME = "valid"
@@ -78,7 +79,7 @@ class OpenData:
     train: tuple[MixtureSource, ...]
     valid: dict[str, tuple[MixtureSource, ...]]
     checksums: Checksums = field(default_factory=Checksums)
-    media: MediaFeatures | None = None
+    media: MediaFeatures | PictureFeatures | None = None
     """The features of pictures and sounds in the sources; None: text alone."""
     teacher: CachedTeacher | None = None
     """What a teacher expects at every position of the sources; None: nothing is stored of one."""
@@ -137,7 +138,7 @@ def open_data(
     vocab_size: int,
     seed: int,
     reader: SourceReader | None = None,
-    media: MediaFeatures | None = None,
+    media: MediaFeatures | PictureFeatures | None = None,
 ) -> OpenData:
     """Open every source of a recipe from its store in `stores` (None: every path of the recipe is a
     store).
@@ -205,7 +206,9 @@ def with_valid(
     return OpenData(train, {VALID_NAME: held_out}, checksums)
 
 
-def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) -> None:
+def _check_media(
+    sources: Sequence[TokenSource], media: MediaFeatures | PictureFeatures | None
+) -> None:
     """Refuse placeholders of pictures and sounds for a model that would read them as text, and
     media inputs that nothing would train."""
     with_media = [source for source in sources if has_media(source)]

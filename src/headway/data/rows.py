@@ -23,6 +23,7 @@ from headway.store.source import Flags, Ids, Longs, TokenSource
 
 if TYPE_CHECKING:
     from headway.data.media import MediaColumns
+    from headway.data.pictures import PictureColumns
     from headway.data.teacher import TeacherColumns
 
 MIN_LENGTH_BOUND = 128
@@ -39,7 +40,7 @@ class RowLayout:
     """Padding counted."""
     one_document: bool
     """Attention and positions span the whole row, not each document."""
-    media: MediaColumns | None = None
+    media: MediaColumns | PictureColumns | None = None
     """The pictures and sounds of rows; None: the model takes text alone."""
     teacher: TeacherColumns | None = None
     """What a teacher expects at every position; None: nothing is stored of one."""

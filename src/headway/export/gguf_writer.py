@@ -90,7 +90,8 @@ def export_gguf(
 
     need("gguf", "headway export gguf")
     _check_target(out)
-    source = find_model_of_family(model, family)
+    # A file of llama.cpp holds the language model; towers have files of their own there.
+    source = find_model_of_family(model, family).without_tower()
     source.check_head()
     config, architecture = gguf_target(source.config)
     if source.tokenizer_folder is None:

@@ -37,6 +37,7 @@ from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
+from headway.model.loading.native_vision import trained_parts, without_tower
 from headway.model.loading.other_parts import OtherParts, text_config
 from headway.model.media_files import without_media, write_media_files
 from headway.runtime.digests import write_digests
@@ -95,7 +96,12 @@ def export_huggingface(
     """
     gates = config.head_gates
     media = config.media
-    config = config.with_(head_gates=None, media=None)
+    if config.vision is not None and parts is None:
+        raise ConfigError(
+            "the model has a vision tower, and the folder that it began with is not known. Export "
+            "a checkpoint in its run folder, which keeps what the folder had."
+        )
+    config = config.with_(head_gates=None, media=None, vision=None)
     # `target` is the same model in the family that it is exported under, which may be another one:
     # names, shapes and additional biases are those of the target.
     if remote_code:
@@ -112,6 +118,7 @@ def export_huggingface(
     # Filled while the weights stream by, so complete once the shards are written.
     gate_values: list[torch.Tensor] = []
     media_weights: dict[str, torch.Tensor] = {}
+    tower: dict[str, torch.Tensor] = {}
 
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         ids = _write_tokenizer(tokenizer, folder, config, end_ids)
@@ -130,8 +137,9 @@ def export_huggingface(
             _write_json(folder / "generation_config.json", _generation_config(ids, end_ids))
 
         plain = without_media(_split_off_gates(weights, gate_values), media_weights)
+        plain = without_tower(plain, tower)
         completed = _with_zero_biases(config, target, plain)
-        _write_shards(target, completed, folder, dtype, max_shard_bytes, parts)
+        _write_shards(target, completed, folder, dtype, max_shard_bytes, parts, tower)
         if parts is not None:
             parts.copy_files(folder)
         if gates is not None:
@@ -270,9 +278,11 @@ def _write_shards(
     dtype: Dtype,
     limit: int,
     parts: OtherParts | None = None,
+    tower: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write every tensor as it comes. Its file and its place there follow from the shapes, which
-    are known before any weight is. The other parts of a whole model are one more file, unchanged.
+    are known before any weight is. The other parts of a whole model are one more file, unchanged
+    but for what of a `tower` has trained; it is complete once all weights have come.
     """
     whole_names: Mapping[str, str] = {}
     num_files = 0
@@ -309,7 +319,7 @@ def _write_shards(
         total = sum(WIDTHS[dtype] * prod(shape) for shapes in files for shape in shapes.values())
         index = {name: writer.path.name for name, writer in writer_of.items()}
         if parts is not None:
-            others = parts.values()
+            others = trained_parts(parts, tower or {})
             save_weights(others, folder / names[-1], MARK)
             _sync(folder / names[-1])
             total += sum(value.nbytes for value in others.values())

@@ -126,21 +126,26 @@ class Rendezvous:
 
         timeout = timedelta(seconds=STORE_SECONDS)
         if self._listening is None:
-            # None: the store need not know how many clients come. False: this is a client.
+            # The store need not know how many clients come, so it gets no world size.
             self.store = TCPStore(
-                self.host, self.port, None, False, timeout, wait_for_workers=False
+                self.host,
+                self.port,
+                world_size=None,
+                is_master=False,
+                timeout=timeout,
+                wait_for_workers=False,
             )
             return
 
         descriptor = self._listening.detach()  # the store closes it
         self._listening = None
-        # True: this is the server, on the socket that is bound already.
+        # On the socket that is bound already: the port was never free for another program.
         self.store = TCPStore(
             self.host,
             self.port,
-            None,
-            True,
-            timeout,
+            world_size=None,
+            is_master=True,
+            timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )

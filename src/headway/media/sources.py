@@ -140,13 +140,15 @@ def _folder(folder: Path) -> Iterator[Record]:
 
 def _text_of(file: Path, inner: Path) -> dict[str, str]:
     """The caption of a file in a folder, if it has one."""
-    beside = file.with_suffix(".txt")
-    if beside.is_file():
-        with RawFile.at(beside).open() as stream:
+    caption_file = file.with_suffix(".txt")
+    if caption_file.is_file():
+        with RawFile.at(caption_file).open() as stream:
             content = stream.read(TEXT_BYTES + 1)
         if len(content) > TEXT_BYTES:
-            raise DataError(f"{beside}: a caption has at most {TEXT_BYTES} bytes. Shorten it.")
-        return {"text": decode(content, str(beside), 1).strip()}
+            raise DataError(
+                f"{caption_file}: a caption has at most {TEXT_BYTES} bytes. Shorten it."
+            )
+        return {"text": decode(content, str(caption_file), 1).strip()}
     # A folder per class, as torchvision's ImageFolder reads it.
     if len(inner.parts) > 1:
         return {"text": inner.parts[0].replace("_", " ").replace("-", " ")}

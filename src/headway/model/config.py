@@ -15,6 +15,7 @@ from headway.model.experts_config import ExpertsConfig
 from headway.model.media_shape import MediaShape
 from headway.model.presets import EMBED_SCALE_BY_WIDTH, FORMS, PRESETS
 from headway.model.rope_config import RopeScaling
+from headway.model.vision_shape import VisionShape
 
 DEFAULT_HIDDEN_SIZE = 256
 MAX_ELEMENTS = 1 << 40
@@ -262,6 +263,10 @@ class ModelConfig(Section):
     media: MediaShape | None = setting(
         None, "Media inputs of the model, written by the run: set `multimodal` instead."
     )
+    vision: VisionShape | None = setting(
+        None,
+        "The vision tower of the model, written by the run: set `multimodal.native` instead.",
+    )
     aligner: AlignerConfig | None = setting(
         None,
         "Align encoders of text, image and audio instead of training a language model; objective "
@@ -303,6 +308,16 @@ class ModelConfig(Section):
         if media is not None and (problem := media.problem()):
             raise ValueError(problem)
         return media
+
+    @field_validator("vision", mode="before")
+    @classmethod
+    def _vision_from_values(cls, vision: Any) -> Any:
+        if not isinstance(vision, dict):
+            return vision
+        try:
+            return VisionShape.parse(vision)
+        except (TypeError, KeyError) as problem:
+            raise ValueError(f"does not describe a vision tower: {problem}") from None
 
     @field_validator("no_rope_layers", "window_layers", mode="before")
     @classmethod
@@ -528,6 +543,20 @@ class ModelConfig(Section):
             raise ValueError(
                 "has head_gates or media with family transformers, which has neither. Remove them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _tower_fits(self) -> "ModelConfig":
+        if self.vision is None:
+            return self
+        for key in ("media", "head_gates", "latent_attention", "rope_local_theta", "hf_config"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"has vision and {key}; a model has one of them. Remove one")
+        if self.rope_scaling is not None and self.rope_scaling.query_growth:
+            raise ValueError("has vision and rope_scaling.query_growth, which needs one position")
+        problem = self.vision.problem(self.rotary_size // 2, self.hidden_size, self.vocab_size)
+        if problem is not None:
+            raise ValueError(f"vision: {problem}")
         return self
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ from headway.model.config import ModelConfig
 from headway.model.layout import HEAD, ParamSpec, Specs, active_share, in_groups, param_specs
 
 LORA_A, LORA_B, _ = PARTS
-OUTSIDE = in_groups("objective", "projector", "aligner")
+OUTSIDE = in_groups("objective", "projector", "aligner", "tower")
 """What is no part of the language model."""
 CORE = 4
 """Where in its block the attention core is, among SLOTS."""

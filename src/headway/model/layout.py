@@ -56,6 +56,7 @@ Group = Literal[
     "adapter",
     "projector",
     "aligner",
+    "tower",
     "gates",
     "score",
     "router_bias",
@@ -68,6 +69,7 @@ Group = Literal[
     expert        stacked over experts along dim 0
     router_bias   by which a router balances experts without a loss
     fixed         numbers that a class of transformers stores with its weights and never trains
+    tower         the vision tower of a published model; it trains where a recipe names it
     aligner       a head that aligns media with text, trained by the contrastive task
 """
 
@@ -224,6 +226,11 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
         )
     if config.media is not None:
         specs += media_specs(config.media, config.hidden_size)
+    if config.vision is not None:
+        # Needs torch: the class of transformers says what it has.
+        from headway.model.vision import tower_specs
+
+        specs += tower_specs(config.vision)
 
     table = (config.vocab, config.hidden_size)
     tied = HEAD if config.ties_head else None

@@ -59,6 +59,10 @@ class MediaTensors:
             {name: batch.extra[f"media.{name}.present"] for name in names},
         )
 
+    def rotary(self, position: Tensor) -> Tensor:
+        """The positions by which tokens are rotated: their own."""
+        return position
+
     def at(self, begin: int, end: int) -> MediaTensors:
         """The same media for some of the positions."""
         return MediaTensors(self.slot[:, begin:end], self.features, self.present)

@@ -40,6 +40,12 @@ class Rotation:
             unscaled = config.with_(rope_theta=config.rope_local_theta, rope_scaling=None)
             self.local = inverse_frequencies(unscaled)
 
+        self.stream: Tensor | None = None
+        """[R/2]: by which of three positions each plane turns; None: tokens have one position."""
+        if config.vision is not None:
+            sections = torch.tensor(config.vision.sections, device="cpu")
+            self.stream = torch.arange(3, device="cpu").repeat_interleave(sections)
+
         self.query_growth = 0.0 if scaling is None else scaling.query_growth
         self.original = 0 if scaling is None else scaling.original_max_seq_len
         self.scale = attention_factor(scaling)
@@ -51,10 +57,18 @@ class Rotation:
         With local frequencies [2, B, T, R/2], those second. With queries that grow the same shape:
         those of keys, and of queries.
 
+        With positions [B, T, 3] of time, row and column (M-RoPE, Wang 2024) each plane turns by one
+        of the three.
+
         `capacity`: of the KV cache that the rotated keys go into.
         """
         # Angles in fp32: a far position in bf16 would be rounded to one of its neighbours.
-        angle = position[..., None].float() * self._frequencies(position, capacity)
+        if position.dim() == 3:
+            assert self.stream is not None, "three positions need sections of planes"
+            of_planes = position[..., self._moved("stream", self.stream, position.device)]
+            angle = of_planes.float() * self._frequencies(position[..., 0], capacity)
+        else:
+            angle = position[..., None].float() * self._frequencies(position, capacity)
         cos = angle.cos() * self.scale
         sin = angle.sin() * self.scale
         if self.query_growth:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
+    from headway.model.vision import PictureTensors
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,12 @@ class Transformer(Model):
             self.aligner = build_aligner(config.media)
             self.projector = MediaEmbedder(config.media, config.hidden_size)
 
+        self.visual = None
+        if config.vision is not None:
+            from headway.model.vision import build_tower
+
+            self.visual = build_tower(config.vision)
+
         self.model = Trunk(config)
 
         self.lm_head = None
@@ -345,7 +352,7 @@ class Transformer(Model):
         Without one each is 0 or 1 (`HeadGates.draw`).
         """
         mask, draw = self._mask(batch, seed)
-        media = MediaTensors.of(batch, self.config.media)
+        media = self._media(batch)
         counted = None
         if self.config.experts is not None:
             counted = counted_tokens(batch)
@@ -372,7 +379,7 @@ class Transformer(Model):
 
         x = stream
         if x is None:
-            media = MediaTensors.of(batch, self.config.media)
+            media = self._media(batch)
             x = self.embed(batch.tokens, media, position=batch.position)
 
         cos, sin = self.rotation(batch.position)
@@ -382,6 +389,14 @@ class Transformer(Model):
         if layers.stop < self.config.num_layers:
             return x
         return self._output(self.model.norm(x), draw)
+
+    def _media(self, batch: Batch) -> MediaTensors | PictureTensors | None:
+        """The pictures and sounds of a batch."""
+        if self.config.vision is not None:
+            from headway.model.vision import PictureTensors
+
+            return PictureTensors.of(batch)
+        return MediaTensors.of(batch, self.config.media)
 
     def _mask(self, batch: Batch, seed: int | None) -> tuple[AttentionMask, GateDraw | None]:
         """The mask of a pass, which carries the gates of its heads, and these gates for the
@@ -513,7 +528,11 @@ class Transformer(Model):
         return torch.tanh(logits / cap) * cap
 
     def embed(
-        self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None
+        self,
+        tokens: Tensor,
+        media: MediaTensors | PictureTensors | None = None,
+        *,
+        position: Tensor | None = None,
     ) -> Tensor:
         """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
         x = self.model.embed_tokens(tokens)
@@ -535,7 +554,11 @@ class Transformer(Model):
             # Rows of a decoding batch that take no part stand at -1.
             x = x + self.model.embed_positions(positions.clamp(min=0).long())
 
-        if media is None or self.projector is None:
+        if self.visual is not None and self.config.vision is not None:
+            if media is None or isinstance(media, MediaTensors):
+                return x
+            return media.into(x, self.visual, self.config.vision)
+        if self.projector is None or not isinstance(media, MediaTensors):
             return x
         return self.projector(x, media, self.aligner)
 
@@ -544,7 +567,7 @@ class Transformer(Model):
         tokens: Tensor,
         position: Tensor,
         mask: AttentionMask,
-        media: MediaTensors | None = None,
+        media: MediaTensors | PictureTensors | None = None,
         counted: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
@@ -553,7 +576,7 @@ class Transformer(Model):
         With `counted` tokens [B,T], also what the routers of all mixtures did with them:
         [layers,B,...]. `routes` [B,T,layers,k]: experts that are taken instead of choosing."""
         x = self.embed(tokens, media, position=position)
-        cos, sin = self.rotation(position)
+        cos, sin = self.rotation(position if media is None else media.rotary(position))
 
         routings: list[Routing] = []
         for block in self.blocks().values():
@@ -609,7 +632,10 @@ class Transformer(Model):
             block.self_attn.mean_over_ranks = split.mean
 
     def hidden_states(
-        self, tokens: Tensor, position: Tensor, media: MediaTensors | None = None
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        media: MediaTensors | PictureTensors | None = None,
     ) -> Tensor:
         """Under a causal mask."""
         rows, length = tokens.shape
@@ -631,10 +657,11 @@ class Transformer(Model):
             tokens: Tensor,
             position: Tensor,
             cache: AttentionCache,
-            media: MediaTensors | None = None,
+            media: MediaTensors | PictureTensors | None = None,
         ) -> Tensor:
             x = self.embed(tokens, media, position=position)
-            cos, sin = self.rotation(position, cache.capacity)
+            rotary = position if media is None else media.rotary(position)
+            cos, sin = self.rotation(rotary, cache.capacity)
             routes: list[Tensor] = []
             for layer, block_halves in enumerate(halves):
                 pre_attention, post_attention, expand = block_halves.of(tokens)

@@ -51,6 +51,7 @@ GROUPS: dict[str, Group] = {
     "objective": "objective",
     "adapter": "adapter",
     "projector": "projector",
+    "tower": "tower",
     "score": "score",
     "embeddings": "embedding",
     "norms": "norm",
@@ -160,7 +161,8 @@ def count(patterns: Sequence[str], specs: Specs) -> list[Count]:
 
 
 def trainable(specs: Specs, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that train: all but the frozen ones, or only those of `train`.
+    """The names that train: all but the frozen ones, or only those of `train`. A vision tower
+    trains where `train` names it.
 
     With adapters: adapters, gates, the objective, the projector of media, the head of a reward
     model, `train`. What comes from phase 1 (aligner.*) never trains, nor does a router's balancing
@@ -204,7 +206,7 @@ def trainable(specs: Specs, freeze: Sequence[str], train: Sequence[str]) -> set[
     elif train:
         names = select(train, plain, "train")
     else:
-        names = set(plain) - select(freeze, plain, "freeze")
+        names = set(plain) - select(freeze, plain, "freeze") - matching("tower", plain)
     # The bias of a router is moved by `Model.balance` after an update, not by a gradient.
     untrained = {"aligner", "router_bias", "fixed"}
     names = {name for name in names if plain[name].groups.isdisjoint(untrained)}

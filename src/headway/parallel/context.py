@@ -103,9 +103,11 @@ def share_rows(model: Model, ranks: RankGroups, heads: slice, attention: str = "
     from headway.parallel.ring import RingCore
 
     ring_group, heads_group = split_context(ranks, ring)
-    wide = {spec.name for spec in model.param_specs() if spec.keeps_float32}
+    float32_names = {spec.name for spec in model.param_specs() if spec.keeps_float32}
     gates_train = any(
-        parameter.requires_grad for name, parameter in model.named_parameters() if name in wide
+        parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if name in float32_names
     )
 
     def split_core(core: AttentionCore) -> ContextCore:

@@ -450,8 +450,12 @@ def shard_model(model: Model, spec: EngineSpec) -> None:
         cast_forward_inputs=False,
     )
     mesh = _device_mesh(spec.ranks, spec.device.type)
-    wide = {param_spec.name for param_spec in model.param_specs() if param_spec.keeps_float32}
-    whole = {parameter for name, parameter in model.named_parameters() if name in wide} or None
+    float32_names = {
+        param_spec.name for param_spec in model.param_specs() if param_spec.keeps_float32
+    }
+    whole = {
+        parameter for name, parameter in model.named_parameters() if name in float32_names
+    } or None
     reshard = spec.parallel.fsdp.reshard_after_forward
 
     # From the inside to the outside: a call takes what no earlier call has taken.

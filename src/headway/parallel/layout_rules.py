@@ -106,6 +106,18 @@ def _wrapped(case: LayoutCase) -> Iterator[str]:
             )
 
 
+def _vision(case: LayoutCase) -> Iterator[str]:
+    """Pictures of a row are read where the row is: ranks that share a row would need them cut."""
+    if case.model.vision is None:
+        return
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(case.parallel, axis) > 1:
+            yield (
+                f"parallel.{axis} is {getattr(case.parallel, axis)} and multimodal.native is "
+                f"given, whose tower has no {axis} axis. Use {axis} 1, and strategy zero1 or fsdp."
+            )
+
+
 def _experts(case: LayoutCase) -> Iterator[str]:
     experts = case.model.experts
     expert = case.parallel.expert
@@ -259,6 +271,7 @@ def _packed(case: LayoutCase) -> Iterator[str]:
 
 RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (
     _wrapped,
+    _vision,
     _experts,
     _pipeline,
     _tensor,

@@ -247,8 +247,8 @@ def _fsdp(
     microbatches = job.accumulate
     gather_again = gather if job.reshard else 0.0
 
-    # The last backward has both on the link; what the gathers leave of it hides the gradients'
-    # exchange.
+    # In the last backward gathers and the reduction of gradients share the link. So the reduction
+    # hides behind the time that the gathers leave.
     gathers_exposed = microbatches * (exposed(gather, forward) + exposed(gather_again, backward))
     reduce_exposed = exposed(reduce, max(0.0, backward - gather_again))
 
@@ -352,7 +352,8 @@ def expert_traffic(job: PlanJob, mixtures: int) -> AxisTraffic:
         # An all-to-all is no ring: each rank sends through its own adapter.
         rate = min(rate, job.gpu.network * NETWORK)
 
-    # Counts are exchanged first, and the host reads them: it must know how much will arrive.
+    # Before tokens go to their experts their counts are exchanged, and the host reads them: it must
+    # know how much will arrive. Once in forward, and once more where forward runs a second time.
     hop = ring.hop_seconds
     exchange_seconds = exchanges * (size * share / rate + hop)
     count_seconds = (1 + 2 * recomputed) * (2 * hop + LAUNCH)

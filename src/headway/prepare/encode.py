@@ -126,6 +126,7 @@ class TextEncoder:
             len(item.text) if item.text.isascii() else len(item.text.encode()) for item in items
         )
         counts = {"bytes": size, "empty": empty}
+        # With an empty array: a chunk may have no text, and numpy joins at least one array.
         flat = np.concatenate([_as_ids(None), *parts])
         return Encoded(flat, np.array(lengths, np.int64), None, counts, open_tokens)
 
@@ -148,7 +149,8 @@ class Split:
 
     def includes(self, record: Record, number: int) -> bool:
         """Whether record `number` of its file belongs to this side."""
-        return (record_hash(self.seed, record, number) <= self.threshold) == (self.side == "valid")
+        validates = record_hash(self.seed, record, number) <= self.threshold
+        return validates == (self.side == "valid")
 
     @staticmethod
     def sides(files: Sequence[Path], fraction: float, seed: int) -> list[Split]:

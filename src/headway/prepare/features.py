@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -81,6 +81,18 @@ class RowMaker(Protocol):
     def rows(self, inputs: Array) -> Array:
         """The rows of decoded items [n, ...]."""
         ...
+
+
+@dataclass(frozen=True)
+class DividedMaker:
+    """Makes tables of items that are divided into several rows each, as many as an item needs."""
+
+    modality: str
+    identity: str
+    row_shape: tuple[int, ...]
+    row_dtype: str
+    divided: Callable[[Item], Array]
+    """An item -> its rows [n, *row_shape]; a DataError if it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ def read_samples(
 def prepare_samples(
     name: str,
     samples: Iterable[Sample],
-    makers: Sequence[RowMaker],
+    makers: Sequence[RowMaker | DividedMaker],
     cache_dir: Path,
     *,
     skip_bad: bool = False,
@@ -234,7 +246,7 @@ def prepare_samples(
 def _known_samples(
     name: str,
     known: Mapping[str, Any] | None,
-    makers: Sequence[RowMaker],
+    makers: Sequence[RowMaker | DividedMaker],
     root: Path,
     checksums: Checksums,
 ) -> SampleSet | None:
@@ -264,7 +276,7 @@ def _folders_of(samples: Iterable[Sample]) -> dict[str, int | None]:
 
 
 def _hashes(
-    listed: Sequence[Sample], makers: Sequence[RowMaker], root: Path, skip_bad: bool
+    listed: Sequence[Sample], makers: Sequence[RowMaker | DividedMaker], root: Path, skip_bad: bool
 ) -> tuple[dict[str, list[str | None]], list[BadItem]]:
     """The content hash of every item, by modality; None where there is none. Files are read once:
     hashes are kept by size and time."""
@@ -331,7 +343,7 @@ def _refuse(sample: Sample, problem: HeadwayError, skip_bad: bool) -> BadItem:
 
 
 def _table(
-    maker: RowMaker,
+    maker: RowMaker | DividedMaker,
     wanted: Mapping[str, Sample],
     root: Path,
     checksums: Checksums,
@@ -347,18 +359,23 @@ def _table(
 
     def fill(writer: MediaTableWriter) -> None:
         others = [path for path in sorted(home.iterdir()) if path != folder and is_table(path)]
-        _copy_known(writer, wanted, others, checksums)
+        if not isinstance(maker, DividedMaker):
+            _copy_known(writer, wanted, others, checksums)
         missing = [key for key in wanted if key not in writer.known]
         with progress(f"encode {maker.modality}", total=len(missing), unit="items") as advance:
             for start in range(0, len(missing), BATCH_ITEMS):
                 batch = missing[start : start + BATCH_ITEMS]
                 inputs: dict[str, Array] = {}
                 for key in batch:
+                    item = wanted[key].items[maker.modality]
                     try:
-                        inputs[key] = maker.read(wanted[key].items[maker.modality])
+                        if isinstance(maker, DividedMaker):
+                            writer.add_divided(key, maker.divided(item))
+                        else:
+                            inputs[key] = maker.read(item)
                     except DataError as problem:
                         bad.append(_refuse(wanted[key], problem, skip_bad))
-                if inputs:
+                if inputs and not isinstance(maker, DividedMaker):
                     writer.add(list(inputs), maker.rows(np.stack(list(inputs.values()))))
                 advance(len(batch))
 

@@ -362,7 +362,8 @@ def _append_part(folder: Path, masked: bool, writer: StoreWriter) -> None:
                 last = max(last, document + 1)
                 stop = int(ends[last - 1])
 
-            # Without what was added of the first document before.
+            # What documents that end in this block add to it. Of the first one an earlier block may
+            # have a part already; of the one that is still open nothing is counted here.
             block_lengths = np.diff(np.concatenate([[begin], ends[document:last]]))
             ids = np.frombuffer(_exactly(id_file, 4 * (stop - begin), folder), "<u4")
             mask = None

@@ -26,6 +26,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from headway.errors import DataError
+from headway.media.items import MediaRef
+from headway.media.patches import Grid, PictureSpec, grid_of
 from headway.store.media_items import MediaItem
 from headway.store.source import Flags, Ids
 from headway.tokenizer.chat import (
@@ -55,6 +57,53 @@ class MediaPositions:
     """Tokens of one item, by modality."""
     missing: bool
     """Every conversation has positions for each modality; absent items stand there."""
+
+    @property
+    def after_marks(self) -> str:
+        """What stands between marks that are put before a question, and its text."""
+        return "\n"
+
+    def grid(self, ref: MediaRef) -> Grid | None:
+        """Rows and columns of positions of an item whose number follows from its size."""
+        return None
+
+    def count(self, modality: str, grid: Grid | None) -> int:
+        """Positions of an item."""
+        return self.tokens[modality]
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """Ids before and behind the positions of an item."""
+        return [], []
+
+
+@dataclass(frozen=True)
+class NativePositions(MediaPositions):
+    """How pictures stand in documents of a model with its own vision tower: one position for each
+    cell (media/patches.py), between two tokens of the model."""
+
+    picture: PictureSpec
+    begin_id: int
+    pad_id: int
+    end_id: int
+
+    @property
+    def after_marks(self) -> str:
+        # As in the chat templates of these models.
+        return ""
+
+    def grid(self, ref: MediaRef) -> Grid | None:
+        # `place_media` refuses other modalities.
+        if ref.modality not in self.tokens:
+            return None
+        return grid_of(ref, self.picture)
+
+    def count(self, modality: str, grid: Grid | None) -> int:
+        assert grid is not None, "pictures come with their sizes"
+        rows, columns = grid
+        return rows * columns
+
+    def around(self) -> tuple[list[int], list[int]]:
+        return [self.begin_id], [self.end_id]
 
 
 class PlacedMedia(NamedTuple, Generic[T]):
@@ -108,7 +157,7 @@ def place_media(
         if positions.missing and not available:
             items.append((name, None))
 
-    placed = _with_marks_first(turns, [name for name, _ in items])
+    placed = _with_marks_first(turns, [name for name, _ in items], positions.after_marks)
 
     # Then the marked items, in the order of the marks in the text.
     marked = {name: iter(available[: marks[name]]) for name, available in waiting.items()}
@@ -117,7 +166,7 @@ def place_media(
     return PlacedMedia(tuple(placed), tuple(items))
 
 
-def _with_marks_first(turns: Sequence[Turn], names: Sequence[str]) -> list[Turn]:
+def _with_marks_first(turns: Sequence[Turn], names: Sequence[str], between: str) -> list[Turn]:
     """The turns with a mark for each of `names` (modalities) before the first question."""
     if not names:
         return list(turns)
@@ -129,7 +178,7 @@ def _with_marks_first(turns: Sequence[Turn], names: Sequence[str]) -> list[Turn]
     marks = "".join(f"<{name}>" for name in names)
     return [
         *turns[:question],
-        replace(turns[question], content=f"{marks}\n{turns[question].content}"),
+        replace(turns[question], content=f"{marks}{between}{turns[question].content}"),
         *turns[question + 1 :],
     ]
 
@@ -198,6 +247,8 @@ class MediaEncoder:
     positions: MediaPositions
     max_length: int | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    """By content hash: rows and columns of positions of items of any size."""
 
     def fill_id(self, modality: str) -> int:
         """The token that stands where an item does.
@@ -205,9 +256,18 @@ class MediaEncoder:
         Any id will do, because its embedding is replaced by features. A token `<image>` of the
         tokenizer is preferred.
         """
+        if isinstance(self.positions, NativePositions):
+            return self.positions.pad_id
         tokenizer = self.tokenizer
         candidates = (tokenizer.token_to_id(f"<{modality}>"), tokenizer.pad_id, tokenizer.eos_id, 0)
         return next(token_id for token_id in candidates if token_id is not None)
+
+    def _count(self, modality: str, content_hash: str | None) -> int:
+        """Positions of an item."""
+        grid = None
+        if content_hash is not None:
+            grid = self.grids.get(content_hash)
+        return self.positions.count(modality, grid)
 
     def document(
         self, pieces: Sequence[Rendered], items: Sequence[tuple[str, str | None]]
@@ -244,12 +304,14 @@ class MediaEncoder:
         masks = [pieces[0].mask]
         media_items = list[MediaItem]()
         length = len(pieces[0].ids)
+        before, behind = self.positions.around()
         for (modality, content_hash), piece in zip(items, pieces[1:], strict=True):
-            count = self.positions.tokens[modality]
-            media_items.append(MediaItem(length, modality, content_hash))
-            ids += [np.full(count, self.fill_id(modality)), piece.ids]
-            masks += [np.zeros(count, np.bool_), piece.mask]
-            length += count + len(piece.ids)
+            count = self._count(modality, content_hash)
+            media_items.append(MediaItem(length + len(before), modality, content_hash))
+            item_ids = [*before, *[self.fill_id(modality)] * count, *behind]
+            ids += [np.array(item_ids, np.int64), piece.ids]
+            masks += [np.zeros(len(item_ids), np.bool_), piece.mask]
+            length += len(item_ids) + len(piece.ids)
 
         return MediaDocument(np.concatenate(ids), np.concatenate(masks), tuple(media_items))
 
@@ -286,7 +348,8 @@ class MediaEncoder:
         removable = ~np.isin(ids, special)
         removable[answer_start:] = False
         for item in items:
-            removable[item.offset : item.offset + self.positions.tokens[item.modality]] = False
+            end = item.offset + self._count(item.modality, item.content_hash)
+            removable[item.offset : end] = False
 
         # The longest text first: an instruction that was pasted in is cut before a short question.
         while (excess := int(keep.sum()) - limit) > 0:
@@ -319,7 +382,7 @@ class MediaEncoder:
             cut_items = [
                 item.offset
                 for item in kept_items
-                if item.offset + self.positions.tokens[item.modality] > limit
+                if item.offset + self._count(item.modality, item.content_hash) > limit
             ]
             end = min([limit, *cut_items])
             ids = ids[:end]

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from headway.errors import ConfigError, DataError
 from headway.media.items import MODALITIES, MediaRef, Modality
+from headway.media.patches import Grid
 from headway.media.records import MARKS, MediaRecord, parse_media_record
 from headway.media.sources import note_folder, read_sources, source_files
 from headway.records.base import (
@@ -138,6 +139,8 @@ class MediaExample:
 
     turns: tuple[Turn, ...]
     items: tuple[tuple[str, str | None], ...]
+    grids: tuple[tuple[str, Grid], ...] = ()
+    """Content hash, and rows and columns of positions, of items of any size."""
     unread: tuple[str, ...] = ()
     """Every example has this field; keys that are not read are not reported for this kind."""
 
@@ -160,7 +163,12 @@ class MediaBuild:
     ) -> list[EncodedDocument]:
         """The conversation with its items; none if nothing to learn is left of it."""
         encoder = MediaEncoder(
-            context.tokenizer, context.template, self.positions, self.max_length, context.counts
+            context.tokenizer,
+            context.template,
+            self.positions,
+            self.max_length,
+            context.counts,
+            dict(example.grids),
         )
         document = encoder.document(rendered, example.items)
         if document is None:
@@ -195,9 +203,17 @@ class Kind(RecordKind):
         media_record = parse_media_record(record)
 
         # Hashing reads every media file once, here in a worker process. Features are found by it.
-        media = [(str(ref.modality), ref.content_hash()) for ref in media_record.media]
+        media: list[tuple[str, str]] = []
+        grids: dict[str, Grid] = {}
+        for ref in media_record.media:
+            content_hash = ref.content_hash()
+            media.append((str(ref.modality), content_hash))
+            grid = fields.positions.grid(ref)
+            if grid is not None:
+                grids[content_hash] = grid
+
         placed = place_media(turns_of(media_record, fields.keys), media, fields.positions)
-        return MediaExample(placed.turns, placed.items)
+        return MediaExample(placed.turns, placed.items, tuple(grids.items()))
 
     def conversations(self, example: MediaExample) -> list[list[Turn]]:
         return [list(example.turns)]

@@ -29,9 +29,12 @@ class KeptRewards:
         self.folder = folder
         self._outcomes: dict[str, RewardOutcome] = {}
         self._file: BinaryIO | None = None
-        if folder is not None and folder.is_dir():
-            for path in sorted(folder.glob("kept-*.jsonl")):
-                self._read(path)
+        if folder is None:
+            return
+        # A name that no other process has: two writers of one file could mix their lines.
+        self._path = folder / f"kept-{uuid.uuid4().hex[:16]}.jsonl"
+        for path in sorted(folder.glob("kept-*.jsonl")):
+            self._read(path)
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -55,11 +58,11 @@ class KeptRewards:
         if self.folder is None or not lines:
             return
 
-        path = self.folder / f"kept-{uuid.uuid4().hex[:16]}.jsonl"
-        with writing(path, len(lines)):
+        with writing(self._path, len(lines)):
+            # Only now: a run whose rewards are all kept already leaves no empty file.
             if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("ab")
+                self._file = self._path.open("ab")
             self._file.write(lines)
             self._file.flush()
             fsync_file(self._file.fileno())
@@ -71,6 +74,7 @@ class KeptRewards:
             return  # what cannot be read is computed again
         for line in content.split(b"\n"):
             checksum, _, body = line.partition(b" ")
+            # The last line of a process that was killed may be cut.
             if checksum != b"%08x" % zlib.crc32(body):
                 continue
             try:

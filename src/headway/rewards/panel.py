@@ -64,6 +64,7 @@ class _Member:
         computed = dict(zip(new, self.source.score(list(new.values())), strict=True))
         kept.add(computed)
 
+        # Failures are never kept, so only what was computed now can be one.
         for outcome in computed.values():
             self.failures.append(outcome.value is None)
             self.num_answers += 1
@@ -136,6 +137,7 @@ class RewardPanel:
             for name, each in zip(names, self.settings, strict=True)
         ]
         self._kept = [KeptRewards(_folder_of(cache, member)) for member in self._members]
+        # Rewards wait for processes and servers most of the time, so a thread for each is enough.
         self._threads = ThreadPoolExecutor(len(names), thread_name_prefix="headway-rewards")
         self.seconds = 0.0
         """That `score` has taken so far."""
@@ -176,6 +178,7 @@ class RewardPanel:
             )
         )
         self.seconds += time.monotonic() - started
+        # After all have ended: what succeeded is kept by now, and a resumed run does not ask again.
         for member in self._members:
             member.require_health()
         return [self._combined(outcomes) for outcomes in zip(*columns, strict=True)]
@@ -190,6 +193,7 @@ class RewardPanel:
                 value = member.settings.fallback
                 problems.append(f"{member.name}: {outcome.problem}")
             parts[member.name] = value
+            # Further numbers are for the logs; the total counts the value alone.
             for name, number in outcome.details.items():
                 parts[f"{member.name}/{name}"] = number
             total += member.settings.weight * value

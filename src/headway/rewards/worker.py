@@ -57,6 +57,8 @@ class RewardWorker:
         """Start the process and wait until its scorer is ready."""
         if self._process is not None:
             return
+        # It runs code of others: no key in the environment reaches it. It takes no memory of the
+        # trainer's GPU, and one core, because a reward has several workers.
         with open(os.devnull, "wb") as unread:
             self._process = start_module(
                 "headway.rewards.worker_process",
@@ -68,6 +70,7 @@ class RewardWorker:
         if self._is_closed:
             self.stop()
             raise WorkerFailure("stopped")
+        # A worker that neither reads nor writes must not hold this thread longer than the deadline.
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
@@ -87,6 +90,7 @@ class RewardWorker:
         try:
             return self._send_and_receive(message, time.monotonic() + seconds)
         except TimeoutError:
+            # Nobody knows when it would be free again: the next input gets a new process.
             self.stop()
             raise WorkerFailure(f"no {step} within {seconds:g} s; the process was ended") from None
         except (OSError, EOFError, ValueError, RecursionError) as problem:
@@ -206,6 +210,7 @@ class WorkerReward:
             "settings": settings.model_dump(mode="json"),
             "memory_bytes": int((memory_gib or settings.memory_gib) * 2**30),
             "parent": os.getpid(),
+            # A module that this process finds must be found there, too.
             "path": sys.path,
         }
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
@@ -242,6 +247,7 @@ class WorkerReward:
         except WorkerFailure as failure:
             return RewardOutcome(None, str(failure)[:SHOWN_CHARACTERS])
         finally:
+            # One that failed is as good as any: it starts again at its next input.
             self._idle.put(worker)
         return outcome_of(answer)
 

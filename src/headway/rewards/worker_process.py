@@ -35,6 +35,7 @@ DETAILS = 32
 
 def main() -> int:
     """Fork the worker, and end with whichever of trainer and worker ends first."""
+    # A terminal sends these to the trainer's whole group; when this ends is for the trainer to say.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # What Python has compiled of a user's file counts as current for a second and as long as the
@@ -103,12 +104,15 @@ def isolate_processes() -> None:
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
+    # Root needs no more than this.
     if libc.unshare(NEW_PIDS) == 0:
         return
+    # Others may only do it inside a new user namespace, in which they keep their own ids.
     user = os.getuid()
     group = os.getgid()
     if libc.unshare(NEW_USER | NEW_PIDS) != 0:
         return
+    # In this order: the kernel takes a map of groups only where setgroups is denied.
     for name, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),

@@ -284,7 +284,7 @@ class RolloutJournal:
         offset, length = span
         with self.path.open("rb") as file:
             file.seek(offset)
-            record = _parsed(file.read(length))
+            record = read_line(file.read(length))
         if record is None:
             raise DataError(
                 f"{self.path}: the line at byte {offset} was changed while the run was open. "
@@ -317,7 +317,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return b"%08x " % zlib.crc32(data) + data + b"\n"
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def read_line(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None where it is damaged or cut short."""
     if not line.endswith(b"\n") or len(line) < 10:
         return None
@@ -336,7 +336,7 @@ def journal_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, int, dict[
     with path.open("rb") as file:
         file.seek(offset)
         for line in file:
-            yield offset, len(line), _parsed(line)
+            yield offset, len(line), read_line(line)
             offset += len(line)
 
 

@@ -44,6 +44,8 @@ TABLE_NAME = "table.json"
 VERSION = 1
 KEY_BYTES = 32
 """The size of a SHA-256."""
+_KEY_WORDS = np.dtype([(f"w{n}", ">u8") for n in range(KEY_BYTES // 8)])
+"""A key as four numbers, so that numpy can sort and search keys."""
 COUNTED = "rows"
 """The key under which a shard's number of rows stands in table.json."""
 SHARD_BYTES = 1 << 30
@@ -121,7 +123,8 @@ class MediaTable:
         return keys[start : start + KEY_BYTES].tobytes().hex()
 
     def indices_of(self, content_hashes: Sequence[str]) -> Array:
-        """The rows made of some contents, int64 [n]; -1 where there is none."""
+        """The rows made of some contents, int64 [n]; -1 where there is none. Of a content that is
+        divided into several rows, the first."""
         order, keys = self._sorted_keys
         wanted_keys = np.array([_key(digest) for digest in content_hashes], f"V{KEY_BYTES}")
         wanted_keys = wanted_keys.view(_KEY_WORDS)
@@ -160,10 +163,6 @@ class MediaTable:
         keys = np.concatenate([np.zeros(0, np.uint8), *parts]).view(_KEY_WORDS)
         order = np.argsort(keys, kind="stable")
         return order, keys[order]
-
-
-_KEY_WORDS = np.dtype([(f"w{n}", ">u8") for n in range(KEY_BYTES // 8)])
-"""A key as four numbers, so that numpy can sort and search keys."""
 
 
 class MediaTableWriter:
@@ -237,6 +236,23 @@ class MediaTableWriter:
         if self._rows.uncommitted_bytes >= COMMIT_BYTES:
             self.commit(self.note)
 
+    def add_divided(self, content_hash: str, rows: Array) -> None:
+        """Append the rows [n, *shape] that one content is divided into. They have the same key and
+        stand one after another: `indices_of` finds the first."""
+        if rows.shape[1:] != self.shape or rows.dtype != self.dtype or not len(rows):
+            raise ValueError(
+                f"rows are {rows.dtype} {rows.shape}; the table takes {self.dtype} [n, "
+                f"{self.shape}]"
+            )
+        if content_hash in self.known:
+            raise ValueError("a row of this content is in the table already")
+        keys = np.frombuffer(_key(content_hash) * len(rows), np.uint8).reshape(-1, KEY_BYTES)
+        columns = (rows.astype(self.dtype.newbyteorder("<"), copy=False), keys)
+        self._rows.add(columns, self.row_bytes)
+        self.known.add(content_hash)
+        if self._rows.uncommitted_bytes >= COMMIT_BYTES:
+            self.commit(self.note)
+
     def commit(self, note: dict[str, Any] | None = None) -> None:
         """Write everything so far to disk and record it with a note; a writer that resumes starts
         here."""
@@ -288,7 +304,10 @@ class MediaTableWriter:
 
         # `restore` has truncated the growing shard, so its keys are those of the last commit.
         with writing(self.folder, error=DataError):
-            for number in range(len(self._rows.shards) + bool(self._rows.growing)):
+            num_shards = len(self._rows.shards)
+            if self._rows.growing:
+                num_shards += 1
+            for number in range(num_shards):
                 keys = (self.folder / _names(number)[1]).read_bytes()
                 for begin in range(0, len(keys), KEY_BYTES):
                     self.known.add(keys[begin : begin + KEY_BYTES].hex())

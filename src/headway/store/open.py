@@ -60,10 +60,12 @@ def _of_folder(path: Path) -> StoreKind | None:
         return "headway"
     # A folder of stores is not read as one: which of them, and in which order, is for the recipe to
     # say.
-    if inside := sorted(str(manifest.parent) for manifest in path.glob("*/store.json")):
+    inside = sorted(str(manifest.parent) for manifest in path.glob("*/store.json"))
+    if inside:
+        plural = "s" if len(inside) > 1 else ""
         raise DataError(
-            f"{path}: holds {len(inside)} token store{'s'[: len(inside) > 1]} but is not one "
-            f"itself. Give {' or '.join(inside[:3])}."
+            f"{path}: holds {len(inside)} token store{plural} but is not one itself. "
+            f"Give {' or '.join(inside[:3])}."
         )
     from headway.store.foreign.mds import has_tokens
     from headway.store.foreign.zero2all import IDS_END

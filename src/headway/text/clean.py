@@ -18,8 +18,9 @@ from typing import Any
 from headway.errors import ConfigError, DataError
 from headway.runtime.optional import need
 from headway.runtime.progress import progress
+from headway.text.characters import count_characters
 from headway.text.clean_rules import CleanRules
-from headway.text.dedup import ExactDuplicates, NearDuplicates, count_characters
+from headway.text.dedup import ExactDuplicates, NearDuplicates
 from headway.text.document import Document, TextSplit
 from headway.text.read import expand, read_documents
 from headway.text.write import record_file

@@ -13,7 +13,7 @@ import base64
 import binascii
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.errors import DataError
 from headway.tokenizer.byte_level import CL100K, QWEN, byte_level, spell
@@ -33,27 +33,45 @@ _LLAMA3 = (
     "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
-# Number of ranks -> word pattern, whether texts are NFC-normalised first, special tokens from the
-# next id on, roles.
-KNOWN: dict[int, tuple[str | None, bool, tuple[str, ...], dict[str, str]]] = {
-    151643: (
+
+
+class RankVocabulary(NamedTuple):
+    """What a rank file does not say about a published vocabulary."""
+
+    pattern: str | None
+    """Splits a text into words; None: GPT-2's own pattern."""
+    normalises: bool
+    """Whether texts are NFC-normalised first."""
+    special: tuple[str, ...]
+    """Special tokens, from the next id on."""
+    roles: dict[str, str]
+
+
+# By the number of ranks: Qwen, Llama 3, cl100k_base, GPT-2.
+KNOWN = {
+    151643: RankVocabulary(
         QWEN,
-        True,
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+        normalises=True,
+        special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        roles={"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     ),
-    128000: (
+    128000: RankVocabulary(
         CL100K,
-        False,
-        _LLAMA3,
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+        normalises=False,
+        special=_LLAMA3,
+        roles={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
     ),
-    100256: (CL100K, False, ("<|reserved_0|>", "<|endoftext|>"), {"eos_token": "<|endoftext|>"}),
-    50256: (
+    100256: RankVocabulary(
+        CL100K,
+        normalises=False,
+        special=("<|reserved_0|>", "<|endoftext|>"),
+        roles={"eos_token": "<|endoftext|>"},
+    ),
+    50256: RankVocabulary(
         None,
-        False,
-        ("<|endoftext|>",),
-        {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+        normalises=False,
+        special=("<|endoftext|>",),
+        roles={"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     ),
 }
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n?")
@@ -80,18 +98,20 @@ def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
             f"{', '.join(map(str, KNOWN))} ranks."
         )
 
-    pattern, normalises, special, roles = KNOWN[len(ranks)]
+    known = KNOWN[len(ranks)]
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
     backend = Backend(models.BPE(vocabulary, merges))
-    if normalises:
+    if known.normalises:
         backend.normalizer = normalizers.NFC()
 
-    backend.pre_tokenizer = byte_level(pattern)
+    backend.pre_tokenizer = byte_level(known.pattern)
     backend.decoder = decoders.ByteLevel()
     # The class of the folder (Qwen's own) reads the rank file with code that is not needed now.
-    usable = {k: v for k, v in (config or {}).items() if k not in ("auto_map", "tokenizer_class")}
-    return finish(backend, {"additional_special_tokens": list(special), **roles, **usable})
+    unused = ("auto_map", "tokenizer_class")
+    usable = {key: value for key, value in (config or {}).items() if key not in unused}
+    special = {"additional_special_tokens": list(known.special)}
+    return finish(backend, {**special, **known.roles, **usable})
 
 
 def _parse(path: Path) -> dict[bytes, int]:

@@ -70,6 +70,17 @@ def open_token_data(
         positions = resolved.media.positions
         media = media_features(recipe, resolved.media, device, check_media)
 
+    elif resolved.vision is not None:
+        from headway.train.multimodal import picture_features
+
+        if recipe.data.packing == "one_document":
+            raise ConfigError(
+                "data.packing is one_document, whose positions span several documents; those of "
+                "pictures begin with their document. Use best_fit."
+            )
+        positions = resolved.vision.positions
+        media = picture_features(recipe, resolved.vision, check_media)
+
     # Every rank opens the data; the first one says what it does.
     say = log.info if from_environment().is_first else log.debug
     # Settings of rows that the task cannot use are refused before anything is tokenized.

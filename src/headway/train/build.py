@@ -30,6 +30,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, HEAD, SCORE, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
+from headway.model.vision_shape import TOWER
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups, form_groups
 from headway.parallel.engine import Engine, EngineSpec
@@ -428,6 +429,12 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
     if resolved.weights is not None and not keeps_gates:
         dropped.add(GATES)
+    if resolved.weights is not None and resolved.weights.config.vision is not None:
+        # A run that reads text alone leaves the tower of a run with pictures aside.
+        stored = [spec.name for spec in param_specs(resolved.weights.config)]
+        dropped |= {
+            name for name in stored if name.startswith(TOWER) and resolved.model.vision is None
+        }
     if resolved.model.score_head:
         dropped.add(HEAD)
     missing = engine.fill((name, value) for name, value in values if name not in dropped)

@@ -12,13 +12,17 @@ width, a modality without encoder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.data.config import SourceConfig, default_cache_dir
 from headway.data.media import MediaFeatures
+from headway.data.pictures import MODALITY, PictureFeatures, picture_rows, row_bytes
 from headway.errors import ConfigError
+from headway.media.items import MediaRef
+from headway.media.patches import PictureSpec
 from headway.media.sources import read_sources, source_files
 from headway.model.loading.aligner_file import is_purrsight_file, read_aligner
 from headway.model.media_encoders import (
@@ -28,10 +32,12 @@ from headway.model.media_encoders import (
     open_encoder,
 )
 from headway.model.media_shape import ALIGNER, MediaInput, MediaShape
+from headway.model.vision_shape import VisionShape
 from headway.prepare.detect import local_path
-from headway.prepare.features import EncoderRows, Sample, prepare_samples
+from headway.prepare.features import DividedMaker, EncoderRows, Sample, prepare_samples
+from headway.prepare.media_inputs import Array, Item
 from headway.records.base import record_kind
-from headway.records.encode_media import MediaPositions
+from headway.records.encode_media import MediaPositions, NativePositions
 from headway.records.multimodal import refs_of
 from headway.store.media_table import MediaTable, open_table
 from headway.train.multimodal_config import (
@@ -39,6 +45,7 @@ from headway.train.multimodal_config import (
     POOLED_TOKENS,
     MediaInputConfig,
     MultimodalConfig,
+    NativeConfig,
 )
 
 if TYPE_CHECKING:
@@ -196,6 +203,84 @@ def _num_tokens(name: str, settings: MediaInputConfig, vectors: int) -> int:
             "and each is a token. Remove it."
         )
     return vectors
+
+
+@dataclass(frozen=True)
+class VisionPlan:
+    """The vision tower of a run that reads pictures as the published model does."""
+
+    shape: VisionShape
+
+    @property
+    def positions(self) -> NativePositions:
+        """How pictures stand in documents."""
+        return NativePositions(
+            {MODALITY: 0},
+            missing=False,
+            picture=self.shape.spec,
+            begin_id=self.shape.begin_id,
+            pad_id=self.shape.pad_id,
+            end_id=self.shape.end_id,
+        )
+
+
+def plan_vision(config: NativeConfig, shape: VisionShape, seq_len: int) -> VisionPlan:
+    """The tower with the recipe's sizes of pictures."""
+    sizes = {
+        key: value
+        for key, value in config.model_dump().items()
+        if key in ("min_pixels", "max_pixels") and value is not None
+    }
+    picture = replace(shape.spec, **sizes)
+    problem = picture.problem()
+    if problem is not None:
+        raise ConfigError(f"multimodal.native: {problem}.")
+    # A picture and its two tokens must fit, with one token to learn.
+    most_cells = picture.max_pixels // picture.side**2
+    if most_cells + 3 > seq_len:
+        raise ConfigError(
+            f"multimodal.native: a picture has up to {most_cells} positions "
+            f"({picture.max_pixels} pixels), and data.seq_len is {seq_len}. Set "
+            f"multimodal.native.max_pixels to {max(1, seq_len // 2) * picture.side**2} or less, "
+            "or raise data.seq_len."
+        )
+    return VisionPlan(shape.with_spec(picture))
+
+
+def picture_features(
+    recipe: Recipe, plan: VisionPlan, check_media: bool = False
+) -> PictureFeatures:
+    """The cells of all pictures of a recipe's sources, from the cache or made now."""
+    spec = plan.shape.spec
+    maker = DividedMaker(
+        modality=MODALITY,
+        identity=f"cells of pictures: {spec!r}",
+        row_shape=(row_bytes(spec),),
+        row_dtype="uint8",
+        divided=partial(_rows_of, spec=spec),
+    )
+    sources = multimodal_sources(recipe)
+    paths = [local_path(source.path, recipe.data.cache_dir) for source in sources]
+    samples = prepare_samples(
+        "pictures",
+        (
+            sample
+            for sample in _media_samples(paths)
+            if all(name == MODALITY for name in sample.items)
+        ),
+        [maker],
+        recipe.data.cache_dir or default_cache_dir(),
+        skip_bad=any(source.drop_bad for source in sources),
+        files=source_files(paths),
+        check_media=check_media,
+    )
+    table = samples.tables[0]
+    return PictureFeatures(table, spec, table.content_key)
+
+
+def _rows_of(item: Item, spec: PictureSpec) -> Array:
+    assert isinstance(item, MediaRef), "pictures are files or bytes"
+    return picture_rows(item, spec)
 
 
 def media_features(

@@ -69,9 +69,32 @@ class MediaInputConfig(Section):
         return self
 
 
+class NativeConfig(Section):
+    """Pictures as the published model takes them: by its own vision tower, at their own size."""
+
+    min_pixels: int | None = setting(
+        None,
+        "Smaller pictures are enlarged to this area; null = as the model's processor says.",
+        gt=0,
+        on_resume="fixed",
+    )
+    max_pixels: int | None = setting(
+        None,
+        "Larger pictures are shrunk to this area; null = as the model's processor says.",
+        gt=0,
+        on_resume="fixed",
+    )
+
+
 class MultimodalConfig(Section):
     """Media inputs of a language model."""
 
+    native: NativeConfig | None = setting(
+        None,
+        "Pictures enter through the model's own vision tower (Qwen2.5-VL), each at its own size; "
+        "{} = as the model was published. null = encoders of your choice, as below.",
+        on_resume="fixed",
+    )
     image: MediaInputConfig | None = setting(None, "Pictures; null = none.", on_resume="fixed")
     audio: MediaInputConfig | None = setting(None, "Sounds; null = none.", on_resume="fixed")
     aligner: Path | None = setting(
@@ -100,6 +123,20 @@ class MultimodalConfig(Section):
 
     @model_validator(mode="after")
     def _has_inputs(self) -> MultimodalConfig:
+        if self.native is not None:
+            # By value: recipe.yaml of a run lists defaults too.
+            fields = type(self).model_fields
+            given = [
+                name
+                for name in sorted(set(fields) - {"native"})
+                if getattr(self, name) != fields[name].default
+            ]
+            if given:
+                raise ValueError(
+                    f"has native and {given[0]}, which is for encoders beside the model. Remove "
+                    "one of them"
+                )
+            return self
         if self.image is None and self.audio is None:
             raise ValueError(
                 "has neither image nor audio; give one of them, e.g. {image: {encoder: DIR}}"

@@ -31,7 +31,7 @@ from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 if TYPE_CHECKING:
     from headway.model.adapter.stored import StoredAdapter
     from headway.model.head_masks.masks import HeadMasks
-    from headway.train.multimodal import MediaPlan
+    from headway.train.multimodal import MediaPlan, VisionPlan
 
 log = logging.getLogger("headway")
 
@@ -49,6 +49,7 @@ COMPUTED_FIELDS = tuple(
             "embed_grad_scale",
             "init_std",
             "media",
+            "vision",
             "score_head",
         }
     )
@@ -92,6 +93,8 @@ class Resolved:
     """Initial values of the head gates, from a mask file."""
     media: MediaPlan | None = None
     """The media inputs of the model; None = text alone."""
+    vision: VisionPlan | None = None
+    """The vision tower of the model; None = text alone."""
 
     @property
     def continued(self) -> StoredAdapter | None:
@@ -158,11 +161,12 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
 
         aligned = resolve_aligner(recipe)
         return Resolved(aligned, aligned.model, None, None, None)
-    if recipe.model.media is not None and recipe.multimodal is None:
-        raise ConfigError(
-            "model.media is written by a run with media inputs; it is no setting. "
-            "Remove it, or set multimodal."
-        )
+    for key in ("media", "vision"):
+        if getattr(recipe.model, key) is not None and recipe.multimodal is None:
+            raise ConfigError(
+                f"model.{key} is written by a run with media inputs; it is no setting. "
+                "Remove it, or set multimodal."
+            )
 
     check_rollouts(recipe)
 
@@ -174,6 +178,7 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
         weights = weights.of_family(recipe.model.family)
     check_wrapped(recipe, None if weights is None else weights.config)
     weights = _upcycle(recipe, weights)
+    weights = _with_tower(recipe, weights)
 
     tokenizer_path = _find_tokenizer(recipe)
     if tokenizer_path is None and weights is not None:
@@ -186,10 +191,12 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
     model = _with_head(recipe, _model_shape(recipe, weights, tokenizer))
     masks, log_alpha = _read_masks(recipe)
     media = _plan_media(recipe, model)
+    vision = _plan_vision(recipe, model)
     model = _changed_model(
         model,
         head_gates=_merge_head_gates(recipe, weights, masks),
         media=None if media is None else media.shape,
+        vision=None if vision is None else vision.shape,
     )
 
     # What can be refused without opening data is refused now.
@@ -239,6 +246,7 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
         weights,
         log_alpha,
         media,
+        vision,
     )
 
 
@@ -269,20 +277,55 @@ def _plan_media(recipe: Recipe, model: ModelConfig) -> MediaPlan | None:
     if recipe.multimodal is None:
         return None
 
+    _check_media_task(recipe)
+    if recipe.multimodal.native is not None:
+        return None
+    if "." in model.family:
+        raise ConfigError(
+            f"multimodal is given with model.family {model.family}; "
+            "media are inputs of headway's own families."
+        )
+
     from headway.train.multimodal import plan_media
 
+    return plan_media(recipe.multimodal, model.hidden_size)
+
+
+def _plan_vision(recipe: Recipe, model: ModelConfig) -> VisionPlan | None:
+    """The vision tower of a recipe's model."""
+    if recipe.multimodal is None or recipe.multimodal.native is None:
+        return None
+
+    from headway.train.multimodal import plan_vision
+
+    assert model.vision is not None, "_with_tower refuses weights without a tower"
+    return plan_vision(recipe.multimodal.native, model.vision, recipe.data.seq_len)
+
+
+def _with_tower(recipe: Recipe, weights: StoredModel | None) -> StoredModel | None:
+    """The weights a run starts from, with their vision tower where the recipe reads pictures
+    through it."""
+    if recipe.multimodal is None or recipe.multimodal.native is None:
+        return weights
+    if weights is None:
+        raise ConfigError(
+            "multimodal.native is given without init.from, which names the model that sees. "
+            "Give init.from."
+        )
+    try:
+        return weights.with_vision()
+    except (ConfigError, CheckpointError) as problem:
+        raise ConfigError(f"multimodal.native: {problem}") from None
+
+
+def _check_media_task(recipe: Recipe) -> None:
+    """Refuse a task that reads no records with media."""
     kinds = [record_kind(name) for name in recipe.objective.reads]
     if not any(kind.holds_media and kind.has_tokens for kind in kinds):
         raise ConfigError(
             f"multimodal is given with objective.kind {recipe.objective.kind}; "
             "media are inputs of next_token. Remove one."
         )
-    if "." in model.family:
-        raise ConfigError(
-            f"multimodal is given with model.family {model.family}; "
-            "media are inputs of headway's own families."
-        )
-    return plan_media(recipe.multimodal, model.hidden_size)
 
 
 def _find_weights(recipe: Recipe) -> StoredModel | None:

@@ -59,6 +59,20 @@ def said(overrides: tuple[str, ...]) -> Any:
     return numbers_or_refusal(overrides)
 
 
+@functools.cache
+def prepare_vision() -> None:
+    """A small model with its own vision tower, and conversations about pictures."""
+    from support.small_vision import write_conversations, write_vision
+
+    write_vision(data_folder() / "vision")
+    write_conversations(data_folder() / "seen")
+
+
+def sized(overrides: tuple[str, ...]) -> Any:
+    prepare_vision()
+    return loss_numbers(overrides)
+
+
 CHAT = (
     "data.train=[{path: $/media/chat.jsonl, kind: multimodal}]",
     "tokenizer=$/tok0",
@@ -66,7 +80,16 @@ CHAT = (
     "data.seq_len=128",
 )
 TABLES = tuple(f"multimodal.{name}.features=$/{name}0" for name in NAMES)
+VISION = (
+    "data.train=[{path: $/seen/chat.jsonl, kind: multimodal}]",
+    "init.from=$/vision",
+    "model={max_seq_len: 512}",
+    "data.seq_len=256",
+)
 ROWS: dict[str, Row] = {
+    "model.vision": ((), None, "{kind: qwen2_5_vl, sections: [1]}", numbers_or_refusal),
+    "multimodal.native.min_pixels": ((*VISION, "multimodal.native={}"), 64, 1024, sized),
+    "multimodal.native.max_pixels": ((*VISION, "multimodal.native={}"), 640, 2560, sized),
     "multimodal.image.features": ((*CHAT, TABLES[1]), "$/image0", "$/image1", seen),
     "multimodal.image.tokens": ((*CHAT, *TABLES), 2, 3, seen),
     "multimodal.image.encoder": ((*CHAT, TABLES[1]), "$/nowhere", "vit", said),

@@ -24,7 +24,7 @@ def ids(client: Client) -> dict[str, str]:
 
 
 PAGE_FILES = [
-    "board.css", "format.js", "chart.js", "source.js", "store.js", "sidebar.js", "charts.js", "panels.js", "main.js",
+    "board.css", "format.js", "chart.js", "source.js", "store.js", "sidebar.js", "charts.js", "rollouts.js", "panels.js", "main.js",
 ]  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from headway.text.dedup import (
     ExactDuplicates,
     NearDuplicates,
     SeenHashes,
-    count_characters,
     run_hashes,
 )
 from headway.text.document import Document
@@ -52,17 +51,6 @@ def test_each_rule_is_named(text: str, reason: str | None) -> None:
         broken_rule(text, CleanRules(max_characters=700, min_letters=0.3, min_line_length=5))
         == reason
     )
-
-
-def test_characters_are_counted_by_kind() -> None:
-    counted = count_characters("Añ 中文 12, ①\n\x00é́")
-    assert (
-        counted.letters,
-        counted.han,
-        counted.digits,
-        counted.signs,
-        counted.controls,
-    ) == (6, 2, 3, 1, 1)
 
 
 def edited(text: str, share: float, seed: int) -> str:

@@ -170,7 +170,9 @@ def test_a_rank_file_becomes_the_same_tokenizer(
         for token, rank in vocabulary.items()
     ]
     (tmp_path / "small.tiktoken").write_bytes(b"".join(lines))
-    known = (tiktoken_ranks.CL100K, False, ("<|endoftext|>",), {"eos_token": "<|endoftext|>"})
+    known = tiktoken_ranks.RankVocabulary(
+        tiktoken_ranks.CL100K, False, ("<|endoftext|>",), {"eos_token": "<|endoftext|>"}
+    )
     monkeypatch.setitem(tiktoken_ranks.KNOWN, len(vocabulary), known)
     tokenizer = load_tokenizer(tmp_path)
     assert (

@@ -16,6 +16,7 @@
       this.onlyChanged = true;
       this.isReachable = true;
       this.details = new Map();
+      this.rolloutView = { order: "sampled", batch: null, from: 0 };
       this.sidebar = new hw.Sidebar(this);
       this.charts = new hw.ChartsView(this);
       this.panel = hw.el("div", { class: "panel" });
@@ -114,7 +115,8 @@
         try {
           let known = this.details.get(id);
           if (!known || known.version !== run.version) this.details.set(id, known = { version: run.version, value: await this.source.details(id) });
-          found.push({ run, details: known.value, log: tab === "log" ? await this.source.log(id) : "" });
+          const rollouts = tab === "rollouts" ? await this.source.rollouts(id, this.rolloutView) : null;
+          found.push({ run, details: known.value, log: tab === "log" ? await this.source.log(id) : "", rollouts });
         } catch (problem) { this.fail(problem); }
         if (number !== this.panelNumber) return;
       }

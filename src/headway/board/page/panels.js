@@ -136,7 +136,9 @@
     },
   };
 
-  hw.TABS = [["charts", "Charts"], ["summary", "Summary"], ["config", "Config"], ["events", "Events"], ["log", "Log"], ["checkpoints", "Checkpoints"], ["evaluations", "Evaluations"], ["samples", "Samples"]];
+  PANELS.rollouts = hw.rolloutsPanel;
+
+  hw.TABS = [["charts", "Charts"], ["summary", "Summary"], ["config", "Config"], ["events", "Events"], ["log", "Log"], ["checkpoints", "Checkpoints"], ["evaluations", "Evaluations"], ["samples", "Samples"], ["rollouts", "Rollouts"]];
 
   hw.renderPanel = (app, name, found) => (found.length ? PANELS[name](app, found) : nothing("Choose one or more runs on the left."));
 })();

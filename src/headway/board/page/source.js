@@ -44,6 +44,7 @@
     }
 
     async details(run) { return (await this.get(`/api/details?${this.query({ run })}`)).json(); }
+    async rollouts(run, view) { return (await this.get(`/api/rollouts?${this.query({ run, ...view })}`)).json(); }
     async log(run) { return (await (await this.get(`/api/log?${this.query({ run })}`)).json()).text; }
     picture(run, path) { return `/api/file?${this.query({ run, path })}`; }
   }
@@ -70,6 +71,12 @@
 
     async series(runs, metrics, view) { return runs.flatMap((run) => this.decode(run, view.axis).filter((one) => metrics.includes(one.metric)).map((one) => ({ ...one, run }))); }
     async details(run) { return this.content.details[run]; }
+
+    async rollouts(run, view) {
+      const known = (this.content.rollouts || {})[run];
+      return known ? { figures: known.figures, page: known.pages[view.order] } : null;
+    }
+
     async log(run) { return (this.content.logs || {})[run] || ""; }
     picture(run, path) { return (this.content.pictures[run] || {})[path] || ""; }
   }

@@ -14,6 +14,7 @@ from headway.errors import ConfigError
 from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name, plain_name
 from headway.model.config import ModelConfig
 from headway.model.layout import HEAD, ParamSpec, Specs, in_groups, param_specs
+from headway.model.vision_shape import TOWER
 
 EVERY = "all"
 EXPERTS_TARGET = "experts"
@@ -36,7 +37,7 @@ class AdapterConfig(Section):
     targets: tuple[str, ...] = setting(
         (EVERY,),
         "Linears to adapt: all (those of the layers that every token passes), names such as q_proj "
-        "or lm_head, shell patterns over paths; "
+        "or lm_head, shell patterns over paths such as visual.*; "
         "and experts, or one of their matrices such as experts.down_proj.",
         min_length=1,
     )
@@ -117,7 +118,7 @@ class AdapterConfig(Section):
         layouts = {
             f"{path}.weight": PackedLayout(self.base, *shape)
             for path, shape in linears(model).items()
-            if path != HEAD_MODULE
+            if path != HEAD_MODULE and not path.startswith(TOWER)
         }
         # All experts of a layer are quantised as one tall matrix.
         for path, (experts, outputs, inputs) in expert_linears(model).items():
@@ -217,7 +218,7 @@ def expert_linears(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
 def _matches(target: str, path: str) -> bool:
     """Whether a target means a linear: by its path, its last component, or a shell pattern."""
     if target == EVERY:
-        return path != HEAD_MODULE
+        return path != HEAD_MODULE and not path.startswith(TOWER)
     leaf = path.rsplit(".", 1)[-1]
     return target in (path, leaf) or fnmatchcase(path, target)
 

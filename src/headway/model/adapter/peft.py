@@ -30,6 +30,7 @@ from headway.model.families.base import family_of, hf_name_of, name_from_hf, pie
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_json
 from headway.model.loading.untrusted import check_finite
+from headway.model.vision_shape import TOWER
 from headway.runtime.digests import check_digests
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+IN_WHOLE = {TOWER: "model.visual.", "model.": "model.language_model."}
+"""Where the class of a model with a vision tower has what stands at these names of a text model."""
 HARMLESS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
@@ -260,7 +263,7 @@ def _sort(
     updates: dict[str, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        hf_name = name.removeprefix(PREFIX)
+        hf_name = _name_in_text(name.removeprefix(PREFIX))
         hf_path, part = split_name(hf_name)
         if part not in PARTS:
             # A fully trained parameter; PEFT keeps the original of a wrapped module in base_layer.
@@ -363,7 +366,22 @@ def their_name(name: str, target: ModelConfig) -> str:
                 if piece.dim is not None or piece.transposed:
                     return name
             break
-    return hf_name_of(family, name)
+    their = hf_name_of(family, name)
+    if target.vision is None:
+        return their
+    # The class of a model that sees has its decoder and its tower side by side.
+    for ours, whole in IN_WHOLE.items():
+        if their.startswith(ours):
+            return whole + their.removeprefix(ours)
+    return their
+
+
+def _name_in_text(hf_name: str) -> str:
+    """The name in the class of the text part of a tensor in that of the whole model."""
+    for ours, whole in IN_WHOLE.items():
+        if hf_name.startswith(whole):
+            return ours + hf_name.removeprefix(whole)
+    return hf_name
 
 
 def their_tensors(

@@ -17,6 +17,7 @@ from headway.rewards.sandbox.trials import RunResult
 
 LARGEST_RESULT = 64 << 20
 PROBE = "print(len(input()))"
+"""Shows that Python starts in a sandbox, reads its stdin and prints."""
 REMEDY = (
     "Programs of answers run only where Linux lets this user make namespaces. Allow them (sysctl "
     "user.max_user_namespaces=10000, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0, for "

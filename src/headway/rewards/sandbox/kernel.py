@@ -9,6 +9,7 @@ import os
 import platform
 import struct
 
+# linux/sched.h: CLONE_NEW...
 NEW_MOUNTS = 0x00020000
 NEW_CGROUP = 0x02000000
 NEW_HOSTNAME = 0x04000000
@@ -20,6 +21,7 @@ ALL_NAMESPACES = (
     NEW_MOUNTS | NEW_CGROUP | NEW_HOSTNAME | NEW_IPC | NEW_USER | NEW_PIDS | NEW_NETWORK
 )
 
+# linux/mount.h: MS_... of mount and MNT_DETACH of umount2
 MOUNT_BIND = 0x1000
 MOUNT_RECURSIVE = 0x4000
 MOUNT_PRIVATE = 0x40000
@@ -29,12 +31,14 @@ MOUNT_NO_DEVICES = 0x4
 MOUNT_REMOUNT = 0x20
 UNMOUNT_DETACH = 2
 
+# linux/mount.h: MOUNT_ATTR_... of mount_setattr; linux/fcntl.h: AT_FDCWD, AT_RECURSIVE
 ATTRIBUTE_READ_ONLY = 0x1
 ATTRIBUTE_NO_SETUID = 0x2
 ATTRIBUTE_NO_DEVICES = 0x4
 CURRENT_FOLDER = -100
 RECURSIVE = 0x8000
 
+# linux/prctl.h: PR_...; linux/capability.h, linux/seccomp.h
 DIE_WITH_PARENT = 1
 NO_DUMPS = 4
 SECCOMP = 22
@@ -178,17 +182,20 @@ counts.
 FAMILIES = (1, 2, 10)
 """Sockets inside of the sandbox: unix, IPv4, IPv6. Others, such as vsock, have no namespace."""
 
+# linux/bpf_common.h: instructions on one 32-bit value, jumps to the next but so many
 LOAD = 0x20
 EQUAL = 0x15
 AT_LEAST = 0x35
 ANY_BIT = 0x45
 ANSWER = 0x06
+# linux/seccomp.h: SECCOMP_RET_...; REFUSE carries the errno that the program gets
 ALLOW = 0x7FFF0000
 REFUSE = 0x00050000
 KILL = 0x80000000
 NOT_PERMITTED = 1
 NO_SUCH_CALL = 38
 NO_SUCH_FAMILY = 97
+# struct seccomp_data: what a filter can look at
 NUMBER_OFFSET = 0
 AUDIT_OFFSET = 4
 FIRST_ARGUMENT_OFFSET = 16
@@ -199,6 +206,7 @@ X32 = 0x40000000
 def filter_program(calls: SystemCalls) -> bytes:
     """The filter of system calls, as instructions of BPF: (code, jump if true, if false, value)."""
     steps: list[tuple[int, int, int, int]] = [
+        # The same number is another call on another architecture.
         (LOAD, 0, 0, AUDIT_OFFSET),
         (EQUAL, 1, 0, calls.audit),
         (ANSWER, 0, 0, KILL),
@@ -212,6 +220,7 @@ def filter_program(calls: SystemCalls) -> bytes:
     for number in calls.refused:
         steps.append((EQUAL, 0, 1, number))
         steps.append((ANSWER, 0, 0, REFUSE | NOT_PERMITTED))
+    # A process may be cloned, but into no new namespace.
     steps += [
         (EQUAL, 0, 4, calls.clone),
         (LOAD, 0, 0, FIRST_ARGUMENT_OFFSET),

@@ -33,7 +33,9 @@ from headway.rewards.sandbox import kernel
 ROOT = "/proc"
 """Where the new root is mounted: a folder that every Linux has, and that holds no library."""
 INNER_USER = 1000
+"""The user that a program runs as, inside its namespace."""
 NOBODY = 65534
+"""Who that is outside, where root starts the sandbox: a user that owns nothing."""
 START_SECONDS = 20.0
 """For namespaces and mounts, on a machine that is busy."""
 VALUES_FILE = 4
@@ -48,7 +50,9 @@ ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 FEW_FILES = 64
+"""Open files of a program."""
 ROOT_OPTIONS = "size=1m,nr_inodes=1k,mode=755"
+"""Small: it holds empty folders and links, on which the rest is mounted."""
 
 
 class SystemRefusal(Exception):
@@ -189,6 +193,7 @@ class SandboxRun:
             poll.register(ended, select.POLLIN)
             while True:
                 remaining = deadline - time.monotonic()
+                # What it printed until then does not count.
                 if remaining <= 0:
                     return "time", b""
                 ready = [number for number, _ in poll.poll(remaining * 1000)]

@@ -12,7 +12,6 @@ from headway.rewards.sandbox.client import SandboxClient, SandboxRefusal
 from headway.rewards.sandbox.expression import Step
 from headway.rewards.sandbox.trials import CodeTrial, RunResult, read_trials
 
-LEAST_OUTPUT = 1 << 20
 SHORTEST_SECONDS = 0.05
 """Less than this is not worth a start."""
 
@@ -52,6 +51,7 @@ class CodeScorer:
             result = self.client.run(program, trial.steps, trial.stdin, seconds)
             verdicts = trial.verdicts(result, self._run_alone)
             passed += sum(verdicts)
+            # One test that failed decides.
             if self.settings["score"] == "all" and not all(verdicts):
                 break
         return passed
@@ -77,7 +77,7 @@ def code_scorer(settings: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
             "memory_bytes": int(settings["memory_gib"] * 2**30),
             "processes": settings["processes"],
             "disk_bytes": settings["disk_mib"] << 20,
-            "output_bytes": LEAST_OUTPUT * settings["output_mib"],
+            "output_bytes": settings["output_mib"] << 20,
             "folders": list(settings["folders"]),
         }
     )

@@ -206,13 +206,16 @@ def _paired(tests: dict[str, Any], tolerance: float) -> list[CodeTrial]:
         )
     function = tests.get("fn_name")
     trials: list[CodeTrial] = []
-    for given, expected in zip(cast(list[Any], inputs), cast(list[Any], outputs), strict=True):
+    for stdin_or_arguments, expected in zip(
+        cast(list[Any], inputs), cast(list[Any], outputs), strict=True
+    ):
         if function is None:
-            trials.append(TextTrial(_text(given), _text(expected), tolerance))
+            trials.append(TextTrial(_text(stdin_or_arguments), _text(expected), tolerance))
             continue
-        arguments = given
-        if isinstance(given, str):
-            arguments = _json_lines(given)
+        # APPS has the arguments of a call as a list. A text has them as JSON, one a line.
+        arguments = stdin_or_arguments
+        if isinstance(arguments, str):
+            arguments = _json_lines(arguments)
             expected = _json_lines(expected)[0] if isinstance(expected, str) else expected
         if not isinstance(arguments, list):
             raise TestRefusal("inputs of fn_name must be lists of arguments")

@@ -1,0 +1,236 @@
+"""A published vision model computes what its class of transformers computes: pixels, positions, and the loss and gradients of packed rows."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from support.small_vision import IDS, build_vision, processor_of, write_conversations, write_vision
+
+from headway.checkpoint.stored_model import find_model
+from headway.config.load import load
+from headway.data.batch import Batch
+from headway.media.items import MediaRef
+from headway.media.patches import PictureSpec, grid_of, read_cells, rotary_positions, spec_of
+from headway.model.base import Model, build_model
+from headway.model.vision import to_patches
+from headway.train.batches import open_run_data
+from headway.train.config import Recipe
+from headway.train.resolve import resolve
+
+pytest.importorskip("transformers", minversion="5.0")
+PAD = IDS["<|image_pad|>"]
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "windows of 24 pixels, one full layer": ({}, {}),
+    "every layer in windows, one head": ({}, {"fullatt_block_indexes": [], "num_heads": 1, "window_size": 16}),
+    "every layer in full, patches of 2, cells of 9": (
+        {"tie_word_embeddings": True},
+        {"fullatt_block_indexes": [0, 1, 2], "patch_size": 2, "spatial_merge_size": 3, "window_size": 30},
+    ),
+    "time alone, one frame": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 0, 0]}},
+        {"temporal_patch_size": 1, "hidden_act": "gelu"},
+    ),
+    "columns alone": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [0, 1, 3]}}, {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, dict[str, Any]]:
+    """The class of transformers, its folder with conversations beside it, and settings of the tower."""
+    text, tower = CASES[request.param]
+    model = build_vision(text, tower)
+    folder = tmp_path_factory.mktemp("vision")
+    write_vision(folder / "model", model, tower)
+    write_conversations(folder)
+    return model, folder, tower
+
+
+def batches_of(folder: Path, rows: int = 2, packing: str = "best_fit") -> list[Batch]:
+    """The microbatch that training reads, of all conversations in `rows` rows."""
+    settings = [
+        f"init.from={folder}/model", f"data.train=[{{path: {folder}/chat.jsonl, kind: multimodal}}]", f"data.cache_dir={folder}/cache",
+        "data.seq_len=256", "multimodal.native={}", f"batch.rows={rows}", f"data.packing={packing}", "device=cpu",
+    ]  # fmt: skip
+    resolved = resolve(load(Recipe, None, settings))
+    data = open_run_data(resolved)
+    from headway.data.loader import Loader
+
+    with Loader(
+        resolved.recipe.data, sources=data.train, rows_per_step=rows, micro_rows=rows, rank=0, world=1, seed=1, media=data.media
+    ) as loader:  # fmt: skip
+        return list(next(loader)[0].microbatches)
+
+
+def our_model(folder: Path) -> Model:
+    stored = find_model(folder / "model").with_vision()
+    model = build_model(stored.config)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in stored.weights():
+            parameters[name].copy_(value)
+    return model
+
+
+def loss_of(model: Model, batch: Batch) -> torch.Tensor:
+    """The sum over targets."""
+    logits = model.logits(model.forward_batch(batch).hidden)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    return (losses * batch.loss_weight.flatten()).sum()
+
+
+def documents_of(batch: Batch) -> list[tuple[int, int, int]]:
+    """Row, begin and end of every document with a target."""
+    documents: list[tuple[int, int, int]] = []
+    for row, bounds in enumerate(batch.bounds.tolist()):
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end and batch.loss_weight[row, begin:end].any():
+                documents.append((row, begin, end))
+    return documents
+
+
+def theirs(model: Any, batch: Batch, folder: Path, tower: dict[str, Any]) -> torch.Tensor:
+    """The same sum, each document alone in the class of transformers, with its own processor."""
+    from transformers.image_utils import load_image
+
+    records = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
+    processor = processor_of(tower)
+    by_tokens: dict[int, dict[str, Any]] = {}
+    for record in records:
+        pictures = {}
+        if record["images"]:
+            images = [load_image(path) for path in record["images"]]
+            pictures = dict(processor(images=images, return_tensors="pt"))
+        cells = 0
+        if pictures:
+            merge = processor.merge_size**2
+            cells = int(pictures["image_grid_thw"].prod(1).sum()) // merge
+        assert cells not in by_tokens, "the number of cells tells records apart"
+        by_tokens[cells] = pictures
+
+    total = torch.zeros(())
+    for row, begin, end in documents_of(batch):
+        ids = batch.tokens[row, begin:end][None]
+        is_picture = ids == PAD
+        logits = model(
+            input_ids=ids, mm_token_type_ids=is_picture.int(), **by_tokens[int(is_picture.sum())]
+        ).logits[0]
+        losses = F.cross_entropy(logits, batch.targets[row, begin:end], reduction="none")
+        total = total + (losses * batch.loss_weight[row, begin:end]).sum()
+    return total
+
+
+def test_loss_and_gradients_of_a_packed_step_are_those_of_transformers(
+    case: tuple[Any, Path, dict[str, Any]],
+) -> None:
+    model, folder, tower = case
+    (batch,) = batches_of(folder)
+    assert len(documents_of(batch)) == 4
+    assert len({row for row, _, _ in documents_of(batch)}) < 4, "documents share rows"
+    model.zero_grad()
+    wanted = theirs(model, batch, folder, tower)
+    wanted.backward()
+    ours = our_model(folder)
+    loss = loss_of(ours, batch)
+    loss.backward()
+    assert abs(float(loss.detach() - wanted.detach())) < 1e-5 * max(1.0, float(wanted.detach()))
+
+    expected = dict(model.named_parameters())
+    compared = 0
+    for name, parameter in ours.named_parameters():
+        their_name = name
+        if name.startswith("visual."):
+            their_name = f"model.{name}"
+        elif name.startswith("model."):
+            their_name = "model.language_model." + name.removeprefix("model.")
+        gradient = expected[their_name].grad
+        assert gradient is not None, name
+        assert parameter.grad is not None, name
+        scale = max(1.0, float(gradient.abs().max()))
+        assert float((parameter.grad - gradient).abs().max()) < 1e-4 * scale, name
+        compared += 1
+    assert compared == len(list(ours.named_parameters())) > 40
+
+
+def test_a_row_alone_equals_the_same_row_beside_others(tmp_path: Path) -> None:
+    write_vision(tmp_path / "model")
+    write_conversations(tmp_path)
+    model = our_model(tmp_path)
+    (packed,) = batches_of(tmp_path, rows=2)
+    (spread,) = batches_of(tmp_path, rows=4, packing="pad")
+    with torch.no_grad():
+        sums = [loss_of(model, batch) for batch in (packed, spread)]
+        alone = []
+        for row in range(2):
+            columns = {name: value[row : row + 1] for name, value in packed.extra.items()}
+            one = Batch(
+                packed.tokens[row : row + 1], packed.targets[row : row + 1], packed.loss_weight[row : row + 1],
+                packed.position[row : row + 1], packed.document[row : row + 1], packed.source[row : row + 1],
+                packed.bounds[row : row + 1], extra=columns,
+            )  # fmt: skip
+            alone.append(model.forward_batch(one).hidden)
+        together = model.forward_batch(packed).hidden
+    assert float((torch.cat(alone) - together).abs().max()) < 1e-5
+    assert abs(float(sums[0] - sums[1])) < 1e-4
+
+
+def test_pixels_and_grids_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers.image_utils import load_image
+
+    draw = np.random.default_rng(0)
+    processor = processor_of({"patch_size": 6})
+    spec = spec_of(processor.to_dict(), "test")
+    assert spec.patch == 6
+    shape: Any = type("Shape", (), {"spec": spec})()
+    modes = {"RGB": 3, "RGBA": 4, "L": 1, "LA": 2}
+    for number, (width, height) in enumerate(
+        [(1, 1), (7, 900), (900, 8), (31, 33), (200, 77), (12, 12), (1000, 999)]
+    ):
+        mode = list(modes)[number % 4]
+        colours = [
+            Image.fromarray(draw.integers(0, 256, (height, width), dtype=np.uint8))
+            for _ in range(modes[mode])
+        ]
+        image = Image.merge(mode, colours)
+        path = tmp_path / f"{number}.png"
+        exif = image.getexif()
+        exif[274] = number % 8 + 1
+        image.save(path, exif=exif)
+        ref = MediaRef("image", path)
+        wanted = processor(images=[load_image(str(path))], return_tensors="pt")
+        (rows, columns), cells = read_cells(ref, spec)
+        assert grid_of(ref, spec) == (rows, columns)
+        assert wanted["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
+        assert torch.equal(to_patches(torch.from_numpy(cells), shape), wanted["pixel_values"])
+
+
+@pytest.mark.parametrize("pictures", [[], [(0, (3, 5))], [(2, (1, 4)), (7, (4, 1)), (15, (2, 2))]])
+def test_positions_are_those_of_transformers(pictures: list[tuple[int, tuple[int, int]]]) -> None:
+    ids = torch.full((1, 25), 7)
+    for offset, (rows, columns) in pictures:
+        ids[0, offset : offset + rows * columns] = PAD
+    grids = None
+    if pictures:
+        grids = torch.tensor([[1, 2 * rows, 2 * columns] for _, (rows, columns) in pictures])
+    position, _ = build_vision().model.get_rope_index(ids, (ids == PAD).int(), image_grid_thw=grids)
+    assert position[:, 0].T.tolist() == rotary_positions(25, pictures).tolist()
+
+
+def test_a_cell_has_the_pixels_of_its_place() -> None:
+    spec = PictureSpec(patch=2, merge=1, min_pixels=4, max_pixels=4096)
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    grid, cells = read_cells(MediaRef("image", data=stream.getvalue()), spec)
+    assert grid == (2, 3)
+    assert np.array_equal(cells[4, 0, 0], pixels[2:4, 2:4].transpose(2, 0, 1))
