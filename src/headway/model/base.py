@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
+    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
@@ -82,6 +83,13 @@ class AttentionCache(Protocol):
 
     def store_routes(self, routes: Tensor, position: Tensor) -> None:
         """Store the experts [B,T,layers,k] of tokens at positions [B,T]."""
+        ...
+
+    def mix(
+        self, layer: int, mixer: GatedDeltaNet, mixed: Tensor, controls: Tensor, z: Tensor
+    ) -> Tensor:
+        """o [B,T,H,V] of a layer with linear attention, whose `project` gave the tensors: new tokens
+        behind the state that the cache holds, which becomes the state behind them."""
         ...
 
 

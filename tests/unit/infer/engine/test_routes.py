@@ -70,7 +70,7 @@ def test_the_last_event_has_the_experts_of_every_token_but_the_last(name: str) -
     model = loaded(CONFIGS[name])
     assert isinstance(model.model, Transformer)
     page = build_cache(model, EngineOptions(page_tokens=8, routes=True), 160).shape
-    room = 14 * page.page_bytes + 12 * page.ring_bytes
+    room = 14 * page.page_bytes + 12 * page.state_bytes
     options = EngineOptions(
         room, max_running=5, page_tokens=8, prefill_tokens=13, routes=True, prefix_reuse=True
     )
