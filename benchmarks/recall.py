@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.load import load
-from headway.eval.long_tasks import pairs, table
 from headway.eval.options import LongQuestions
 from headway.prepare.build import build_store
 from headway.runtime.log import start_logging
+from headway.text.long_tasks import pairs, table
 from headway.tokenizer.train import train_bpe
 from headway.train import train
 from headway.train.config import Recipe

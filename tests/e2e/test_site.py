@@ -47,6 +47,7 @@ def test_headings_and_code_of_a_chinese_page_reach_the_site(
 @pytest.mark.drill
 def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
+    pytest.importorskip("jieba")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     build = [
         sys.executable,
@@ -71,8 +72,9 @@ def test_the_site_builds_and_loads_nothing_from_the_network(tmp_path: Path) -> N
         encoding="utf-8"
     )
     assert not list((tmp_path / "site").rglob("*.py")), "a program of the repository was published"
-    results = search_from_disk(tmp_path / "site" / "index.html", "resume")
-    assert results is None or results > 10
+    for word in ("resume", "检查点"):
+        results = search_from_disk(tmp_path / "site" / "index.html", word)
+        assert results is None or results > 10, word
 
 
 def search_from_disk(page: Path, word: str) -> int | None:

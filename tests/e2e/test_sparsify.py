@@ -8,9 +8,9 @@ import pytest
 from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
-from headway.eval.long_tasks import pairs, table
 from headway.model.head_masks.file import read_masks
 from headway.prepare.build import build_store
+from headway.text.long_tasks import pairs, table
 
 RECIPE = """\
 run: {{name: sparse, dir: {out}/runs}}

@@ -120,12 +120,12 @@ class Page:
             )
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **buttons)
 
-    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+    def resize(self, width: int, height: int, *, dark: bool = False, scale: int = 1) -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
-            deviceScaleFactor=1,
+            deviceScaleFactor=scale,
             mobile=False,
         )
         self.call(

@@ -76,8 +76,8 @@ class SourceConfig(Section):
         "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of "
         "answers, for objective dpo); unpaired (answers labelled good or bad, for objective kto); "
         "multimodal (conversations with media, see multimodal); captions (for objective "
-        "contrastive); or auto: by the keys, refused if not clear. A kind of your own: your "
-        "module, or its file, e.g. ./my_kind.py (docs/extend.md).",
+        "contrastive); retrieval (documents that are generated, docs/long-data.md); or auto: by the "
+        "keys, refused if not clear. A kind of your own: your module, or its file, e.g. ./my_kind.py (docs/extend.md).",
     )
     chat_template: str = setting(
         "auto",

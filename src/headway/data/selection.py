@@ -190,10 +190,14 @@ def _split_document(
     length = int(source.lengths(document, document + 1)[0])
     min_tokens = max(MIN_SPLIT_TOKENS, selection.min_length)
     is_group = isinstance(source, GroupSource)
-    if is_group or length < 2 * min_tokens:
+    # A part of a conversation may have no token to learn from.
+    is_conversation = source.masked and source.span_starts(document) is None
+    if is_group or is_conversation or length < 2 * min_tokens:
         content = f"one document, of {length} tokens"
         if is_group:
             content = f"one {source.unit}"
+        elif is_conversation:
+            content = "one conversation"
         raise ConfigError(
             f"data.valid.fraction is {fraction:g}, but {source.name} holds {content}, which cannot "
             "be split. Add documents, or set data.valid.sets to separate validation data."

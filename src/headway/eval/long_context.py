@@ -21,13 +21,13 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
-from headway.eval.long_tasks import Case, fit, smallest
 from headway.eval.mask_comparison import MaskComparison, compare_masks, scores_of
 from headway.eval.mask_verdict import GateState, LongVerdict, verdict_of
 from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
+from headway.text.long_tasks import Case, fit, smallest
 
 if TYPE_CHECKING:
     from headway.eval.perplexity import EvalDocument

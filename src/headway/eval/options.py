@@ -18,9 +18,9 @@ from headway.config.options import (
     parse_numbers,
 )
 from headway.errors import ConfigError
-from headway.eval.long_tasks import find_task, task_names
 from headway.infer.generate_options import GenerateOptions
 from headway.infer.sampling import Sampling
+from headway.text.long_tasks import find_task, task_names
 from headway.text.record_keys import KEYS_HELP, KEYS_METAVAR, KeyMap
 
 # Bounds against typing errors, which would otherwise end in an overflow or never.

@@ -116,6 +116,8 @@ def detect(path: str, source: SourceConfig, reads: tuple[str, ...] = ()) -> Dete
             f"data: {path} holds records of different kinds: {locations}. Put each kind into a "
             "file of its own."
         )
+    if not detected:
+        raise DataError(f"data: {path} is empty: it has no record and no text.")
     ((kind, (keys, _)),) = detected.items()
     return DetectedKind(kind, keys, None if count > SAMPLE_RECORDS else count)
 

@@ -138,7 +138,8 @@ def fetch(request: HubRequest) -> Path:
             token = ""
 
         raise DataError(
-            f"{request.repo_id}: the hub has no such {repo_type}{hint}, or it is private{token}."
+            f"{request.repo_id}: the hub has no such {repo_type}{hint}, or it is private{token}. "
+            f"{_how_to_train(request)}".rstrip()
         ) from None
     except errors.RevisionNotFoundError:
         raise DataError(
@@ -509,8 +510,19 @@ def _unreachable(request: HubRequest, error: BaseException) -> str:
         why = first_line(error, 120)
 
     return (
-        f"{repo_id}: not found locally, and {constants.ENDPOINT} did not provide it ({why}). On a "
-        f"connected machine run `headway download {repo_id}{flag} --to "
+        f"{repo_id}: not found locally, and {constants.ENDPOINT} did not provide it ({why}). "
+        f"{_how_to_train(request)}On a connected machine run `headway download {repo_id}{flag} --to "
         f"{repo_id.rpartition('/')[2]}`, copy that folder here and give its path; or copy it into "
         f"the cache {constants.HF_HUB_CACHE}. HF_ENDPOINT names a mirror."
+    )
+
+
+def _how_to_train(request: HubRequest) -> str:
+    """Recipes that pretrain name a folder that looks like a hub id, such as tokenizers/mine, which a
+    user may not have made yet."""
+    if request.need != "tokenizer":
+        return ""
+    return (
+        "To make a tokenizer from your texts: `headway tokenizer train --input FILE "
+        f"--vocab-size 32000 --out {request.repo_id}`. "
     )

@@ -87,6 +87,16 @@ def test_a_single_pair_cannot_be_divided(tmp_path: Path) -> None:
         split_side(Selection(pairs), "train", 0.5)
 
 
+def test_a_single_conversation_cannot_be_divided(tmp_path: Path) -> None:
+    with StoreWriter(
+        tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None, masked=True
+    ) as writer:
+        writer.add(np.arange(100), np.arange(100) > 90)
+        writer.finish()
+    with pytest.raises(ConfigError, match="one conversation, which cannot be split"):
+        split_side(Selection(open_source(tmp_path / "s")), "train", 0.5)
+
+
 def test_the_parts_of_a_pack_keep_the_documents_inside(tmp_path: Path) -> None:
     with StoreWriter(
         tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None, spans=True
@@ -96,6 +106,10 @@ def test_the_parts_of_a_pack_keep_the_documents_inside(tmp_path: Path) -> None:
     wanted = Selection(open_source(tmp_path / "s"))
     train = split_side(wanted, "train", 0.4).source
     valid = split_side(wanted, "valid", 0.4).source
-    assert train.span_starts(0).tolist() == [0, 5]
-    assert valid.span_starts(0).tolist() == [0]
+    train_starts = train.span_starts(0)
+    valid_starts = valid.span_starts(0)
+    assert train_starts is not None
+    assert valid_starts is not None
+    assert train_starts.tolist() == [0, 5]
+    assert valid_starts.tolist() == [0]
     assert valid.tokens(0, 0, 8).tolist() == list(range(12, 20))

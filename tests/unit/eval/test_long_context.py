@@ -13,12 +13,12 @@ from headway.cli import main
 from headway.errors import ConfigError
 from headway.eval.dataset import Dataset, ReadOptions, read_eval_documents
 from headway.eval.long_context import LongPlan, make_cases
-from headway.eval.long_tasks import find_task, fit, task_names
 from headway.eval.options import LongQuestions
 from headway.infer.generate import prompt_ids
 from headway.infer.load import load_model
 from headway.model.head_masks.file import write_masks
 from headway.model.head_masks.masks import HeadMasks
+from headway.text.long_tasks import find_task, fit, task_names
 from headway.tokenizer.load import Tokenizer
 
 TASKS = [

@@ -101,6 +101,12 @@ def test_a_damaged_file_is_explained_by_its_reader(tmp_path: Path) -> None:
         detect(str(tmp_path / "x.jsonl"), SourceConfig(path="x"))
 
 
+def test_an_empty_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"data: .*x\.jsonl is empty"):
+        detect(str(tmp_path / "x.jsonl"), SourceConfig(path="x"))
+
+
 def test_a_resolved_recipe_states_what_was_detected(tmp_path: Path) -> None:
     """So that a resumed run is compared with what it trained on, also where an older version wrote `text` for every store."""
     train_bpe(["some text of some text"], vocab_size=262, out=tmp_path / "tokenizer")

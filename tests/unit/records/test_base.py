@@ -43,9 +43,11 @@ def test_marks_and_names_in_reports_never_change() -> None:
         "preference": ("kind=preference", "pairs", "pairs", 2, 4),
         "unpaired": ("kind=unpaired", "labelled answers", "answers", 1, 4),
         "multimodal": ("kind=chat", "conversations", "documents", 1, 2),
+        "retrieval": ("kind=chat", "generated documents", "documents", 1, 2),
     }
-    assert tokenized_kinds() == ["text", "chat", "preference", "unpaired"]
-    assert validated_kinds() == [*tokenized_kinds(), "multimodal", "prompt"]
+    texts = ["text", "chat", "preference", "unpaired"]
+    assert tokenized_kinds() == [*texts, "retrieval"]
+    assert validated_kinds() == [*texts, "multimodal", "prompt", "retrieval"]
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,31 @@ def test_answers_to_a_prompt_share_what_the_prompt_has_in_the_cache(
     # A page has 64 positions: each of the others computes one.
     assert used._engine.stats().prompt_tokens == 65 + 3
     assert used._engine.stats().cached_tokens == 3 * 64
+
+
+def test_prompts_are_begun_by_their_length_whatever_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every prompt once, long ones first; then the other answers, long prompts first again."""
+    used = sampler(1)
+    monkeypatch.setattr(used, "settings", replace(used.settings, max_new_tokens=2))
+    submitted: list[int] = []
+    plain = used._submit
+
+    def submit(request: AnswerRequest, sampling: Any) -> int:
+        submitted.append(len(request.prompt))
+        return plain(request, sampling)
+
+    monkeypatch.setattr(used, "_submit", submit)
+    requests = [
+        AnswerRequest(tuple(range(size)), f"{size}:{sample}")
+        for size in (5, 30, 12)
+        for sample in range(3)
+    ]
+    for order in (requests, requests[::-1], requests[4:] + requests[:4]):
+        submitted.clear()
+        used.sample(order, 1.0)
+        assert submitted == [30, 12, 5, 30, 30, 12, 12, 5, 5]
 
 
 def test_nothing_to_sample_gives_nothing() -> None:

@@ -241,6 +241,19 @@ def test_a_refusal_is_one_line(hub: Hub, refusal: tuple[int, str], message: str)
     assert str(said.value) == message
 
 
+@pytest.mark.parametrize("refusal", [None, (404, "RepoNotFound")])
+def test_a_tokenizer_that_is_not_there_can_be_trained(
+    hub: Hub, refusal: tuple[int, str] | None, tmp_path: Path
+) -> None:
+    hub.refusal = refusal
+    address = NOBODY if refusal is None else hub.url
+    with using_hub(address, tmp_path / "home"), pytest.raises(DataError) as said:
+        local_or_hub("tokenizers/mine", tokenizer=True)
+    assert "`headway tokenizer train" in str(said.value)
+    assert "--out tokenizers/mine`" in str(said.value)
+    assert "\n" not in str(said.value)
+
+
 def test_offline_mode_says_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(

@@ -508,6 +508,15 @@ def test_batches_of_others_become_prompts_and_updates_of_a_rollout() -> None:
     openrlhf = import_config(HERE / "openrlhf-grpo.sh", "openrlhf").recipe
     assert (openrlhf["rollout"]["prompts"], openrlhf["rollout"]["updates"]) == (128, 2)
     assert openrlhf["checkpoint"]["every"] == 40
+    assert "ahead" not in openrlhf["rollout"]
+
+
+def test_openrlhf_that_trains_asynchronously_begins_a_rollout_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "async.sh"
+    script = (HERE / "openrlhf-grpo.sh").read_text(encoding="utf-8")
+    path.write_text(script.replace("--dynamic_filtering \\\n", "--async_train \\\n"))
+    imported = import_config(path, "openrlhf")
+    assert imported.recipe["rollout"]["ahead"] == 1
 
 
 def test_an_advantage_that_needs_a_critic_is_refused(tmp_path: Path) -> None:

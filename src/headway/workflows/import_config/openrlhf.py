@@ -224,7 +224,8 @@ RULES: dict[str, Rule] = {
     "reward_*": PLACEMENT,
     "colocate_*": PLACEMENT,
     "deepspeed_*": PLACEMENT,
-    "async_*": missing("rollouts and updates take turns"),
+    "async_train": lambda draft, key, value: draft.write(key, value, "rollout.ahead", 1),
+    "async_*": missing("one rollout is begun ahead", "rollout.ahead"),
     "agent_func_path": missing("answers have one turn"),
 }
 
