@@ -37,6 +37,7 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
             "gpt2",
             "granite",
             "gpt_oss",
+            "qwen3_5",
             "ministral3",
             "glm4_moe",
             "minimax_m2",
@@ -49,20 +50,37 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
 @pytest.mark.timeout(600)
 def test_families_on_every_axis_train_like_one_process() -> None:
     whole = {"tensor": 2, "sequence": False}
-    listed = trials(2, whole, ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss"))
+    listed = trials(
+        2,
+        whole,
+        ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss", "qwen3_5", "qwen3_next"),
+    )
     listed += trials(
         2,
         {"tensor": 2},
-        ("deepseek", "gemma3", "olmo2", "gpt2", "ministral3", "minimax_m2"),
+        (
+            "deepseek",
+            "gemma3",
+            "olmo2",
+            "gpt2",
+            "ministral3",
+            "minimax_m2",
+            "qwen3_5",
+            "qwen3_next",
+        ),
         adapter=LORA,
     )
     listed += trials(
-        2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2")
+        2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2", "qwen3_5")
     )
+    hybrids = ("qwen3_5", "qwen3_next")
+    listed += trials(2, {"zero1": {"size": 1}}, hybrids)
+    listed += trials(2, {}, hybrids, memory={"recompute": 1.0})
+    listed += trials(2, {"strategy": "fsdp"}, hybrids, memory={"recompute": "selective"})
     listed += trials(
         2, {"context": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2")
     )
-    listed += trials(2, {"expert": 2}, ("gpt_oss",))
+    listed += trials(2, {"expert": 2}, ("gpt_oss", "qwen3_next"))
     listed += [
         trial(
             "trained sinks, context 2",
@@ -71,7 +89,9 @@ def test_families_on_every_axis_train_like_one_process() -> None:
             config=PLAIN.with_(attention_sinks=True, sliding_window=5),
         )
     ]
-    listed += trials(2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2", "gpt_oss"))
+    listed += trials(
+        2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2", "gpt_oss", "qwen3_5")
+    )
     listed += [
         trial(
             "olmo2, 2 KV heads on 4 ranks",

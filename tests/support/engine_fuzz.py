@@ -27,6 +27,7 @@ from headway.infer.engine.request import (
 from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling
 from headway.model.base import build_frozen_model
+from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
@@ -41,6 +42,19 @@ from support.plain_sampler import choose_alone
 MEDIA = MediaShape((MediaInput("image", 6, 3), MediaInput("audio", 4, 2)), hidden=8)
 CONTEXT = 96
 MODEL = CONFIG.with_(max_seq_len=CONTEXT, media=MEDIA)
+HYBRID = MODEL.with_(
+    norm="rmsnorm1p",
+    qk_norm=True,
+    attention_gate=True,
+    linear_attention={
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_head_dim": 6,
+        "value_head_dim": 5,
+        "layers": (0,),
+    },
+)
+"""The same with a layer of linear attention: its state cannot go back, and it has no masks."""
 MASKS = {
     "dense": None,
     "masks": HeadMasks(((True, False), (False, False)), window=6, sinks=2),
@@ -124,17 +138,21 @@ class PlainAnswer:
 class FuzzModels:
     """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
 
-    def __init__(self, folder: Path) -> None:
-        self.weights = {spec.name: initial_value(spec, MODEL, 4) for spec in param_specs(MODEL)}
+    def __init__(self, folder: Path, config: ModelConfig = MODEL) -> None:
+        self.config = config
+        self.is_hybrid = config.linear_attention is not None
+        self.kinds: tuple[str, ...] = ("dense",) if self.is_hybrid else tuple(MASKS)
+        self.weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
         self.tokenizer = byte_tokenizer()
         self.folder = folder
         self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))
+        # Softmax attention is not in all layers of a hybrid.
+        queries = () if self.is_hybrid else ("self_attn.q_proj",)
+        values = () if self.is_hybrid else ("self_attn.v_proj",)
         self.adapters = {
-            "one": write_adapter(
-                folder / "one", folder, 1, 4, ("self_attn.q_proj", "mlp.down_proj")
-            ),
+            "one": write_adapter(folder / "one", folder, 1, 4, (*queries, "mlp.down_proj")),
             "two": write_adapter(
-                folder / "two", folder, 2, 2, ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+                folder / "two", folder, 2, 2, (*values, "mlp.up_proj", "mlp.down_proj")
             ),
         }
         self.base = self.load()
@@ -149,10 +167,10 @@ class FuzzModels:
             (name, value + added[name] if name in added else value)
             for name, value in self.weights.items()
         ]
-        model = build_frozen_model(MODEL, weights, torch.device("cpu"), torch.float32)
+        model = build_frozen_model(self.config, weights, torch.device("cpu"), torch.float32)
         end = self.tokenizer.eos_id
         assert end is not None
-        return LoadedModel(model, MODEL, self.tokenizer, self.folder, frozenset([end]))
+        return LoadedModel(model, self.config, self.tokenizer, self.folder, frozenset([end]))
 
     def of(self, request: EngineRequest, kind: str) -> LoadedModel:
         """The model that a request asks, with its adapter merged."""
@@ -456,6 +474,8 @@ def random_options(
     speculation = rng.choice(
         [None, None, Speculation(None, rng.choice([2, 4])), Speculation(str(models.draft), 3)]
     )
+    if models.is_hybrid:
+        speculation = None
     options = EngineOptions(
         max_running=running,
         page_tokens=page_tokens,
@@ -469,7 +489,7 @@ def random_options(
     longest = -(-CONTEXT // page_tokens)
     pages = longest + rng.choice([0, 1, 3, longest])
     slots = running + (max(4, running // 2) if options.prefix_reuse else 0)
-    budget = slots * shape.ring_bytes + pages * shape.page_bytes
+    budget = shape.idle_bytes + slots * shape.state_bytes + pages * shape.page_bytes
     draft = "none"
     if speculation is not None:
         draft = "ngram" if speculation.draft is None else "draft"
@@ -589,11 +609,11 @@ def run_schedule(
     models: FuzzModels,
     pool: RequestPool,
     report: FuzzReport,
-    kinds: Sequence[str] = tuple(MASKS),
+    kinds: Sequence[str] | None = None,
 ) -> None:
     """One engine, some requests of the pool in a random schedule; what differs goes into the report."""
     rng = random.Random(seed)
-    kind = rng.choice(kinds)
+    kind = rng.choice(kinds or models.kinds)
     engine = InferenceEngine(
         models.load().with_masks(MASKS[kind]),
         random_options(rng, models, kind, report),

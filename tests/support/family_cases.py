@@ -21,6 +21,9 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 8,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1,
 }  # fmt: skip
+LINEAR: dict[str, Any] = {
+    "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 7, "linear_value_head_dim": 9,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 8}),
@@ -109,6 +112,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "cohere2": ("Cohere2", {"sliding_window": 5, "layer_types": TYPES, "attention_bias": True, "logit_scale": 0.3}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 20,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_only_layers": [0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5Text",
+        {
+            **LINEAR, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"], "attention_bias": True,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {
+            **LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 20,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "seed_oss": ("SeedOss", {"head_dim": 20, "attention_out_bias": True, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "ministral3": (
         "Ministral3",

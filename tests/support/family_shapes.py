@@ -37,6 +37,19 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 8, "beta_fast": 8.0, "truncate": False},
         "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "router_bias": True, "bias": True, "swiglu_limit": 0.5},
     },
+    "qwen3_5": {
+        "norm": "rmsnorm1p", "qk_norm": True, "attention_gate": True, "head_dim": 8, "rotary_fraction": 0.5,
+        "linear_attention": {
+            "key_heads": 2, "value_heads": 4, "key_head_dim": 5, "value_head_dim": 6, "taps": 3, "layers": (0,),
+        },
+    },
+    "qwen3_next": {
+        "norm": "rmsnorm1p", "qk_norm": True, "attention_gate": True, "head_dim": 8, "rotary_fraction": 0.5,
+        "linear_attention": {
+            "key_heads": 2, "value_heads": 2, "key_head_dim": 6, "value_head_dim": 5, "taps": 4, "layers": (1,),
+        },
+        "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 12, "shared_gate": True},
+    },
     "ministral3": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 6, "beta_fast": 8.0, "query_growth": 0.4}},
     "glm4_moe": {
         "head_dim": 8, "rotary_fraction": 0.5, "qkv_bias": True, "qk_norm": True,

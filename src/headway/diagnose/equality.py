@@ -106,6 +106,18 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
             "latent_attention": {**sizes, "q_rank": q_rank},
         }
 
+    if model.linear_attention is not None:
+        # Both kinds of layers, where the model has both.
+        shape["linear_attention"] = {
+            "key_heads": 2,
+            "value_heads": 4,
+            "key_head_dim": 16,
+            "value_head_dim": 16,
+            "taps": model.linear_attention.taps,
+            "layers": (0,),
+        }
+        shape["num_layers"] = layers = 2
+
     return model.with_(**deterministic, **shape), f"a small random {model.family}"
 
 

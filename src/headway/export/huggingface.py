@@ -371,6 +371,8 @@ def _exported_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             # the last of them ends.
             if piece.dim is not None:
                 stop = piece.stop
+                if piece.period:
+                    stop = shape[piece.dim] // (piece.stop - piece.start) * piece.period
                 if piece.name in shapes:
                     stop = max(stop, shapes[piece.name][piece.dim])
                 shape = (*shape[: piece.dim], stop, *shape[piece.dim + 1 :])
@@ -449,6 +451,11 @@ def _exported_tensors(
             if piece.step > 1:
                 # Parts with a step interleave: one element of each in turn.
                 joined = torch.stack(ordered, dim + 1).flatten(dim, dim + 1)
+            elif piece.period:
+                # A stretch of each in turn, as often as theirs repeats.
+                times = length // piece.period
+                stretches = [part.unflatten(dim, (times, -1)) for part in ordered]
+                joined = torch.cat(stretches, dim + 1).flatten(dim, dim + 1)
             else:
                 joined = torch.cat(ordered, dim)
             del waiting[piece.name]

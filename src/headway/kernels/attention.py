@@ -44,6 +44,7 @@ from headway.kernels.sinks import attend_with_sinks, softmax
 if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.head_mix import HeadMix
+    from headway.kernels.segments import Segments
 
 BACKENDS = ("reference", "sdpa", "varlen", "fa4", "flex")
 CAPPING = ("reference", "sdpa", "flex")
@@ -98,6 +99,8 @@ class AttentionMask:
     """The head gates of this pass, if the model has any."""
     blocks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
     """Block masks of flex_attention by window, so that all layers share them."""
+    segments: list[Segments] = field(default_factory=list, compare=False, repr=False)
+    """The documents for layers with a state, once one has asked (`Segments.of_mask`)."""
 
     def on_host(self) -> tuple[tuple[int, ...], ...]:
         """The bounds of every row's documents as Python numbers; waits for the device if the host

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
+    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
@@ -78,6 +79,13 @@ class AttentionCache(Protocol):
         `expand`: with latent attention q attends to the keys and values that this makes of the
         stored vectors; None: to the stored vectors themselves.
         """
+        ...
+
+    def mix(
+        self, layer: int, mixer: GatedDeltaNet, mixed: Tensor, controls: Tensor, z: Tensor
+    ) -> Tensor:
+        """o [B,T,H,V] of a layer with linear attention, whose `project` gave the tensors: new tokens
+        behind the state that the cache holds, which becomes the state behind them."""
         ...
 
 

@@ -65,7 +65,9 @@ class CachedHalves:
     """Both forms of a block's halves."""
 
     def __init__(self, block: Block, compiler: Compiler | None = None) -> None:
-        attention = block.self_attn
+        attention = block.mixer
+        self.linear_attn = block.linear_attn
+        """The layer's linear attention, whose core the cache runs; None: it has keys and values."""
         compiled = compiler or _uncompiled
         self._attention = attention
         # Each form is compiled once per block; eager models pass the methods through.

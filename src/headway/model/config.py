@@ -22,6 +22,8 @@ MAX_ELEMENTS = 1 << 40
 """Of one matrix. More is a typing error, and overflows where torch counts bytes."""
 MAX_HEAD_DIM = 65_536
 """Of one head, many times what any kernel takes."""
+FULL_EVERY = 4
+"""Every n-th layer of a model with linear attention has softmax attention, where no list says it."""
 MAX_LAYERS = 10_000
 """More is a typing error too: `plan` and the check of this section go through all layers."""
 
@@ -99,6 +101,81 @@ class LatentAttentionConfig(Section):
     def stored_size(self) -> int:
         """Channels of a token that decoding needs, for all heads together."""
         return self.kv_rank + self.rope_head_dim
+
+
+class LinearAttentionConfig(Section):
+    """Linear attention in some layers, in place of softmax attention (Gated DeltaNet): a state of
+    fixed size for each value head, whatever the length of the text.
+
+    Queries, keys and values first pass a short causal convolution."""
+
+    key_heads: int = setting(16, "Heads of queries and keys (linear_num_key_heads).", gt=0)
+    value_heads: int = setting(
+        32,
+        "Heads of values, a multiple of key_heads; each has a state (linear_num_value_heads).",
+        gt=0,
+    )
+    key_head_dim: int = setting(
+        128, "Channels of a query or key head (linear_key_head_dim).", gt=0, le=MAX_HEAD_DIM
+    )
+    value_head_dim: int = setting(
+        128, "Channels of a value head (linear_value_head_dim).", gt=0, le=MAX_HEAD_DIM
+    )
+    taps: int = setting(
+        4, "Tokens that the convolution sees, with its own (linear_conv_kernel_dim).", ge=2, le=64
+    )
+    layers: tuple[int, ...] | None = setting(
+        None, "Layers (from 0) with linear attention; null = all but every fourth one."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_as_tuple(cls, data: Any) -> Any:
+        # Values of a config.json are validated as Python values, where a strict tuple accepts no
+        # list.
+        if isinstance(data, dict) and isinstance(data.get("layers"), list):
+            return {**data, "layers": tuple(data["layers"])}
+        return data
+
+    @model_validator(mode="after")
+    def _fits(self) -> "LinearAttentionConfig":
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"value_heads is {self.value_heads}; it must be a multiple of "
+                f"key_heads={self.key_heads}"
+            )
+        layers = self.layers
+        if layers is not None and (len(set(layers)) != len(layers) or any(i < 0 for i in layers)):
+            raise ValueError(
+                f"layers is {list(layers)}; it must list different layers, counted from 0"
+            )
+        return self
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has linear attention."""
+        if self.layers is None:
+            return (layer + 1) % FULL_EVERY != 0
+        return layer in self.layers
+
+    @property
+    def key_width(self) -> int:
+        """Channels of the keys of all heads."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of the values of all heads."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def mixed_width(self) -> int:
+        """Channels of queries, keys and values together: what the convolution reads."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the state of one sequence in one layer, without those of the convolution."""
+        return self.value_heads * self.key_head_dim * self.value_head_dim
 
 
 def with_form(data: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +299,13 @@ class ModelConfig(Section):
         None,
         "Multi-head latent attention in every layer; null = keys and values of their own for each "
         "KV head.",
+    )
+    linear_attention: LinearAttentionConfig | None = setting(
+        None, "Linear attention with a state (Gated DeltaNet) in some layers; null = in none."
+    )
+    attention_gate: bool = setting(
+        False,
+        "What softmax attention gives is multiplied by the sigmoid of a gate, one per channel.",
     )
     experts: ExpertsConfig | None = setting(
         None, "Mixtures of experts in place of feed-forward layers; null = none."
@@ -351,6 +435,8 @@ class ModelConfig(Section):
             stacked = self.expert_size * self.experts.num
             ffn = max(ffn, stacked, self.experts.shared_ffn_size)
         widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
+        if self.linear_attention is not None:
+            widest = max(widest, self.linear_attention.mixed_width)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers "
@@ -360,6 +446,7 @@ class ModelConfig(Section):
             )
 
         self._latent_fits()
+        self._linear_fits()
         self._positions_fit()
 
         if self.parallel_block and self.norm_placement != "before":
@@ -469,6 +556,7 @@ class ModelConfig(Section):
             "rotary_fraction": 1.0,
             "positions": "rotary",
             "attention_sinks": False,
+            "attention_gate": False,
             "sliding_window": None,
         }
         for key, value in neutral.items():
@@ -477,6 +565,33 @@ class ModelConfig(Section):
                 raise ValueError(
                     f"latent_attention is given with {key}={getattr(self, key)}; it must be {shown}"
                 )
+
+    def _linear_fits(self) -> None:
+        """The settings agree with layers of linear attention, and with gates on softmax
+        attention."""
+        linear = self.linear_attention
+        if self.attention_gate and self.parallel_block:
+            raise ValueError(
+                "attention_gate is given with parallel_block, whose attention has no gate. Remove "
+                "one of them"
+            )
+        if linear is None:
+            return
+        for key in ("latent_attention", "head_gates", "parallel_block", "attention_sinks"):
+            if getattr(self, key):
+                raise ValueError(
+                    f"linear_attention is given with {key}, which is for models whose layers all "
+                    "have softmax attention. Remove one of them"
+                )
+        if "num_layers" not in self.model_fields_set:
+            return
+        kinds = {linear.has(layer) for layer in range(self.num_layers)}
+        too_high = [layer for layer in linear.layers or () if layer >= self.num_layers]
+        if too_high or True not in kinds:
+            raise ValueError(
+                f"linear_attention has layers {list(linear.layers or ())}; it must name layers from "
+                f"0 to {self.num_layers - 1}"
+            )
 
     def _positions_fit(self) -> None:
         if self.positions == "learned":
@@ -549,7 +664,15 @@ class ModelConfig(Section):
     def _tower_fits(self) -> "ModelConfig":
         if self.vision is None:
             return self
-        for key in ("media", "head_gates", "latent_attention", "rope_local_theta", "hf_config"):
+        others = (
+            "media",
+            "head_gates",
+            "latent_attention",
+            "linear_attention",
+            "rope_local_theta",
+            "hf_config",
+        )
+        for key in others:
             if getattr(self, key) is not None:
                 raise ValueError(f"has vision and {key}; a model has one of them. Remove one")
         if self.rope_scaling is not None and self.rope_scaling.query_growth:
@@ -682,6 +805,15 @@ class ModelConfig(Section):
     def mean_ffn(self) -> float:
         """`active_ffn` of an average layer."""
         return sum(map(self.active_ffn, range(self.num_layers))) / self.num_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention with a state, no keys that a cache would store."""
+        return self.linear_attention is not None and self.linear_attention.has(layer)
+
+    @property
+    def linear_share(self) -> float:
+        """The share of layers with linear attention."""
+        return sum(map(self.is_linear, range(self.num_layers))) / self.num_layers
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""

@@ -17,6 +17,8 @@ def why_not_exact(config: ModelConfig, context: int) -> str:
         "its class is not headway's own": config.hf_config is not None,
         "experts": config.experts is not None,
         "latent_attention": config.latent_attention is not None,
+        "linear_attention": config.linear_attention is not None,
+        "attention_gate": config.attention_gate,
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap is not None,
         "logit_softcap": config.logit_softcap is not None,

@@ -23,6 +23,9 @@ class ExpertsConfig(Section):
     shared_ffn_size: int = setting(
         0, "Inner width of the shared expert that every token passes besides; 0 = none.", ge=0
     )
+    shared_gate: bool = setting(
+        False, "The shared expert's result is multiplied by the sigmoid of a trained gate."
+    )
     normalize: bool = setting(True, "Divide the weights of a token's experts by their sum.")
     router: Literal["softmax", "sigmoid"] = setting(
         "softmax", "How the router's logits become scores."
@@ -86,6 +89,11 @@ class ExpertsConfig(Section):
     def _fits(self) -> "ExpertsConfig":
         if self.per_token > self.num:
             raise ValueError(f"per_token is {self.per_token}; it must not exceed num={self.num}")
+        if self.shared_gate and not self.shared_ffn_size:
+            raise ValueError(
+                "shared_gate is given without shared_ffn_size; it is for the shared expert. Give "
+                "shared_ffn_size too"
+            )
         default_alpha = type(self).model_fields["swiglu_alpha"].default
         if self.swiglu_limit is None and self.swiglu_alpha != default_alpha:
             raise ValueError(

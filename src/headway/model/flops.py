@@ -18,6 +18,9 @@ the average,
     window of W < T       W                                          W - W^2 / (2 T): the first W tokens of a row see less
     streaming head        as a window of window + sinks
 
+A layer of linear attention meets a state instead, whatever the length: read under the key, changed,
+read under the query, 2 each per number of the state, and the taps of its convolution, 2 each.
+
 Packed documents are not known here: a document that begins inside of a row sees less than that.
 Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without
 torch.
@@ -56,10 +59,21 @@ SLOTS = {
     "q_b_proj": 3,
     "kv_b_proj": 3,
     "sinks": CORE,
+    "z_proj": 1,
+    "b_proj": 1,
+    "a_proj": 1,
+    "A_log": 2,
+    "dt_bias": 2,
+    "q_conv": CORE,
+    "k_conv": CORE,
+    "v_conv": CORE,
+    "o_gate": 5,
+    "out_proj": 5,
     "o_proj": 5,
     "post_self_attn_layernorm": 6,
     "post_attention_layernorm": 7,
     "gate": 8,
+    "shared_gate": 8,
     "gate_proj": 8,
     "up_proj": 8,
     "down_proj": 9,
@@ -169,6 +183,10 @@ def token_flops(
     for layer in range(config.num_layers):
         # Backward has two products of the same size for each of the forward's.
         passes = 3 if first < (layer, CORE) else 1
+        if config.is_linear(layer):
+            attention += passes * state_flops(config)
+            causal += passes * state_flops(config)
+            continue
         flops_per_key = 2 * passes * channels
         all_keys, visible_keys = visible_tokens(seq_len, config.window_of(layer))
         attention += flops_per_key * all_keys
@@ -178,6 +196,13 @@ def token_flops(
             streaming += flops_per_key * near_keys
             causal_streaming += flops_per_key * visible_near_keys
     return TokenFlops(matrices, attention, causal, streaming, causal_streaming)
+
+
+def state_flops(config: ModelConfig) -> float:
+    """FLOPs of one token in the core of a layer with linear attention, forward alone."""
+    linear = config.linear_attention
+    assert linear is not None
+    return 3 * 2.0 * linear.state_size + 2.0 * linear.taps * linear.mixed_width
 
 
 def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:

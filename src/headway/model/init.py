@@ -7,6 +7,7 @@ begins with the same weights.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,10 @@ from headway.runtime.seed import derive
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
+
+
+DECAYS = (0.01, 16.0)
+"""Range of exp(A_log) of linear attention; away from 0, whose logarithm is infinite."""
 
 
 def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tensor:
@@ -32,6 +37,8 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
         return stock_value(spec.name, config, seed)
     if spec.start == "zero":
         return torch.zeros(spec.shape, device="cpu")
+    if spec.start == "one":
+        return torch.ones(spec.shape, device="cpu")
     if spec.start == "norm":
         factor = 0.0 if config.norm == "rmsnorm1p" else 1.0
         return torch.full(spec.shape, factor, device="cpu")
@@ -46,9 +53,13 @@ def initial_value(spec: ParamSpec, config: ModelConfig, seed: int) -> torch.Tens
             is_even = torch.arange(spec.shape[0], device="cpu") % 2 == 0
             return torch.where(is_even, DECIDED, -DECIDED)[:, None].repeat(1, spec.shape[1])
         return value.normal_(gates.init_mean, gates.init_std, generator=generator)
+    if spec.start == "decay":
+        # As published models begin: some heads keep nearly everything, some nearly nothing.
+        return value.uniform_(*DECAYS, generator=generator).log_()
     if spec.start == "uniform":
-        # As torch initializes a linear: its inputs are features of any scale, not a normed stream.
-        bound = spec.shape[1] ** -0.5
+        # As torch initializes a linear or a convolution: its inputs are of any scale, no normed
+        # stream.
+        bound = prod(spec.shape[1:]) ** -0.5
         return value.uniform_(-bound, bound, generator=generator)
     if spec.std is not None:
         return value.normal_(0.0, spec.std, generator=generator)

@@ -122,6 +122,10 @@ class Attention(nn.Module):
 
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
         """[H]: a logit of each head beside the scores of its keys (`ScoreRule`)."""
+        self.o_gate = None
+        """What attention gives is multiplied by its sigmoid: one number per channel."""
+        if config.attention_gate:
+            self.o_gate = nn.Linear(width, config.num_heads * head, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * head, width, bias=config.output_bias)
         self.head_size = head
 
@@ -203,9 +207,14 @@ class Attention(nn.Module):
         """[B,T,D] of o [B,T,H,hd]."""
         return self.o_proj(o.flatten(-2))
 
+    def gated(self, o: Tensor, x: Tensor) -> Tensor:
+        """o [B,T,H,hd] times the gates of x [B,T,D], the normed stream that `project` read too."""
+        assert self.o_gate is not None, "only some models have gates"
+        return o * torch.sigmoid(self.o_gate(x)).view(o.shape)
+
 
 def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
-    """The projections of one layer's attention."""
+    """The projections of one layer's softmax attention."""
     # Imported here: that module uses the norms of this one.
     if config.latent_attention is not None:
         from headway.model.latent_attention import LatentAttention

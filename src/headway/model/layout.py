@@ -38,12 +38,15 @@ same elements:
     part      the contribution of its heads, inputs or outputs: ranks always add up.
     all       everything, on every rank: never added up.
 """
-Start = Literal["normal", "residual", "table", "norm", "zero", "uniform", "gates", "given"]
+Start = Literal[
+    "normal", "residual", "table", "norm", "zero", "one", "decay", "uniform", "gates", "given"
+]
 """How a parameter begins (init.py):
 
     normal      normal with the config's spread          residual   the same, smaller with depth: a matrix that adds to the stream
-    norm        the factor that changes nothing          zero       0
-    uniform     as torch initializes a linear            gates      as the config's head gates say
+    norm        the factor that changes nothing          zero, one  0 and 1
+    decay       ln of a uniform draw from 0.01 to 16: how fast a state with a decay forgets
+    uniform     as torch initializes a layer             gates      as the config's head gates say
     table       of vectors that are looked up and added to a stream, in the towers of an aligner
     given       by the code that adds the parameter: an adapter, or the task
 """
@@ -52,6 +55,7 @@ Group = Literal[
     "norm",
     "bias",
     "linear",
+    "taps",
     "expert",
     "adapter",
     "projector",
@@ -66,6 +70,7 @@ Group = Literal[
 """What a parameter belongs to; it may be in several.
 
     linear        the matrix of a linear that an adapter may change
+    taps          of a short convolution: a few numbers for each channel
     expert        stacked over experts along dim 0
     router_bias   by which a router balances experts without a loss
     fixed         numbers that a class of transformers stores with its weights and never trains
@@ -150,8 +155,9 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """A matrix or a stack of them; the biases of stacked experts have two dims and are none."""
-        return len(self.shape) >= 2 and "bias" not in self.groups
+        """A matrix or a stack of them; the biases of stacked experts and the taps of convolutions
+        have several dims and are none."""
+        return len(self.shape) >= 2 and self.groups.isdisjoint(("bias", "taps"))
 
     @property
     def keeps_float32(self) -> bool:
@@ -301,7 +307,7 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
     specs: list[ParamSpec] = []
     if before:
         specs += _norm(config, prefix + "input_layernorm", layer)
-    specs += attention_specs(config, prefix + "self_attn.", layer)
+    specs += mixer_specs(config, prefix, layer)
     if after:
         specs += _norm(config, prefix + "post_self_attn_layernorm", layer)
     if before and not config.parallel_block:
@@ -313,6 +319,50 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
     if after:
         specs += _norm(config, prefix + "post_mlp_layernorm", layer)
     return specs
+
+
+def mixer_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    """The parameters of a layer's attention, of either kind; `prefix` is that of the layer."""
+    if config.is_linear(layer):
+        return linear_attention_specs(config, prefix + "linear_attn.", layer)
+    return attention_specs(config, prefix + "self_attn.", layer)
+
+
+def linear_attention_specs(
+    config: ModelConfig, prefix: str = "", layer: int = 0
+) -> list[ParamSpec]:
+    """The parameters of a layer's linear attention (delta_net.py); a rank has some of its heads."""
+    linear = config.linear_attention
+    assert linear is not None
+    width = config.hidden_size
+    heads = linear.value_heads
+    key = linear.key_head_dim
+    value = linear.value_head_dim
+
+    keys = _Linear(layer, unit=key)
+    values = _Linear(layer, unit=value)
+    single = _Linear(layer)
+    specs = [
+        *keys.of(prefix + "q_proj", (linear.key_width, width), "column"),
+        *keys.of(prefix + "k_proj", (linear.key_width, width), "column"),
+        *values.of(prefix + "v_proj", (linear.value_width, width), "column"),
+        *values.of(prefix + "z_proj", (linear.value_width, width), "column"),
+        *single.of(prefix + "b_proj", (heads, width), "column"),
+        *single.of(prefix + "a_proj", (heads, width), "column"),
+        ParamSpec(prefix + "A_log", (heads,), "column", layer, start="decay"),
+        ParamSpec(prefix + "dt_bias", (heads,), "column", layer, start="one"),
+    ]
+    taps = partial(
+        ParamSpec, split="column", stage=layer, start="uniform", groups=in_groups("taps")
+    )
+    specs += [
+        taps(prefix + "q_conv.weight", (linear.key_width, 1, linear.taps), unit=key),
+        taps(prefix + "k_conv.weight", (linear.key_width, 1, linear.taps), unit=key),
+        taps(prefix + "v_conv.weight", (linear.value_width, 1, linear.taps), unit=value),
+        # Not stored around 0, whatever the other norms of the model do.
+        replace(_inner_norm(prefix + "norm", value, layer), start="one"),
+    ]
+    return specs + values.of(prefix + "out_proj", (width, linear.value_width), "row")
 
 
 def attention_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> list[ParamSpec]:
@@ -344,13 +394,15 @@ def attention_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> li
     if config.attention_sinks:
         specs.append(ParamSpec(prefix + "sinks", (config.num_heads,), "column", layer))
 
+    if config.attention_gate:
+        specs += inner.of(prefix + "o_gate", (queries, width), "column")
     outer = _Linear(layer, unit=head, bias=config.output_bias)
     return specs + outer.of(prefix + "o_proj", (width, queries), "row")
 
 
-def attention_weights(config: ModelConfig) -> int:
+def attention_weights(config: ModelConfig, layer: int) -> int:
     """Elements of the matrices of one layer's attention."""
-    return sum(spec.size for spec in attention_specs(config) if len(spec.shape) > 1)
+    return sum(spec.size for spec in mixer_specs(config, "", layer) if spec.is_matrix)
 
 
 def _latent(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
@@ -420,6 +472,8 @@ def _mixture(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     shared = config.experts.shared_ffn_size
     if shared:
         specs += _feed_forward(config, prefix + "shared_experts.", layer, shared)
+    if config.experts.shared_gate:
+        specs.append(router(prefix + "shared_gate.weight", (1, width)))
     return specs
 
 

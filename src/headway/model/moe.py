@@ -93,8 +93,11 @@ class MixtureOfExperts(nn.Module):
         """Called instead of the experts if other ranks hold some of them: tokens travel there
         and back."""
         self.shared_experts = None
+        self.shared_gate = None
         if config.experts.shared_ffn_size:
             self.shared_experts = FeedForward(config, config.experts.shared_ffn_size)
+        if config.experts.shared_gate:
+            self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def fuse(self) -> None:
         """Compute gate and up of the shared expert in one product; for inference."""
@@ -122,7 +125,10 @@ class MixtureOfExperts(nn.Module):
         run = self.experts if self.exchange is None else self.exchange
         out = run(x.flatten(0, -2), weights.flatten(0, -2), plan).view(x.shape)
         if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
+            shared = self.shared_experts(x)
+            if self.shared_gate is not None:
+                shared = shared * torch.sigmoid(self.shared_gate(x))
+            out = out + shared
 
         if counted is None:
             return out, None

@@ -7,9 +7,10 @@ A sequence that runs has a slot. Position p of a slot is stored, in each layer,
                                every layer
     streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so
                                that a few can be taken back
+    linear attention           nowhere: the slot has a state of fixed size (state_layer.py)
 
-Pages may be shared by sequences with the same beginning (`PagePool`); rings are state, of which
-snapshots are kept (`StateBlocks`). All memory is allocated at the start.
+Pages may be shared by sequences with the same beginning (`PagePool`); rings and states are state, of
+which snapshots are kept (`StateBlocks`). All memory is allocated at the start.
 
     PagedCache    memory, block table, state, lengths; decode and prefill batches are made from it
     PagedDecode   one token in each row of a batch of slots
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +34,10 @@ from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 from headway.model.page_pool import PagePool
 from headway.model.paged_layer import LayerPages, PrefillPiece, PrefillPlan, RingHeads
+from headway.model.state_layer import LayerState, state_bytes
+
+if TYPE_CHECKING:
+    from headway.model.delta_net import GatedDeltaNet
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,10 @@ class CacheShape:
     """Attention in bits that depend on a token and those before it alone (model/exact.py)."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
-        """The full heads of a layer, and its rings; every KV head is in one of them."""
+        """The full heads of a layer, and its rings; every KV head is in one of them. A layer with
+        linear attention has neither."""
+        if self.config.is_linear(layer):
+            return (), []
         full: list[int] = []
         rings: dict[tuple[int, int, int | None], list[int]] = {}
         for head in range(self.config.cached_heads):
@@ -95,13 +104,33 @@ class CacheShape:
         return heads * self.page_tokens * self._entry_bytes
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of the rings of one slot in all layers."""
+    def state_bytes(self) -> int:
+        """Bytes of what one slot has besides pages, in all layers: rings, and states of linear
+        attention."""
         entries = 0
+        states = 0
         for layer in range(self.config.num_layers):
             _, rings = self.groups(layer)
             entries += sum(len(ring.heads) * ring.indices for ring in rings)
-        return entries * self._entry_bytes
+            if self.config.is_linear(layer):
+                assert self.config.linear_attention is not None
+                states += state_bytes(self.config.linear_attention, self.dtype)
+        return entries * self._entry_bytes + states
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the state for rows of a batch that take no part."""
+        linear = self.config.linear_attention
+        if linear is None:
+            return 0
+        layers = sum(map(self.config.is_linear, range(self.config.num_layers)))
+        return layers * state_bytes(linear, self.dtype)
+
+    @property
+    def has_states(self) -> bool:
+        """The state of a slot stands behind its last token and cannot go back: rings can, states of
+        linear attention cannot."""
+        return self.config.linear_attention is not None
 
     @property
     def _entry_bytes(self) -> int:
@@ -130,7 +159,7 @@ class PagedCache:
         needs_state: bool | None = None,
     ) -> None:
         """`needs_state`: a prefix can be continued only from one of the `snapshots`; None: if the
-        shape has rings.
+        shape has state.
 
         A rank whose own heads have no rings needs it if other ranks' heads have some: all ranks
         must agree on which prefixes can be continued.
@@ -141,15 +170,24 @@ class PagedCache:
         self.slots = slots
         self.device = device
         if needs_state is None:
-            needs_state = shape.ring_bytes > 0
+            needs_state = shape.state_bytes > 0
         self.needs_state = needs_state
 
         self.pool = PagePool(pages)
         self.table = BlockTable(slots, shape.pages_per_slot, shape.page_tokens, device)
         blocks = slots + snapshots if needs_state else 0
-        groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
-        self.layers = [
-            LayerPages(
+        self.layers: dict[int, LayerPages] = {}
+        self.layer_states: dict[int, LayerState] = {}
+        """Of layers with linear attention, by number as those with pages."""
+        for layer in range(shape.config.num_layers):
+            if shape.config.is_linear(layer):
+                assert shape.config.linear_attention is not None
+                self.layer_states[layer] = LayerState(
+                    shape.config.linear_attention, slots, blocks, device, shape.dtype
+                )
+                continue
+            full, rings = shape.groups(layer)
+            self.layers[layer] = LayerPages(
                 shape.config,
                 full,
                 rings,
@@ -159,9 +197,9 @@ class PagedCache:
                 shape.dtype,
                 is_exact=shape.is_exact,
             )
-            for full, rings in groups
-        ]
-        self.states = StateBlocks(slots, snapshots, self.layers)
+        self.states = StateBlocks(
+            slots, snapshots, [*self.layers.values(), *self.layer_states.values()]
+        )
 
         # One more slot than there are sequences, for rows of a batch that take no part: its length
         # stays -1.
@@ -171,8 +209,9 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and values it has room for."""
-        return sum(layer.num_bytes for layer in self.layers)
+        """Bytes of all keys, values and states it has room for."""
+        parts = [*self.layers.values(), *self.layer_states.values()]
+        return sum(part.num_bytes for part in parts)
 
     def forget_all(self) -> None:
         """Give back every page without users and every snapshot."""
@@ -186,7 +225,7 @@ class PagedCache:
         # CUDA kernels read only positions that are written. The plain path reads whole pages, and
         # gives the rest a weight of 0, which a NaN would survive.
         if self.device.type != "cuda":
-            for layer in self.layers:
+            for layer in self.layers.values():
                 for pool in layer.pages():
                     pool[page] = 0
 
@@ -235,6 +274,17 @@ class PagedDecode:
         assert expand is None, "single steps attend to what is stored"
         return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
+    def mix(
+        self,
+        layer: int,
+        mixer: GatedDeltaNet,
+        mixed: torch.Tensor,
+        controls: torch.Tensor,
+        z: torch.Tensor,
+    ) -> torch.Tensor:
+        """o [B,1,H,V] of one token of each row behind its state, which continues with it."""
+        return self.cache.layer_states[layer].step(mixer, mixed, controls, z, self.slots)
+
 
 class PagedPrefill:
     """Pieces of prompts, packed in one row."""
@@ -257,3 +307,15 @@ class PagedPrefill:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v
         [1,N,KV,hd] are stored."""
         return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]
+
+    def mix(
+        self,
+        layer: int,
+        mixer: GatedDeltaNet,
+        mixed: torch.Tensor,
+        controls: torch.Tensor,
+        z: torch.Tensor,
+    ) -> torch.Tensor:
+        """o [1,N,H,V] of each piece behind the state of its slot, which continues with it."""
+        state = self.cache.layer_states[layer]
+        return state.prefill(mixer, mixed, controls, z, self.plan.pieces, self.plan.segments)

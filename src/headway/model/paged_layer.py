@@ -40,6 +40,7 @@ from headway.kernels.paged_attention import (
     paged_attention,
 )
 from headway.kernels.past_attention import cudnn_part, has_cudnn
+from headway.kernels.segments import Segments
 from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
 from headway.model.base import Expander
@@ -154,6 +155,11 @@ class PrefillPlan:
             for piece, span in zip(self.pieces, self.spans, strict=True)
         ]
         return ChunkPlan.of(pieces, self.device)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The same for layers with a state."""
+        return Segments.of_lengths([piece.count for piece in self.pieces], self.device)
 
     def places(self, table: BlockTable) -> PagePlaces:
         """Where the heads of a table's group store the tokens."""

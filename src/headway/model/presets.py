@@ -27,6 +27,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "groups_per_token": 2, "aux_loss": 0.0, "bias_rate": 0.001,
         },
     },
+    "laptop-hybrid": {
+        "family": "qwen3_5", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 688, "max_seq_len": 512,
+        "norm_eps": 1e-06,
+        "linear_attention": {"key_heads": 2, "value_heads": 4, "key_head_dim": 32, "value_head_dim": 64, "taps": 4},
+    },
     "llama-100m": {
         "family": "llama", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 2048,
         "max_seq_len": 2048,
@@ -117,7 +122,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 # alone gets it too; without it the config could not be written as that family.
 _GEMMA = {"norm": "rmsnorm1p", "norm_placement": "both", "activation": "gelu_tanh"}
 _OLMO = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
+_HYBRID = {
+    "norm": "rmsnorm1p", "qk_norm": True, "attention_gate": True, "rotary_fraction": 0.25, "linear_attention": {},
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _HYBRID,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": {**_HYBRID, "experts": {"shared_gate": True, "shared_ffn_size": 512}},
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "qk_norm": True},
     "olmo2": _OLMO,

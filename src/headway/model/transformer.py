@@ -42,7 +42,14 @@ from headway.model.base import (
     ModelOut,
     ScoreHead,
 )
-from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
+from headway.model.layers import (
+    Attention,
+    FeedForward,
+    build_attention,
+    build_mlp,
+    build_norm,
+    dropout,
+)
 from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
@@ -54,7 +61,9 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
+    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
+    from headway.model.latent_attention import LatentAttention
     from headway.model.vision import PictureTensors
 
 
@@ -126,7 +135,15 @@ class Block(nn.Module):
         # In the order of the forward. `post_attention_layernorm` is Llama's name for the norm
         # that the feed-forward reads; the norm of attention's output is `post_self_attn_layernorm`.
         self.input_layernorm = norm_if(before)
-        self.self_attn = build_attention(config, layer)
+        # A layer has one of the two; `mixer` is either.
+        self.linear_attn = None
+        self.self_attn = None
+        if config.is_linear(layer):
+            from headway.model.delta_net import GatedDeltaNet
+
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = build_attention(config, layer)
         self.post_self_attn_layernorm = norm_if(after)
         self.post_attention_layernorm = norm_if(before and not config.parallel_block)
         self.mlp = build_mlp(config, layer)
@@ -135,6 +152,7 @@ class Block(nn.Module):
         self.is_parallel = config.parallel_block
         self.residual_scale = config.residual_scale
         self.dropout = config.dropout
+        self.has_gate = config.attention_gate and self.self_attn is not None
         self.window = config.window_of(layer)
         self.softcap = config.attention_softcap
 
@@ -151,12 +169,24 @@ class Block(nn.Module):
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
         # Gates stay: only the kernels of the two branches change.
+        if self.linear_attn is not None:
+            return
         if isinstance(self.core, GatedCore):
             self.core = replace(self.core, backend=backend)
         else:
             self.core = self._core(backend)
 
+    @property
+    def mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
+        """What brings tokens together: attention of one kind or the other."""
+        if self.linear_attn is not None:
+            return self.linear_attn
+        assert self.self_attn is not None
+        return self.self_attn
+
     def _core(self, backend: str) -> AttentionCore:
+        if self.linear_attn is not None:
+            return self.linear_attn.mix
         if self.softcap is None:
             return partial(attend, backend=backend)
         return partial(attend, backend=backend, rule=ScoreRule(self.softcap))
@@ -167,19 +197,20 @@ class Block(nn.Module):
 
         Made for each pass: sinks are parameters, which an engine may replace.
         """
-        return ScoreRule(self.softcap, self.self_attn.sinks)
+        return ScoreRule(self.softcap, self.mixer.sinks)
 
     def core_settings(self, mask: AttentionMask) -> dict[str, Any]:
         """The keyword arguments of the core besides q, k and v."""
         settings: dict[str, Any] = {"mask": mask, "window": self.window}
         # Only a core of a layer with trained sinks takes a rule; a soft cap is bound in `_core`.
-        if self.self_attn.sinks is not None:
+        if self.mixer.sinks is not None:
             settings["rule"] = self.rule
         return settings
 
     def pre_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
-        return self.self_attn.project(self.attention_input(x), cos, sin)
+        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]; with linear
+        attention what its core takes in their place (delta_net.py)."""
+        return self.mixer.project(self.attention_input(x), cos, sin)
 
     def attention_input(self, x: Tensor) -> Tensor:
         """The normed stream of all tokens, which attention's projections read."""
@@ -194,10 +225,14 @@ class Block(nn.Module):
         """
         if self.is_parallel:
             # One sum over ranks for attention and feed-forward together.
-            both = self.self_attn.output(o) + self.mlp(self.attention_input(x))
+            both = self.mixer.output(o) + self.mlp(self.attention_input(x))
             return self._added(x, self.reduce_output(both))
 
-        attended = self.reduce_output(self.self_attn.output(o))
+        if self.has_gate:
+            # Normed a second time: gates need no place among what a core takes and gives.
+            assert isinstance(self.self_attn, Attention)
+            o = self.self_attn.gated(o, self.attention_input(x))
+        attended = self.reduce_output(self.mixer.output(o))
         x = self._added(x, _normed(attended, self.post_self_attn_layernorm))
 
         normed = self.gather_input(_normed(x, self.post_attention_layernorm))
@@ -603,7 +638,7 @@ class Transformer(Model):
             block.gather_input = split.gather_input
             block.reduce_output = split.reduce_output
             block.drop = split.drop
-            block.self_attn.mean_over_ranks = split.mean
+            block.mixer.mean_over_ranks = split.mean
 
     def hidden_states(
         self,
@@ -634,7 +669,10 @@ class Transformer(Model):
             for layer, block_halves in enumerate(halves):
                 pre_attention, post_attention, expand = block_halves.of(tokens)
                 q, k, v = pre_attention(x, cos, sin)
-                o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
+                if block_halves.linear_attn is not None:
+                    o = cache.mix(layer, block_halves.linear_attn, q, k, v)
+                else:
+                    o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
                 x = post_attention(x, o)
             return self.model.norm(x)
 
@@ -643,5 +681,5 @@ class Transformer(Model):
     def fuse_projections(self) -> None:
         """One product for q, k and v and one for gate and up, in every layer; done once."""
         for block in self.blocks().values():
-            block.self_attn.fuse()
+            block.mixer.fuse()
             block.mlp.fuse()

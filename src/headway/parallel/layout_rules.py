@@ -167,6 +167,11 @@ def _context(case: LayoutCase) -> Iterator[str]:
     if context == 1:
         return
     is_set = f"parallel.context is {context}"
+    if model.linear_attention is not None:
+        yield (
+            f"{is_set} and model.linear_attention is given: its state passes through a whole row, "
+            "which a rank does not have. Use context 1."
+        )
     ring = ring_ranks(context, model.kv_heads, case.parallel.tensor)
     if ring > 1:
         yield from _ring(case, is_set, ring)

@@ -3,12 +3,12 @@
 The broken rules, or the first of them with the nearest layout that works, go out.
 
     world         pipeline x data x context x tensor
-    tensor        divides the query heads and ffn_size; KV heads are divided, or each is on
+    tensor        divides the query heads, key heads of linear attention and ffn_size; KV heads are divided, or each is on
                   tensor / kv_heads ranks
     expert        divides the data ranks and the experts of a layer; divides the shard group or is
                   a multiple of it
     pipeline      at most one stage per layer
-    context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of
+    context       not with linear attention; divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of
                   a row per rank
     strategy      fsdp has no pipeline
     experts       a model with experts has neither pipeline nor context
@@ -141,6 +141,9 @@ def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
     for name, value in (("num_heads", model.num_heads), *_widths(model)):
         if value % size:
             yield f"{beginning} model.{name}={value}"
+    linear = model.linear_attention
+    if linear is not None and linear.key_heads % size:
+        yield f"{beginning} model.linear_attention.key_heads={linear.key_heads}"
     if model.kv_heads % size and size % model.kv_heads:
         yield f"{beginning} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
     if layout.sequence and (case.seq_len // layout.context) % size:
@@ -220,6 +223,11 @@ def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:
 def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if layout.context == 1:
         return
+    if case.model.linear_attention is not None:
+        yield (
+            f"parallel.context is {layout.context} and model.linear_attention is given; its state "
+            "passes through a whole row, which has no context axis"
+        )
     beginning = f"parallel.context is {layout.context}; it must divide"
     if case.seq_len % layout.context:
         yield f"{beginning} data.seq_len={case.seq_len}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headway.model.config import ModelConfig
-from headway.model.flops import visible_tokens
+from headway.model.flops import state_flops, visible_tokens
 from headway.model.layout import attention_weights
 
 MAX_WORK = 4_000_000
@@ -126,15 +126,19 @@ def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, f
 
     Forward and backward, with causal attention.
     """
-    attention = attention_weights(model)
     # Scores have the width of keys, weighted sums that of values.
     channels = model.num_heads * (model.head_size + model.value_size)
     costs: list[float] = []
     for layer in range(model.num_layers):
-        matrices = attention + model.hidden_size * model.ffn_matrices * model.active_ffn(layer)
+        matrices = attention_weights(
+            model, layer
+        ) + model.hidden_size * model.ffn_matrices * model.active_ffn(layer)
         if model.experts is not None and model.is_mixture(layer):
             matrices += model.hidden_size * model.experts.num  # the router
         # 6 FLOPs a weight: 2 in forward, 4 in backward; as many for a channel and a visible token.
+        if model.is_linear(layer):
+            costs.append(6.0 * matrices + 3.0 * state_flops(model))
+            continue
         _, visible = visible_tokens(seq_len, model.window_of(layer))
         costs.append(6.0 * matrices + 6.0 * channels * visible)
     # A lookup costs next to nothing; its gradient is added into the rows.

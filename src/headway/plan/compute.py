@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from headway.model.config import ModelConfig
 from headway.model.flops import visible_tokens
-from headway.model.layout import attention_specs
+from headway.model.layout import mixer_specs
 from headway.parallel.config import MemoryConfig
 from headway.plan.job import PlanJob, head_trains
-from headway.plan.memory import STATE_BYTES
+from headway.plan.memory import STATE_BYTES, linear_core
 from headway.plan.rates import (
     ELEMENTWISE,
     LAUNCH,
@@ -86,6 +86,7 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
     window = job.model.window_of(layer)
     trains = layer in job.trained_layers
     mixture = job.model.is_mixture(layer)
+    linear = job.model.is_linear(layer)
 
     # Most layers of a model take the same time: everything their time depends on is in the key.
     layout = job.layout
@@ -95,17 +96,18 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
         recompute,
         trains,
         mixture,
+        linear,
         job.rows,
         layout.tensor,
         layout.sequence,
         layout.context,
         layout.expert,
     )
-    return job.cached(key, lambda: _layer(job, window, recompute, trains, mixture))
+    return job.cached(key, lambda: _layer(job, layer, window, recompute, trains, mixture))
 
 
 def _layer(
-    job: PlanJob, window: int | None, recompute: str, trains: bool, mixture: bool
+    job: PlanJob, layer: int, window: int | None, recompute: str, trains: bool, mixture: bool
 ) -> PassSeconds:
     """One layer from its parts: matrix products, attention, what moves between them, adapters,
     quantised weights, recomputation."""
@@ -119,7 +121,7 @@ def _layer(
     width = model.hidden_size
 
     # Products are fused: q, k and v in one, gate and up in another.
-    products = _attention_products(model, tensor)
+    products = _attention_products(model, tensor, layer)
     if not mixture:
         products += [((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
     fp8 = job.precision == "fp8"
@@ -140,6 +142,16 @@ def _layer(
     attention, attention_backward = attention_seconds(
         gpu, job.software.attention, flops, row_length, model.head_size
     )
+    if model.linear_attention is not None and model.is_linear(layer):
+        # Plain torch, which memory limits: what the core keeps is written and read.
+        query = key = 0.0
+        core_bytes = (
+            job.compute_bytes
+            * tokens
+            * linear_core(model.linear_attention, tensor, job.compute_bytes)
+        )
+        attention = 2 * core_bytes / (gpu.bandwidth * ELEMENTWISE)
+        attention_backward = 2 * attention
 
     between, between_backward = _between(job, query, key, ffn)
     between = between + dispatch
@@ -161,10 +173,10 @@ def _layer(
         weights = weights + adapter / 2
 
     # All layers are quantised the same way, so the first one stands for any.
-    layer = job.counts.layers[0]
-    if layer.packed:
+    counts = job.counts.layers[0]
+    if counts.packed:
         # Quantised matrices are written out before each product: bytes in, floats out.
-        moved_bytes = layer.packed_bytes + job.compute_bytes * layer.packed
+        moved_bytes = counts.packed_bytes + job.compute_bytes * counts.packed
         dequantise = moved_bytes / (gpu.bandwidth * ELEMENTWISE)
         forward = forward + dequantise
         inputs = inputs + dequantise
@@ -185,19 +197,19 @@ def _layer(
     return PassSeconds(max(forward, launches), max(inputs, launches), weights)
 
 
-def _attention_products(model: ModelConfig, tensor: int) -> list[tuple[float, float]]:
+def _attention_products(model: ModelConfig, tensor: int, layer: int) -> list[tuple[float, float]]:
     """(outputs, inputs) of attention's matrices on one rank; q, k and v in one product."""
-    if model.latent_attention is None:
+    if model.latent_attention is None and not model.is_linear(layer) and not model.attention_gate:
         query = model.num_heads * model.head_size / tensor
         key = model.kv_heads * model.head_size / min(tensor, model.kv_heads)
         return [(query + 2 * key, model.hidden_size), (model.hidden_size, query)]
 
-    # Latent attention has down- and up-projections of its own; what is split over ranks says its
+    # Other kinds of attention have projections of their own; what is split over ranks says the
     # spec.
     ranks_by_split = {"column": (tensor, 1), "row": (1, tensor)}
     products: list[tuple[float, float]] = []
-    for spec in attention_specs(model):
-        if len(spec.shape) > 1:
+    for spec in mixer_specs(model, "", layer):
+        if spec.is_matrix:
             output_ranks, input_ranks = ranks_by_split.get(spec.split, (1, 1))
             products.append((spec.shape[0] / output_ranks, spec.shape[1] / input_ranks))
     return products

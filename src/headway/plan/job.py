@@ -98,12 +98,21 @@ class SamplerCopy:
             return self.cache_bytes_given
         positions = 0
         for layer in range(self.model.num_layers):
+            if self.model.is_linear(layer):
+                continue
             window = self.model.window_of(layer)
             positions += self.tokens if window is None else min(self.tokens, window)
         # With latent attention the stored vector is key and value in one.
         vectors = 2 if self.model.latent_attention is None else 1
         width = self.model.cached_heads * self.model.cached_size
-        return self.at_once * positions * vectors * width * compute_bytes
+        states = 0
+        linear = self.model.linear_attention
+        if linear is not None:
+            # A state of fixed size, in fp32, and the last inputs of the convolution.
+            inputs = (linear.taps - 1) * linear.mixed_width * compute_bytes
+            layers = sum(map(self.model.is_linear, range(self.model.num_layers)))
+            states = layers * (inputs + 4 * linear.state_size)
+        return self.at_once * (positions * vectors * width * compute_bytes + states)
 
 
 @dataclass(frozen=True)

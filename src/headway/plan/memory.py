@@ -27,6 +27,11 @@ it):
     eager, selective     3 D + 3 A + 3 K + 2 F           matrix products kept apart
     recomputed           D                               x
 
+A layer of linear attention keeps no A and K. Its core keeps, in fp32, for M channels of its
+convolution with t taps and H heads of widths k and v, in chunks of C tokens:
+
+    (t + 3) M + 5 H k + 6 H v + 6 H C + H k v / C        one M more in 16 bits
+
 Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
 product reads whole tokens, so the norm's result is whole on every rank.
 """
@@ -36,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headway.model.config import ModelConfig
+from headway.model.config import LinearAttentionConfig, ModelConfig
 from headway.parallel.config import MemoryConfig
 
 GIB = 1 << 30
@@ -56,6 +61,8 @@ LOSS_BYTES = 16
 """What the loss keeps for each token beside logits and hidden states."""
 MIN_WHOLE_GIB = 0.05
 """Sizes below this many GiB are printed in MiB."""
+CHUNK = 64
+"""Tokens of a chunk of linear attention, as in kernels/delta_rule.py, which needs torch."""
 WORTHWHILE = 0.01
 """A setting that frees less than this share of a rank's bytes is not suggested."""
 ROUTER_SCORE_COPIES = 3
@@ -310,8 +317,10 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     """Elements of the compute dtype that one block keeps for one token (the table at the top of
     this file)."""
     model = job.model
-    query = model.num_heads * model.head_size / job.tensor
-    key = model.kv_heads * model.head_size / min(job.tensor, model.kv_heads)
+    # Of an average layer: those with linear attention have neither queries nor keys of this kind.
+    softmax_share = 1 - model.linear_share
+    query = softmax_share * model.num_heads * model.head_size / job.tensor
+    key = softmax_share * model.kv_heads * model.head_size / min(job.tensor, model.kv_heads)
     ffn = model.ffn_size / job.tensor
     width = model.hidden_size
     stream = _stream(job)
@@ -339,6 +348,13 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
         kept += _mixture_extra(job, ffn_tensors * ffn)
     if model.qk_norm:
         kept += query + key
+    if model.linear_attention is not None:
+        kept += model.linear_share * linear_core(
+            model.linear_attention, job.tensor, job.compute_bytes
+        )
+    if model.attention_gate:
+        # the gate and its product with what attention gives; the stream is normed once more
+        kept += 2 * query + softmax_share * (width + (2 if in_fp32 else 4) * stream)
     if model.latent_attention is not None:
         latent = model.latent_attention
         # Latents before and after their norms; eager norms keep what they multiply too, in fp32.
@@ -361,6 +377,20 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     if model.dropout:
         small_bytes += 2 * stream
     return kept + small_bytes / job.compute_bytes
+
+
+def linear_core(linear: LinearAttentionConfig, tensor: int, compute_bytes: int) -> float:
+    """Elements of the compute dtype that a layer of linear attention keeps for one token in the
+    place of attention (the formula at the top of this file)."""
+    heads = linear.value_heads / tensor
+    mixed = linear.mixed_width / tensor
+    copies = linear.taps + 3 + (compute_bytes != 4)
+    state = linear.key_head_dim * linear.value_head_dim
+    by_head = 5 * linear.key_head_dim + 6 * linear.value_head_dim + 6 * CHUNK + state / CHUNK
+    in_fp32 = copies * mixed + heads * by_head
+    # What it reads and gives is of the compute dtype.
+    values = linear.value_width / tensor
+    return mixed + 2 * values + 4 * in_fp32 / compute_bytes
 
 
 def _mixture_extra(job: MemoryJob, dense: float) -> float:

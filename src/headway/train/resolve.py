@@ -73,9 +73,19 @@ SIZES = (
     "ffn_size",
     "vocab_size",
     "latent_attention",
+    "linear_attention",
+    "attention_gate",
 )
 """Fields that decide shapes of parameters: a recipe may not change them in given weights."""
-EXPERT_SIZES = ("num", "ffn_size", "shared_ffn_size", "first_dense", "every", "num_groups")
+EXPERT_SIZES = (
+    "num",
+    "ffn_size",
+    "shared_ffn_size",
+    "shared_gate",
+    "first_dense",
+    "every",
+    "num_groups",
+)
 """The same, of the section `experts`."""
 
 

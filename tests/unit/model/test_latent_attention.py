@@ -244,7 +244,7 @@ def test_a_token_takes_the_bytes_of_its_latent_and_shared_key() -> None:
     config = build().config
     channels = 16 + 4
     shape = CacheShape(config, None, 64, 8, torch.bfloat16)
-    assert (shape.page_bytes, shape.ring_bytes) == (2 * 8 * channels * 2, 0)
+    assert (shape.page_bytes, shape.state_bytes) == (2 * 8 * channels * 2, 0)
     paged = PagedCache(shape, slots=2, pages=5, snapshots=0, device=torch.device("cpu"))
     assert paged.num_bytes == 5 * shape.page_bytes
     v3 = ModelConfig.model_validate({"preset": "deepseek-v3"})

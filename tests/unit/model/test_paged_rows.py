@@ -103,13 +103,13 @@ def test_streaming_heads_store_sinks_window_and_a_page_to_spare() -> None:
     streaming = 7
     position = 2 * 4 * CONFIG.head_size
     assert shape.page_bytes == position * full * 8
-    assert shape.ring_bytes == position * streaming * (3 + 9 + 8)
+    assert shape.state_bytes == position * streaming * (3 + 9 + 8)
     assert CacheShape(CONFIG, None, 200, 8, torch.float32).page_bytes == position * 12 * 8
     windowed = CacheShape(CONFIG.with_(sliding_window=16), None, 200, 8, torch.float32)
-    assert (windowed.page_bytes, windowed.ring_bytes) == (0, position * 12 * (16 + 8))
+    assert (windowed.page_bytes, windowed.state_bytes) == (0, position * 12 * (16 + 8))
     rows = PagedRows(build(), 2, 200, masks=masks("mixed"))
     shape = rows.cache.shape
-    assert rows.cache.num_bytes == 2 * (4 * shape.page_bytes + shape.ring_bytes)
+    assert rows.cache.num_bytes == 2 * (4 * shape.page_bytes + shape.state_bytes)
 
 
 def test_a_streaming_prefill_never_allocates_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_page_that_ended_in_nan_leaves_nothing_behind(split: str) -> None:
     chosen = masks(split)
     tokens = ids(1)
     rows = PagedRows(model, 1, T, masks=chosen)
-    for layer in rows.cache.layers:
+    for layer in rows.cache.layers.values():
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
     for page in range(rows.cache.pool.num_pages):

@@ -122,6 +122,31 @@ def test_latents_are_those_that_live_after_an_eager_forward(
     assert kept == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (0, 2)])
+def test_layers_of_linear_attention_keep_what_the_estimate_says(
+    dtype: torch.dtype, layers: tuple[int, ...]
+) -> None:
+    linear = {
+        "key_heads": 2,
+        "value_heads": 6,
+        "key_head_dim": 24,
+        "value_head_dim": 40,
+        "taps": 3,
+        "layers": layers,
+    }
+    model = WIDE.with_(linear_attention=linear, attention_gate=True, qk_norm=True)
+    engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
+    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
+    mask = mask_of(batch)
+    with LiveBytes() as live:
+        hidden = engine.model(batch.tokens, batch.position, mask)
+    kept = live.without([buffer.param for buffer in engine.buffers])
+    assert hidden.requires_grad
+    expected = moments(job_of(engine, model=model))["head"]["activations"]
+    assert kept == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
     from headway.parallel.recompute import recompute_method

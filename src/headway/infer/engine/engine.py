@@ -61,6 +61,7 @@ from headway.infer.engine.speculate import (
     PendingGuesses,
     Speculator,
     check_guesses,
+    check_speculation,
     open_draft,
     split_budget,
 )
@@ -101,6 +102,8 @@ class InferenceEngine:
 
         # A draft model takes its part of the cache budget before the model's own cache is built.
         speculation = options.speculation
+        if speculation is not None:
+            check_speculation(loaded, speculation)
         draft = None
         if speculation is not None and speculation.draft is not None:
             draft = open_draft(speculation.draft, loaded)
@@ -507,8 +510,8 @@ class InferenceEngine:
 
         for sequence, piece in work:
             sequence.computed = piece.end
-            if piece.end == sequence.keep_at:
-                # another request has the same beginning up to here
+            if piece.end in sequence.keep_at:
+                # another request has the same beginning up to here, or will have
                 self._memory.keep(sequence, piece.end)
 
         complete = [sequence for sequence, _ in work if not sequence.is_reading]

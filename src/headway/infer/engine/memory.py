@@ -1,13 +1,14 @@
 """Slots and pages of sequences: who gets them, what is shared, and what is kept for later. Bytes
 are fixed at the start.
 
-budget -> CacheShape (bytes of a page, bytes of one slot's rings) -> slots, pages, snapshots ->
+budget -> CacheShape (bytes of a page, bytes of one slot's state) -> slots, pages, snapshots ->
 PagedCache
 
 slot       a sequence that runs
 page       keys and values of `page_tokens` positions, for heads that attend to everything; sequences share pages of a common prefix
 ring       keys and values of heads with a window: of the same size for each slot, overwritten as the sequence grows
-snapshot   a copy of a slot's rings at the end of a page, from which another sequence with the same prefix may start
+state      of linear attention: of the same size for each slot, changed by every token
+snapshot   a copy of a slot's rings and states at the end of a page, from which another sequence with the same prefix may start
 """
 
 from __future__ import annotations
@@ -61,18 +62,19 @@ def build_cache(
     shape = shapes[rank]
     # A rank may have more full heads than another. All must have the same slots and pages, so the
     # largest sizes count.
-    ring_bytes = max(rank_shape.ring_bytes for rank_shape in shapes)
+    state_bytes = max(rank_shape.state_bytes for rank_shape in shapes)
     page_bytes = max(rank_shape.page_bytes for rank_shape in shapes)
 
-    # What is wanted: rings of sequences that run, and of snapshots that let others start from a
+    # What is wanted: state of sequences that run, and of snapshots that let others start from a
     # shared prefix.
     slots = options.max_running
     snapshots = 0
-    if ring_bytes and options.prefix_reuse:
+    if state_bytes and options.prefix_reuse:
         snapshots = max(MIN_SNAPSHOTS, slots // SLOTS_PER_SNAPSHOT)
     slot_page_bytes = shape.pages_per_slot * page_bytes
-    wanted_bytes = (slots + snapshots) * ring_bytes + slots * slot_page_bytes
+    wanted_bytes = (slots + snapshots) * state_bytes + slots * slot_page_bytes
 
+    idle_bytes = max(rank_shape.idle_bytes for rank_shape in shapes)
     budget = options.cache_bytes
     if budget is None:
         free = _free_bytes(loaded.device)
@@ -80,21 +82,22 @@ def build_cache(
             if loaded.device.type != "cuda":
                 free //= part.group.size  # ranks on the CPU share its memory
             free = part.least(free)
-        budget = min(wanted_bytes, free)
+        budget = min(wanted_bytes + idle_bytes, free)
+    budget = max(0, budget - idle_bytes)
 
-    if ring_bytes and budget < wanted_bytes:
+    if state_bytes and budget < wanted_bytes:
         # Fewer requests run at once. The number of rings is the largest of three:
         # - a quarter of the budget in rings, which leaves pages for long requests;
         # - as many as can all have the pages of a whole context;
         # - a few requests, whose rings may take half of the budget.
         num_rings = max(
-            budget // 4 // ring_bytes,
-            budget // (ring_bytes + slot_page_bytes),
-            min(FEW, budget // 2 // ring_bytes),
+            budget // 4 // state_bytes,
+            budget // (state_bytes + slot_page_bytes),
+            min(FEW, budget // 2 // state_bytes),
         )
         if page_bytes == 0:
             # every head has a ring
-            num_rings = budget // ring_bytes
+            num_rings = budget // state_bytes
         # Requests that run come before snapshots, unless there is room for plenty of both.
         if num_rings > 2 * snapshots:
             slots = min(slots, num_rings - snapshots)
@@ -104,12 +107,12 @@ def build_cache(
 
     pages = slots * shape.pages_per_slot * PAGES_OVER_NEED
     if page_bytes > 0:
-        pages = min((budget - (slots + snapshots) * ring_bytes) // page_bytes, pages)
+        pages = min((budget - (slots + snapshots) * state_bytes) // page_bytes, pages)
     if slots < 1 or pages < 1:
         raise ConfigError(
-            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page_bytes} "
-            "bytes and one request's rings "
-            f"{ring_bytes}. Give at least {ring_bytes + slot_page_bytes}."
+            f"cache_bytes is {budget + idle_bytes}; a page of {shape.page_tokens} positions takes {page_bytes} "
+            "bytes and one request's state "
+            f"{state_bytes}. Give at least {state_bytes + slot_page_bytes + idle_bytes}."
         )
     return PagedCache(
         shape,
@@ -117,7 +120,7 @@ def build_cache(
         pages=pages,
         snapshots=snapshots,
         device=loaded.device,
-        needs_state=ring_bytes > 0,
+        needs_state=state_bytes > 0,
     )
 
 
@@ -150,7 +153,7 @@ class EngineMemory:
         """Of running sequences and of snapshots."""
         shape = self.cache.shape
         rings = self.cache.slots - len(self._free_slots) + self.states.num_snapshots
-        return self.pool.num_used * shape.page_bytes + rings * shape.ring_bytes
+        return self.pool.num_used * shape.page_bytes + rings * shape.state_bytes
 
     def admit(self, sequence: EngineSequence, reserve: int) -> bool:
         """Give a slot and the pages of its prompt, the first of them shared where possible; False
@@ -182,16 +185,26 @@ class EngineMemory:
             return False
         sequence.slot = self._free_slots.pop()
         sequence.computed = len(shared) * self._page_tokens
-        sequence.keep_at = 0
-        if len(known) > len(shared):
-            # Another sequence has the same beginning: where it ends, a snapshot will be of use.
-            sequence.keep_at = len(known) * self._page_tokens
+        sequence.keep_at = self._kept_places(sequence, len(shared), len(known))
         self.table.append(sequence.slot, shared)
         for _ in range(wanted):
             self._add_page(sequence)
         if self.cache.needs_state and shared:
             self.states.restore(names[len(shared) - 1], sequence.slot)
         return True
+
+    def _kept_places(self, sequence: EngineSequence, shared: int, known: int) -> tuple[int, ...]:
+        """Where snapshots are wanted while the prompt is read behind its first `shared` pages; pages
+        up to `known` are those of another sequence."""
+        places: set[int] = set()
+        if known > shared:
+            # Another sequence has the same beginning: where it ends, a snapshot will be of use.
+            places.add(known)
+        if self.cache.shape.has_states and self._reuse:
+            # A state behind the whole prompt is of no use to a request that shares all of it but
+            # the last token: it must be kept on the way.
+            places.add((sequence.target - 1) // self._page_tokens)
+        return tuple(page * self._page_tokens for page in sorted(places) if page > shared)
 
     def may_grow(self, sequence: EngineSequence) -> bool:
         """It will need another page if it runs to its end."""
@@ -228,7 +241,9 @@ class EngineMemory:
         names = sequence.page_names(self._page_tokens, length)
         for page, name in zip(self.table.pages(sequence.slot), names, strict=False):
             self.pool.name(page, name)
-        if names and self.cache.needs_state:
+        # Rings serve a little behind the page's end too, states stand at one token alone.
+        at_end = len(names) * self._page_tokens == sequence.computed
+        if names and self.cache.needs_state and (at_end or not self.cache.shape.has_states):
             self.states.snapshot(sequence.slot, names[-1])
 
     def release(self, sequence: EngineSequence) -> None:

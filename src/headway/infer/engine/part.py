@@ -51,10 +51,19 @@ class ModelPart:
         parts: list[tuple[ModelConfig, HeadMasks | None]] = []
         for rank in range(self.group.size):
             rank_heads = local_heads(config, RankGroup(rank, self.group.size))
+            linear = config.linear_attention
+            if linear is not None:
+                linear = linear.model_copy(
+                    update={
+                        "key_heads": linear.key_heads // self.group.size,
+                        "value_heads": linear.value_heads // self.group.size,
+                    }
+                )
             local_config = config.with_(
                 num_heads=config.num_heads // self.group.size,
                 num_kv_heads=len(range(config.kv_heads)[rank_heads]),
                 head_dim=config.head_size,
+                linear_attention=linear,
             )
             local_masks = None
             if masks is not None:

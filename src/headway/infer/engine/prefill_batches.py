@@ -24,9 +24,9 @@ def plan_pieces(reading: Sequence[EngineSequence], most: int) -> list[PieceOf]:
     work: list[PieceOf] = []
     room = most
     for sequence in reading:
-        stop = sequence.target
-        if sequence.computed < sequence.keep_at < stop:
-            stop = sequence.keep_at  # a snapshot is made there
+        # A piece ends where a snapshot is made.
+        places = [*sequence.keep_at, sequence.target]
+        stop = min(place for place in places if place > sequence.computed)
         count = min(stop - sequence.computed, room)
         if count == 0:
             break  # no room is left: a sequence that is being read has tokens to compute

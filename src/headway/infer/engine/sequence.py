@@ -59,8 +59,8 @@ class EngineSequence:
         before a preemption."""
         self.in_flight = 0
         """Tokens that were launched and not read."""
-        self.keep_at = 0
-        """Where a snapshot of its state is wanted while the prompt is read."""
+        self.keep_at: tuple[int, ...] = ()
+        """Where snapshots of its state are wanted while the prompt is read, in order."""
         self.cached_tokens = 0
         """Tokens of the prompt that the prefix cache had when the request was first admitted."""
         self.was_admitted = False

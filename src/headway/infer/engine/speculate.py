@@ -28,7 +28,7 @@ import torch
 from headway.errors import ConfigError
 from headway.infer.engine.device import EngineDevice
 from headway.infer.engine.memory import EngineMemory, build_cache
-from headway.infer.engine.request import EngineOptions
+from headway.infer.engine.request import EngineOptions, Speculation
 from headway.infer.engine.results import (
     PendingTokens,
     SequenceResult,
@@ -400,12 +400,26 @@ def check_guesses(
     return pending
 
 
+def check_speculation(loaded: LoadedModel, speculation: Speculation) -> None:
+    """Refuse to guess with a model whose state cannot go back over a wrong guess."""
+    if loaded.config.linear_attention is not None:
+        raise ConfigError(
+            f"--speculate is {speculation.draft or 'ngram'} and the model has linear attention, "
+            "whose state cannot go back over a wrong guess. Leave --speculate out."
+        )
+
+
 def open_draft(path: str, loaded: LoadedModel) -> LoadedModel:
     """The small model on the device of the large one; refused if its tokenizer differs."""
     draft = load_model(path, device=loaded.device, dtype=loaded.model.head_weight.dtype)
     if draft.config.media is not None:
         raise ConfigError(
             f"--speculate is {path}, which takes pictures and sounds. Give a model of text."
+        )
+    if draft.config.linear_attention is not None:
+        raise ConfigError(
+            f"--speculate is {path}, which has linear attention: its state cannot go back over a "
+            "wrong guess. Give a model without, or ngram."
         )
     same = (
         draft.tokenizer is not None
@@ -431,7 +445,7 @@ def split_budget(
     for model in (loaded, draft):
         dtype = model.model.head_weight.dtype
         shape = CacheShape(model.config, model.masks, context, options.page_tokens, dtype)
-        slot_bytes.append(shape.page_bytes * shape.pages_per_slot + shape.ring_bytes)
+        slot_bytes.append(shape.page_bytes * shape.pages_per_slot + shape.state_bytes)
     draft_bytes = options.cache_bytes * slot_bytes[1] // sum(slot_bytes)
     model_options = replace(options, cache_bytes=options.cache_bytes - draft_bytes)
     return model_options, replace(options, cache_bytes=draft_bytes)

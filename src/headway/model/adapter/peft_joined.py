@@ -38,8 +38,8 @@ class StockModule:
 
     path: str
     outputs: int
-    rows: dict[str, tuple[int, int]]
-    """Our path -> where its rows start and stop, in their order."""
+    rows: dict[str, list[int]]
+    """Our path -> its rows of their matrix, in our order; the path with the first row is first."""
     is_transposed: bool
 
 
@@ -60,13 +60,17 @@ def stock_modules(model: ModelConfig) -> dict[str, StockModule]:
             continue
         piece = pieces[0]
         path = piece.name.removesuffix(".weight")
-        extent = (0, spec.shape[0]) if piece.dim is None else (piece.start, piece.stop)
+        whole = spec.shape[0]
+        if piece.dim is not None:
+            whole = piece.stop
+        if piece.period:
+            whole = spec.shape[0] // (piece.stop - piece.start) * piece.period
 
-        rows = {spec.name.removesuffix(".weight"): extent}
+        rows = {spec.name.removesuffix(".weight"): piece.rows(whole)}
         if path in modules:
             rows |= modules[path].rows
         rows = dict(sorted(rows.items(), key=lambda entry: entry[1]))
-        outputs = max(stop for _, stop in rows.values())
+        outputs = max(max(ours) for ours in rows.values()) + 1
         modules[path] = StockModule(path, outputs, rows, piece.transposed)
     return modules
 
@@ -113,8 +117,8 @@ def joined_updates(
         joined_up = ups[0].new_zeros(modules[path].outputs, sum(up.shape[1] for up in ups))
         column = 0
         for our_path, up in zip(ours, ups, strict=True):
-            start, stop = modules[path].rows[our_path]
-            joined_up[start:stop, column : column + up.shape[1]] = up
+            rows = modules[path].rows[our_path]
+            joined_up[rows, column : column + up.shape[1]] = up
             column += up.shape[1]
         yield f"{path}.{A}", torch.cat(downs)
         yield f"{path}.{B}", joined_up
@@ -154,10 +158,10 @@ def split_update(
     rank_dim = 0 if part == A else 1
     if ours is not None and part in (A, B) and value.shape[rank_dim] % len(ours):
         ours = None  # not what was written; the caller refuses the shapes
-    for path, (start, stop) in module.rows.items():
+    for path, rows in module.rows.items():
         if ours is not None and path not in ours:
             continue
-        share = value if part == A else value[start:stop]
+        share = value if part == A else value[rows]
         if ours is not None and part in (A, B):
             share = share.chunk(len(ours), rank_dim)[ours.index(path)]
         yield f"{path}.{part}", share

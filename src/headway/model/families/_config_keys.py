@@ -116,6 +116,9 @@ WHOLE += ("sliding_window_pattern", "_sliding_window_pattern", "original_max_pos
 # Of families with latent attention.
 WHOLE += ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
           "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers")  # fmt: skip
+# Of families with linear attention.
+WHOLE += ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+          "full_attention_interval", "shared_expert_intermediate_size")  # fmt: skip
 SWITCHES += ("rope_interleave",)
 WHOLE += ("rotary_dim", "moe_num_shared_experts", "moe_layer_start_index")
 SWITCHES += ("attention_out_bias", "use_qk_norm", "use_bias")

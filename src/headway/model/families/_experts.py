@@ -54,6 +54,32 @@ def expert_pieces(
     )
 
 
+def read_dense_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`first_dense` of checked settings, of a family whose config.json lists layers without
+    experts, or has mixtures in every n-th layer."""
+    # ExpertsConfig knows layers without experts at the beginning (first_dense), or mixtures in
+    # every n-th layer (every). A list can name any layers.
+    dense = settings["mlp_only_layers"] or []
+    step = settings["decoder_sparse_step"]
+    if dense and (dense != list(range(len(dense))) or step != 1):
+        raise ConfigError(
+            f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the "
+            "first layers, and step 1."
+        )
+    return {"first_dense": len(dense)}
+
+
+def written_dense_layers(config: ModelConfig, family: str) -> dict[str, Any]:
+    """The list of layers without experts."""
+    assert config.experts is not None
+    if config.experts.first_dense and config.experts.every > 1:
+        raise ConfigError(
+            "model.experts has first_dense and every; the config.json of a Hugging Face "
+            f"{family} model has one of them."
+        )
+    return {"mlp_only_layers": list(range(config.experts.first_dense))}
+
+
 def one_name(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in which the number of experts is `num_experts`; some versions of transformers
     write `num_local_experts`. A file with both keeps its `num_experts`."""
@@ -117,7 +143,8 @@ def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -
             f"model.experts is null; a Hugging Face {family} model has experts. Use another family."
         )
     # Settings of the recipe alone, such as how load is balanced, may be anything.
-    for key, value in {"router_bias": False, "bias": False, "swiglu_limit": None, **always}.items():
+    plain = {"router_bias": False, "bias": False, "swiglu_limit": None, "shared_gate": False}
+    for key, value in {**plain, **always}.items():
         if getattr(experts, key) != value:
             raise ConfigError(
                 f"model.experts.{key} is {getattr(experts, key)!r}, which the config.json of a "

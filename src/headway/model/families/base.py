@@ -98,6 +98,9 @@ class HfPiece:
     """Their matrices are [..., inputs, outputs]; `dim` counts their dims."""
     step: int = 1
     """Every `step`-th from `start` on, where theirs interleave several of ours."""
+    period: int = 0
+    """Theirs join ours head by head: `start` and `stop` count inside of every stretch of `period`;
+    0: once in the whole tensor."""
     scales: str | None = None
     """The tensor with the scales, where theirs are blocks of mxfp4 (loading/mxfp4.py); all else
     speaks of the numbers that these hold."""
@@ -110,6 +113,18 @@ class HfPiece:
         if self.scales is None:
             return (self.name,)
         return (self.name, self.scales)
+
+    def rows(self, whole: int) -> list[int]:
+        """Which of the `whole` elements of their dim are ours, in our order."""
+        if self.dim is None:
+            return list(range(whole))
+        if not self.period:
+            return list(range(self.start, min(self.stop, whole), self.step))
+        return [
+            row
+            for begin in range(0, whole, self.period)
+            for row in range(begin + self.start, begin + self.stop)
+        ]
 
 
 def pieces_of(

@@ -3,10 +3,16 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
-from headway.model.families._experts import expert_pieces, one_name, read_experts, written_experts
+from headway.model.families._experts import (
+    expert_pieces,
+    one_name,
+    read_dense_layers,
+    read_experts,
+    written_dense_layers,
+    written_experts,
+)
 from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
@@ -48,17 +54,9 @@ def pieces(
 def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 3 MoE config.json."""
     settings = shared.validate_hf_config(one_name(hf_config), DEFAULTS)
-    # ExpertsConfig knows layers without experts at the beginning (first_dense), or mixtures in
-    # every n-th layer (every). A list can name any layers.
-    dense = settings["mlp_only_layers"] or []
-    step = settings["decoder_sparse_step"]
-    if dense and (dense != list(range(len(dense))) or step != 1):
-        raise ConfigError(
-            f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the "
-            "first layers, and step 1."
-        )
+    dense = read_dense_layers(settings)
     size = settings["moe_intermediate_size"]
-    experts = read_experts(settings, EXPERT_KEYS, ffn_size=size, first_dense=len(dense))
+    experts = read_experts(settings, EXPERT_KEYS, ffn_size=size, **dense)
     window = settings["sliding_window"] if settings["use_sliding_window"] else None
     return shared.model_config(
         "qwen3_moe",
@@ -82,17 +80,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
         window_layers=None,
     )
     experts = written_experts(config, "qwen3_moe", EXPERT_KEYS)
-    assert config.experts is not None
-    if config.experts.first_dense and config.experts.every > 1:
-        raise ConfigError(
-            "model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe "
-            "model has one of them."
-        )
+    dense = written_dense_layers(config, "qwen3_moe")
     return {
         **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE, shared.ATTENTION_BIAS),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
         **experts,
         "moe_intermediate_size": config.expert_size,
-        "mlp_only_layers": list(range(config.experts.first_dense)),
+        **dense,
     }

@@ -348,7 +348,9 @@ def part_shape(whole: tuple[int, ...], piece: HfPiece) -> tuple[int, ...]:
     """The shape that a piece of their tensor has as our parameter."""
     part = list(whole)
     if piece.dim is not None and piece.dim < len(part):
-        part[piece.dim] = len(range(piece.start, min(piece.stop, part[piece.dim]), piece.step))
+        if piece.period and part[piece.dim] % piece.period:
+            return tuple(whole)  # not what the config makes it
+        part[piece.dim] = len(piece.rows(part[piece.dim]))
     if piece.transposed:
         return (*part[:-2], part[-1], part[-2])
     return tuple(part)
@@ -444,6 +446,9 @@ def _read_piece(folder: Path, files: dict[str, Any], stored: StoredPiece) -> tor
     try:
         if dim is None:
             return files[file].get_tensor(name)
+        if stored.piece.period:
+            value = files[file].get_tensor(name).unflatten(dim, (-1, stored.piece.period))
+            return value.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
         if isinstance(files[file], _Pickled):
             return files[file].get_tensor(name).narrow(dim, start, stop - start)
         before = (slice(None),) * dim

@@ -121,7 +121,7 @@ def test_any_schedule_within_any_memory_gives_the_same_answers(
     alone = InferenceEngine(model, EngineOptions(max_running=1, page_tokens=8, prefix_reuse=False))
     expected = [run(alone, [request])[0] for request in requests]
     shape = build_cache(model, EngineOptions(max_running=4, page_tokens=8), 160).shape
-    budget = 16 * shape.ring_bytes + rng.choice([12, 17, 30]) * shape.page_bytes
+    budget = 16 * shape.state_bytes + rng.choice([12, 17, 30]) * shape.page_bytes
     options = EngineOptions(
         budget,
         max_running=4,
@@ -166,7 +166,7 @@ def test_a_preempted_request_is_computed_again_with_the_same_result(
     ]
     expected = run(InferenceEngine(model, EngineOptions(max_running=4)), requests)
     shape = build_cache(model, EngineOptions(page_tokens=8), 160).shape
-    budget = 2 * shape.ring_bytes + 13 * shape.page_bytes
+    budget = 2 * shape.state_bytes + 13 * shape.page_bytes
     engine = InferenceEngine(model, EngineOptions(budget, max_running=4, page_tokens=8, lag=True))
     assert run(engine, requests) == expected
     assert engine.stats().preempted > 0

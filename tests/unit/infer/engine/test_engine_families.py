@@ -64,10 +64,25 @@ FAMILIES: dict[str, ModelConfig] = {
         tie_embeddings=False,
         experts={"num": 4, "per_token": 2, "router_bias": True, "bias": True, "swiglu_limit": 0.8},
     ),
+    "qwen3_5": BASE.with_(
+        family="qwen3_5",
+        norm="rmsnorm1p",
+        qk_norm=True,
+        attention_gate=True,
+        head_dim=12,
+        rotary_fraction=0.5,
+        linear_attention={
+            "key_heads": 2,
+            "value_heads": 6,
+            "key_head_dim": 10,
+            "value_head_dim": 7,
+            "layers": [0, 2],
+        },
+    ),
     "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
 }
-QUICK = ("mistral", "qwen2")
-"""Rings alone, rings and pages; tests/unit/model/test_paged_cache.py has every family."""
+QUICK = ("mistral", "qwen2", "qwen3_5")
+"""Rings alone, rings and pages, states and pages; tests/unit/model/test_paged_cache.py has every family."""
 NEW = 64
 PROMPT = 17
 

@@ -97,7 +97,7 @@ def our_logits(
     if position is None:
         position = positions(*tokens.shape)
     if mask is None:
-        mask = causal_mask(*tokens.shape)
+        mask = causal_mask(tokens.shape[0], tokens.shape[1])
     return model.logits(model(tokens, position, mask))
 
 
@@ -146,10 +146,10 @@ def gradient_gaps(pair: Pair) -> Iterator[float]:
         whole = reference[piece.name if piece.name in reference else spec.name].grad
         gradient = ours[spec.name].grad
         assert whole is not None and gradient is not None, spec.name
-        some = slice(piece.start, piece.stop, piece.step)
-        part = (
-            whole if piece.dim is None else whole[(*(slice(None) for _ in range(piece.dim)), some)]
-        )
+        part = whole
+        if piece.dim is not None:
+            rows = torch.tensor(piece.rows(whole.shape[piece.dim]))
+            part = whole.index_select(piece.dim, rows)
         part = part.transpose(-1, -2) if piece.transposed else part
         yield ((part - gradient).abs().max() / part.abs().max().clamp(min=1e-3)).item()
 
@@ -248,6 +248,8 @@ def test_decoding_with_head_masks_is_the_forward_under_them(
     config = model.config
     if config.latent_attention is not None:
         return  # no KV heads: test_latent_attention.py has the refusal
+    if config.linear_attention is not None:
+        return  # nor these: test_engine_states.py
     masks = HeadMasks(
         tuple(
             tuple((layer + head) % 2 == 0 for head in range(config.kv_heads))
