@@ -33,7 +33,12 @@ import torch
 from headway.errors import ConfigError
 from headway.infer.engine.device import EngineDevice, bucket_sizes
 from headway.infer.engine.memory import EngineMemory, build_cache
-from headway.infer.engine.prefill_batches import check_media, packed_media, plan_pieces
+from headway.infer.engine.prefill_batches import (
+    check_media,
+    packed_media,
+    plan_pieces,
+    rotary_shifts,
+)
 from headway.infer.engine.request import (
     ConstraintFactory,
     EngineEvent,
@@ -296,7 +301,7 @@ class InferenceEngine:
         if request.routes and not self.options.routes:
             raise ConfigError("routes is true; this engine stores no routes.")
         if request.media is not None:
-            check_media(self.loaded.config.media, request)
+            check_media(self.loaded.config, request)
 
         # Last: a request that can never run is refused for good, not asked to try again.
         if self.num_waiting >= self.options.max_waiting:
@@ -507,6 +512,8 @@ class InferenceEngine:
         media = packed_media(self.loaded, work)
         tokens = [sequence.tokens[piece.start : piece.end] for sequence, piece in work]
         adapters = [self._adapters.get(sequence.request.adapter or "", 0) for sequence, _ in work]
+        if self.loaded.config.vision is not None:
+            self._device.shift_rotation([piece.slot for _, piece in work], rotary_shifts(work))
         hidden = self._device.prefill([piece for _, piece in work], tokens, media, adapters)
         self._prompt_tokens += len(hidden)
 

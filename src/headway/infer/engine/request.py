@@ -18,6 +18,7 @@ from headway.infer.sampling import Sampling
 if TYPE_CHECKING:
     import numpy as np
 
+    from headway.media.patches import Grid
     from headway.store.media_items import MediaItem
 
 StopReason = Literal["eos", "stop", "grammar", "length", "context", "cancelled", "error"]
@@ -51,6 +52,22 @@ class PromptMedia:
     items: tuple[MediaItem, ...]
     features: Mapping[str, np.ndarray]
     """[vectors, width] by content hash; items without are absent."""
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    """By content hash: rows and columns of positions of a picture, for a model with its own vision
+    tower; its features are [rows * columns, width]."""
+
+    def pictures(self) -> list[tuple[int, Grid]]:
+        """Where each picture of such a model begins, and its rows and columns."""
+        return [
+            (item.offset, self.grids[item.content_hash])
+            for item in self.items
+            if item.content_hash is not None and item.content_hash in self.grids
+        ]
+
+    def rotary_shift(self) -> int:
+        """What is added to the number of a token behind all pictures, to get the position by which
+        it is rotated: a picture takes as many as its longer side."""
+        return sum(max(grid) - grid[0] * grid[1] for _, grid in self.pictures())
 
 
 @dataclass(frozen=True)
