@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 TASKS: dict[str, dict[str, Any]] = {
     "grpo": {"entropy": 0.1},
     "dapo": {"algorithm": "dapo"},
+    "bnpo": {"algorithm": "bnpo"},
+    "dr_grpo": {"algorithm": "dr_grpo"},
     "gspo": {"algorithm": "gspo", "clip_low": 0.05, "clip_high": 0.05, "importance": "sequence"},
     "rloo": {"algorithm": "rloo"},
     "cispo": {"algorithm": "cispo", "clip_high": 1.05},
