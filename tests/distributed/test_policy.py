@@ -92,7 +92,7 @@ def assert_as_alone(
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     setup = setup_of(task, parallel, adapter)
-    expected, weights = alone(task, adapter)
+    expected, weights = alone(task, adapter)  # pyright: ignore[reportArgumentType]
     assert len({loss for loss, _, _ in expected}) == STEPS
     for records, got in run_ranks(functools.partial(trained, setup, micro_rows), ranks):
         for (loss, norm, metrics), (right_loss, right_norm, right) in zip(
