@@ -25,6 +25,7 @@ from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.next_steps import next_steps
 
 pytest.importorskip("transformers", minversion="5.0")
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -322,3 +323,8 @@ def test_odd_settings_of_published_folders_are_kept(tmp_path: Path) -> None:
     same = {name for name in before if torch.equal(before[name], after[name])}
     # In a precision that holds all of the folder's, only what trained is other than before.
     assert {name for name in before if "visual.blocks.1." in name} == before.keys() - same
+
+
+def test_a_finished_run_says_how_to_ask_it(run: Path) -> None:
+    commands = [command for command, _ in next_steps({"run": run, "final": run / "final"})]
+    assert any("generate" in command and "--image" in command for command in commands)
