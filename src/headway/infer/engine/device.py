@@ -103,10 +103,11 @@ class EngineDevice:
             self.model.use_exact()
         if on_cuda:
             self.model.fuse_projections()
-        self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
-        self._decode = self.model.cached_forward(
-            partial(compile_any_length, dim=0) if compiles else None
-        )
+        forward = self.model.cached_forward
+        if options.routes:
+            forward = partial(forward, keeps_routes=True)
+        self._prefill = forward(compile_any_length if compiles else None)
+        self._decode = forward(partial(compile_any_length, dim=0) if compiles else None)
 
         self.last_token = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
         """[slots + 1]: the newest token of each slot; the last slot takes no part."""

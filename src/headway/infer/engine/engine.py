@@ -298,6 +298,8 @@ class InferenceEngine:
             )
         if any(token >= self.vocab for token, _ in request.sampling.logit_bias):
             raise ConfigError(f"logit_bias has an id outside the vocabulary of {self.vocab}.")
+        if request.routes and not self.options.routes:
+            raise ConfigError("routes is true; this engine stores no routes.")
         if request.media is not None:
             check_media(self.loaded.config, request)
 
@@ -572,6 +574,9 @@ class InferenceEngine:
             cached_tokens = sequence.cached_tokens
             if sequence.request.prompt_logprobs:
                 prompt_logprobs = tuple(sequence.prompt_logprobs)
+        routes = None
+        if reason is not None and sequence.request.routes:
+            routes = self.cache.routes_of(sequence.slot, len(sequence.tokens) - 1)
         return EngineEvent(
             sequence.number,
             tokens=() if result.token is None else (result.token,),
@@ -582,6 +587,7 @@ class InferenceEngine:
             prompt_logprobs=prompt_logprobs,
             proposed_tokens=0 if reason is None else sequence.proposed,
             accepted_tokens=0 if reason is None else sequence.accepted,
+            routes=routes,
         )
 
     def _fail(self, sequence: EngineSequence, error: str) -> None:

@@ -94,6 +94,8 @@ class EngineRequest:
     sampling without penalties and biases."""
     prompt_logprobs: bool = False
     """Log-probabilities of the prompt's tokens too, in the first event."""
+    routes: bool = False
+    """The last event has the experts of every token; for an engine with `routes`."""
     constraint: str | None = None
     """A grammar; the engine's constraint factory reads it."""
     media: PromptMedia | None = None
@@ -157,6 +159,9 @@ class EngineEvent:
     """Tokens that speculation guessed for the request; in the last event."""
     accepted_tokens: int = 0
     """Of them, those that were right."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """int16 [tokens - 1, layers, k]: the experts of the prompt's tokens and of the new ones but the
+    last, which no step has read; in the last event of a request with `routes`."""
 
 
 class TokenConstraint(Protocol):
@@ -254,7 +259,12 @@ class EngineOptions:
     """Compute every token in the bits that a packed row gives it in training (model/exact.py);
     on CPUs, of models without anything that `why_not_exact` names."""
 
+    routes: bool = False
+    """Store the experts of every token in layers with a mixture of experts."""
+
     def __post_init__(self) -> None:
+        if self.routes and self.speculation is not None:
+            raise ConfigError("routes is true; an engine that guesses tokens stores none.")
         for name in ("max_running", "prefill_tokens", "page_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
