@@ -53,7 +53,7 @@ BATCH = {
     "rows": {"rows": 2, "micro_rows": 1},
     "rows_per_rank": {"rows_per_rank": 1, "accumulate": 2},
 }
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 272,
     "hidden_size": 16,
     "intermediate_size": 16,
