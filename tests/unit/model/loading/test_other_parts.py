@@ -24,6 +24,7 @@ from headway.model.paged_rows import PagedRows
 pytest.importorskip("transformers", minversion="5.0")
 NATIVE = {
     "gemma4": "transformers", "exaone4_5": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
+    "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
 }  # fmt: skip
 
 
@@ -96,6 +97,27 @@ def test_an_export_is_the_whole_model_again(whole: tuple[Any, Path], tmp_path: P
     assert type(again) is type(model)
     assert torch.equal(again.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
     assert (tmp_path / "out/preprocessor_config.json").is_file()
+
+
+def test_stacked_experts_of_a_whole_model_are_written_stacked_again(tmp_path: Path) -> None:
+    """As the files of a whole model may have them; transformers itself writes them one by one."""
+    model = build_whole("qwen3_5_moe")
+    model.save_pretrained(tmp_path / "whole")
+    given = tmp_path / "whole/model.safetensors"
+    values = load_file(given)
+    kept = {name: value for name, value in values.items() if ".experts." not in name}
+    stacked = {
+        name: value.contiguous()
+        for name, value in model.state_dict().items()
+        if ".experts." in name
+    }
+    save_file({**kept, **stacked}, given, metadata={"format": "pt"})
+
+    export_model(tmp_path / "whole", tmp_path / "out")
+    before = tensors(tmp_path / "whole")
+    after = tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def small(tmp_path: Path) -> Path:
