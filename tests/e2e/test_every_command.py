@@ -86,6 +86,7 @@ ADDED = {
         "--chunk-tokens",
         "64",
     ],
+    "eval attention": ["--samples", "1", "--task", "key_value", "--depths", "0"],
     "eval multimodal": ["--limit", "2", "--max-new-tokens", "2"],
     "sparsify": ["--samples", "1", "--depths", "0", "--lengths", "64"],
     "verify resume": ["--steps", "4", "--kill-at", "2"],

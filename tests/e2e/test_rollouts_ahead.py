@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,6 +173,41 @@ def test_a_reward_that_fails_in_the_thread_ends_the_run_in_one_line(folder: Path
         run(folder, "fails", "reward=$/fails.py", "rollout.samples=8")
     assert len(str(refusal.value).splitlines()) == 1
     assert threading.active_count() < 20
+
+
+def test_an_error_of_the_run_does_not_wait_for_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = threading.Event()
+    plain_sample = PolicySampler.sample
+
+    def sample(self: PolicySampler, requests: Any, temperature: float, on_round: Any, *more: Any) -> Any:  # fmt: skip
+        if threading.current_thread() is threading.main_thread():
+            return plain_sample(self, requests, temperature, on_round, *more)
+        while True:
+            samples.set()
+            on_round()
+            time.sleep(0.01)
+
+    @contextmanager
+    def failing(run: Run) -> Iterator[None]:
+        def forward_backward(*_: Any) -> Any:
+            assert samples.wait(UPDATE_SECONDS)
+            raise ValueError("a test says so")
+
+        monkeypatch.setattr(run.engine, "forward_backward", forward_backward)
+        yield
+
+    monkeypatch.setattr(PolicySampler, "sample", sample)
+    with pytest.raises(ValueError, match="a test says so"):
+        train(rollout_recipe(folder, "error", *SETTINGS), hook=failing)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("headway-rollouts")]
+
+
+def test_the_bound_on_the_difference_names_the_older_weights(folder: Path) -> None:
+    with pytest.raises(GaveUpError, match="by those of a rollout before"):
+        run(folder, "bound", "rollout.difference_limit=1e-4")
 
 
 def test_a_rollback_uses_no_answers_of_the_weights_that_it_left(folder: Path) -> None:

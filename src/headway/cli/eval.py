@@ -22,6 +22,7 @@ from headway.cli._options import (
 from headway.cli._output import print_json, print_report_path, print_table
 from headway.config.options import inner_options
 from headway.errors import ConfigError
+from headway.eval.attention_options import AttentionPlan
 from headway.eval.options import (
     ContinuationOptions,
     HarnessPlan,
@@ -300,4 +301,34 @@ def _check_name(folder: Path) -> None:
         )
 
 
-VERBS = {"eval compare": compare, "eval harness": harness, "eval long": long, "eval ppl": ppl}
+def attention(
+    model: Path = MODEL,
+    plan: AttentionPlan = GROUP,
+    out: Path | None = typer.Option(
+        None, help="Write attention.csv, a heat map, results.json and report.md into this folder."
+    ),
+    compute: ComputeOptions = GROUP,
+    json: bool = JSON,
+) -> None:
+    """How much every head of every layer attends to a needle, by the distance to it."""
+    from headway.eval.attention import measure_attention
+    from headway.eval.attention_report import COLUMNS, summary_rows, write_attention_report
+
+    check_start(compute, out)
+    result = measure_attention(compute.load(model), plan, name=str(model))
+    if out is not None:
+        write_attention_report(out, result)
+    if json:
+        print_json(result.to_json())
+    else:
+        print_table(COLUMNS, summary_rows(result))
+        print_report_path(out)
+
+
+VERBS = {
+    "eval attention": attention,
+    "eval compare": compare,
+    "eval harness": harness,
+    "eval long": long,
+    "eval ppl": ppl,
+}

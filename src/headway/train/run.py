@@ -377,7 +377,16 @@ class Run:
         self.healer.gave_up = (
             f"step {record['step']}: the trainer's log-probabilities of sampled tokens differ from "
             f"the sampler's by {difference:.3g} on average; rollout.difference_limit is {limit:g}. "
-            "The answers were drawn by other weights than those that train"
+            f"The answers were drawn by other weights than those that train{self._older_weights()}"
+        )
+
+    def _older_weights(self) -> str:
+        """Which other weights are meant to draw answers."""
+        if not self.recipe.rollout.ahead:
+            return ""
+        return (
+            ": with rollout.ahead by those of a rollout before. Lower optim.lr, raise the limit, or "
+            "set rollout.ahead to 0"
         )
 
     def _is_logged(self, record: dict[str, Any]) -> bool:
