@@ -67,7 +67,9 @@ def test_logits_and_greedy_text_are_those_of_the_whole_model_on_text(
     wanted = model(input_ids=tokens).logits
     position = torch.arange(12).expand(2, -1)
     ours = loaded.model.logits(loaded.model.hidden_states(tokens, position))
-    assert (ours - wanted).abs().max() < 1e-5
+    # Chunks and single steps of the same rule round differently, in transformers too.
+    allowed = 1e-5 if loaded.config.linear_attention is None else 1e-4
+    assert (ours - wanted).abs().max() < allowed
 
     # Token by token, without the cache of transformers: the whole model sees text alone.
     text = tokens
