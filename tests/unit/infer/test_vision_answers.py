@@ -91,7 +91,7 @@ def continued(
     ],
     ids=["at once", "in pieces of 7", "one after another", "preempted"],
 )
-def test_greedy_text_is_that_of_transformers(
+def test_greedy_text_about_pictures_is_that_of_transformers(
     case: tuple[Any, LoadedModel, list[Path]], wanted: list[list[int]], options: EngineOptions
 ) -> None:
     _, loaded, paths = case
