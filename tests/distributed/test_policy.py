@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 TASKS: dict[str, dict[str, Any]] = {
     "grpo": {"entropy": 0.1},
     "dapo": {"algorithm": "dapo"},
+    "bnpo": {"algorithm": "bnpo"},
+    "dr_grpo": {"algorithm": "dr_grpo"},
     "gspo": {"algorithm": "gspo", "clip_low": 0.05, "clip_high": 0.05, "importance": "sequence"},
     "rloo": {"algorithm": "rloo"},
     "cispo": {"algorithm": "cispo", "clip_high": 1.05},
@@ -90,7 +92,7 @@ def assert_as_alone(
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
     setup = setup_of(task, parallel, adapter)
-    expected, weights = alone(task, adapter)
+    expected, weights = alone(task, adapter)  # pyright: ignore[reportArgumentType]
     assert len({loss for loss, _, _ in expected}) == STEPS
     for records, got in run_ranks(functools.partial(trained, setup, micro_rows), ranks):
         for (loss, norm, metrics), (right_loss, right_norm, right) in zip(

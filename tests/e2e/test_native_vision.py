@@ -19,12 +19,19 @@ from safetensors.torch import load_file, save_file
 from support.fuzzing import run_verb
 from support.killed_runs import finish, kill_somewhere
 from support.runs import assert_same_run
-from support.small_vision import build_vision, processor_of, write_conversations, write_vision
+from support.small_vision import (
+    IDS,
+    build_vision,
+    processor_of,
+    write_conversations,
+    write_vision,
+)
 
 from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.next_steps import next_steps
 
 pytest.importorskip("transformers", minversion="5.0")
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -262,6 +269,7 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(
         (("multimodal.native={max_pixels: 3}",), "nor below one cell"),
         (("init.from=null", f"tokenizer={workspace}/model"), "without init.from"),
         (("data.packing=one_document",), "Use best_fit"),
+        (("data.packing=concat",), "Use best_fit"),
         (("parallel.tensor=2",), "tensor axis"),
         (("objective.kind=dpo",), "media are inputs"),
     ):
@@ -322,3 +330,52 @@ def test_odd_settings_of_published_folders_are_kept(tmp_path: Path) -> None:
     same = {name for name in before if torch.equal(before[name], after[name])}
     # In a precision that holds all of the folder's, only what trained is other than before.
     assert {name for name in before if "visual.blocks.1." in name} == before.keys() - same
+
+
+def test_a_finished_run_says_how_to_ask_it(run: Path) -> None:
+    commands = [command for command, _ in next_steps({"run": run, "final": run / "final"})]
+    assert any("generate" in command and "--image" in command for command in commands)
+
+
+def test_peft_loads_the_adapter_over_the_class_of_transformers(workspace: Path) -> None:
+    peft = pytest.importorskip("peft")
+    run = go(workspace, "peft", "adapter.rank=2", "adapter.targets=[all, visual.*]", "steps=2")
+    adapter = run / "final/adapter"
+    with Image.open(workspace / "pictures/1.png") as image:
+        pixels = processor_of()(images=[image], return_tensors="pt")
+    count = int(pixels["image_grid_thw"].prod()) // 4
+    ids = torch.tensor([[5, *[IDS["<|image_pad|>"]] * count, 6, 7]])
+    inputs = {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IDS["<|image_pad|>"]).int(),
+        **pixels,
+    }
+    transformers = pytest.importorskip("transformers")
+    merged = transformers.AutoModelForMultimodalLM.from_pretrained(run / "final").eval()
+    base = transformers.AutoModelForMultimodalLM.from_pretrained(workspace / "model").eval()
+    with torch.no_grad():
+        plain = base(**inputs).logits
+        adapted = peft.PeftModel.from_pretrained(base, adapter)(**inputs).logits
+        wanted = merged(**inputs).logits
+    assert float((adapted - wanted).abs().max()) < 1e-4
+    assert float((plain - wanted).abs().max()) > 1e-2
+
+    # headway opens it over its base too, tower included, and trains it further.
+    ours = dict(find_model(adapter).weights())
+    final = dict(find_model(run / "final").with_vision().weights())
+    assert ours.keys() == final.keys()
+    assert all(torch.allclose(ours[name], final[name], atol=1e-5) for name in ours)
+    more = ("adapter.rank=2", "adapter.targets=[all, visual.*]", "steps=1")
+    further = losses(go(workspace, "further", f"init.from={adapter}", *more))[0]
+    assert further == pytest.approx(
+        losses(go(workspace, "merged", f"init.from={run}/final", "steps=1"))[0], abs=1e-4
+    )
+
+
+def test_held_out_pictures_are_validated_with_workers(workspace: Path) -> None:
+    held_out = ("data.valid.fraction=0.5", "eval.every=2", "eval.rows=2", "data.workers=1")
+    run = go(workspace, "valid", *held_out)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("valid" in key for line in lines for key in line)
+    alone = go(workspace, "valid-alone", *held_out[:-1])
+    assert losses(alone) == losses(run)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_model import CONFIG, write_model
+import torch
+from support.byte_model import CONFIG, byte_tokenizer, write_model
 from support.ranks import start_processes
 from support.rollout_runs import (
     SAME,
@@ -18,12 +19,15 @@ from support.rollout_runs import (
 )
 from support.runs import headway
 
+from headway.checkpoint.stored_model import find_model
 from headway.cli import GAVE_UP
 from headway.errors import GaveUpError, HeadwayError
+from headway.model.base import build_frozen_model
 from headway.rollout.journal import FILE, RolloutJournal, read_journal
-from headway.rollout.rows import AnswerSource
+from headway.rollout.rows import AnswerSource, TrainedAnswer, answer_step
 from headway.rollout.sampler import PolicySampler
 from headway.tasks.grpo import KEPT
+from headway.tasks.grpo import Config as PolicyConfig
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.health import BadStep
@@ -326,6 +330,55 @@ def test_a_reference_is_a_second_model_of_full_weights(folder: Path, kl_in: str)
         assert last is not None
         assert max(map(abs, first.divergence)) < 1e-4
         assert max(map(abs, last.divergence)) > 1e-3
+
+
+def test_a_divergence_in_the_reward_is_subtracted_before_answers_are_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """reward - beta * sum of (log p - log p of the reference) over an answer, both by a plain
+    forward of the two models."""
+    write_model(folder / "teacher", CONFIG.with_(max_seq_len=256, init_std=0.25))
+    trained: list[TrainedAnswer] = []
+
+    def note(answers: Any, *more: Any) -> Any:
+        trained[:] = answers
+        return answer_step(answers, *more)
+
+    monkeypatch.setattr("headway.train.rollouts.answer_step", note)
+    settings = ("objective.beta=0.3", "objective.kl_in=reward", "objective.reference=$/teacher/out")
+    run(folder, "charged", *settings, "steps=1", "eval.every=null")
+
+    scored: dict[str, list[float]] = {}
+    for name in ("model", "teacher"):
+        stored = find_model(folder / name / "out")
+        model = build_frozen_model(
+            stored.config, stored.weights(), torch.device("cpu"), torch.float32
+        )
+        scored[name] = [sum_of_log_probs(model, answer) for answer in trained]
+    ((_, rewarded),) = read_journal(folder / "runs/charged")
+    assert rewarded is not None
+    totals = [
+        total - 0.3 * (mine - theirs)
+        for total, mine, theirs in zip(
+            rewarded.totals, scored["model"], scored["teacher"], strict=True
+        )
+    ]
+    charges = [abs(a - b) for a, b in zip(totals, rewarded.totals, strict=True)]
+    assert max(charges) > 0.05
+    for first in range(0, 16, 4):
+        expected = PolicyConfig().advantages(totals[first : first + 4])
+        assert [answer.advantage for answer in trained[first : first + 4]] == pytest.approx(
+            expected, rel=1e-3, abs=1e-4
+        )
+
+
+@torch.no_grad()
+def sum_of_log_probs(model: Any, answer: TrainedAnswer) -> float:
+    ids = torch.tensor([answer.prompt + answer.ids])
+    hidden = model.hidden_states(ids, torch.arange(ids.shape[1])[None])
+    vocab = byte_tokenizer().vocab_size
+    log_p = model.logits(hidden)[0, len(answer.prompt) - 1 : -1, :vocab].log_softmax(-1)
+    return float(log_p.gather(1, torch.tensor(answer.ids)[:, None]).sum())
 
 
 @pytest.mark.parametrize("base", ["null", "nf4"])

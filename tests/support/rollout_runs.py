@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headway.config.load import load
+from headway.export.huggingface import export_huggingface
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
 from headway.rollout.journal import FILE, SampledBatch, read_journal
 from headway.train.config import Recipe
-from support.byte_model import CONFIG, write_model
+from support.byte_model import CONFIG, byte_tokenizer, write_model
 
 REWARD = """\
 def reward(prompt, answer, record):
@@ -34,6 +39,7 @@ log: {{every: 1}}
 checkpoint: {{every: 2}}
 device: cpu
 """
+MIXTURE = CONFIG.with_(max_seq_len=256, init_std=0.2, experts={"num": 8, "per_token": 2})
 SAME = ("loss", "grad_norm", "entropy", "reward", "agreement/mean")
 
 
@@ -48,6 +54,21 @@ def write_rollout_inputs(folder: Path, prompts: int = 20) -> Path:
             file.write(json.dumps(record) + "\n")
     (folder / "letters.py").write_text(REWARD, encoding="utf-8")
     return folder
+
+
+def write_mixture(folder: Path, *, near_ties: bool = False) -> None:
+    """A mixture of experts; `near_ties`: its routers find all experts equally good but for a
+    rounding, so that another order of sums chooses others."""
+    byte_tokenizer().save(folder / "tokenizer")
+    generator = torch.Generator().manual_seed(4)
+    weights: dict[str, torch.Tensor] = {}
+    for spec in param_specs(MIXTURE):
+        value = initial_value(spec, MIXTURE, 4)
+        if near_ties and spec.name.endswith("mlp.gate.weight"):
+            wobble = torch.randn(value.shape, generator=generator) * 3e-7
+            value = value[:1] * (1 + wobble)
+        weights[spec.name] = value
+    export_huggingface(MIXTURE, weights.items(), folder / "out", tokenizer=folder / "tokenizer")
 
 
 def rollout_recipe(folder: Path, name: str, *overrides: str) -> Recipe:

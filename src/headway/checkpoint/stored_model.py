@@ -144,9 +144,14 @@ class StoredModel:
 
     def with_pictures(self) -> StoredModel:
         """This model with its vision tower, where it has one that headway reads."""
-        if reads_pictures(self.parts):
+        if not reads_pictures(self.parts):
+            return self
+        try:
             return self.with_vision()
-        return self
+        except (ConfigError, CheckpointError) as problem:
+            # It still answers questions without pictures.
+            log.warning("%s; pictures are not read", str(problem).rstrip("."))
+            return self
 
     def without_tower(self) -> StoredModel:
         """This model as one of text alone."""

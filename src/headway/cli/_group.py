@@ -37,6 +37,7 @@ OTHER_WORDS = {
     "kinds": "list",
     "recipes": "list",
     "help": "--help",
+    "version": "--version",
 }
 """What other tools call a verb."""
 

@@ -115,9 +115,10 @@ def report(
     if json:
         print_json(written)
     else:
+        count = len(written["runs"])
+        unit = "run" if count == 1 else "runs"
         typer.echo(
-            f"report: {written['report']}  ({len(written['runs'])} runs, "
-            f"{written['bytes'] / 1e6:.1f} MB)"
+            f"report: {written['report']}  ({count} {unit}, {written['bytes'] / 1e6:.1f} MB)"
         )
 
 

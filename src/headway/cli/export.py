@@ -103,7 +103,7 @@ def gguf(
         ...,
         help="The file to write, such as model.gguf; a Modelfile for Ollama is written next to it.",
     ),
-    kind: str = typer.Option("f16", "--type", help="f32, f16, bf16, q8_0 or q4_k_m."),
+    kind: str = typer.Option("f16", "--type", help="f32, f16, bf16, q8_0, q6_k, q5_k_m or q4_k_m."),
     name: str | None = typer.Option(
         None, help="The model's name in the file; default: the name of its folder."
     ),

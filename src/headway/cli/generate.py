@@ -261,6 +261,9 @@ def _generate(
     on_text = shown if stream else None
 
     takes_media = loaded.config.media is not None
+    if ask.input is not None and loaded.config.vision is not None:
+        # Such a model answers files of texts too, as any other model does.
+        takes_media = _holds_media(ask.input)
     if ask.input is not None and not takes_media:
         _answer_file(loaded, ask, options, json=json)
         return
@@ -291,6 +294,15 @@ def _generate(
         for head, result in zip(heads, results, strict=True):
             typer.echo(head + result.text)
     _end_checked(checks)
+
+
+def _holds_media(path: Path) -> bool:
+    """Whether the first record of a file names pictures or sounds."""
+    from headway.media.sources import read_sources
+    from headway.records.multimodal import refs_of
+
+    first = next(iter(read_sources(path)), None)
+    return first is not None and bool(refs_of(first))
 
 
 def _single_or_list(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def push(
         "model", "--form", help="What to push of a run: model, adapter (PEFT) or gguf."
     ),
     gguf_type: str = typer.Option(
-        "q8_0", "--type", help="With --form gguf: f32, f16, bf16, q8_0 or q4_k_m."
+        "q8_0", "--type", help="With --form gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m or q4_k_m."
     ),
     license: str | None = typer.Option(
         None, "--license", help="The licence on the card, as the hub writes it, e.g. apache-2.0."

@@ -82,7 +82,8 @@ def _print_foreign_code(arguments: list[str], json: bool) -> bool:
     """Before a dry run reads a recipe: list the code outside headway that it names; True if that
     code must be imported to go further.
     """
-    from headway.config.load import find_external_code, read_plain
+    from headway.config.external_code import find_external_code
+    from headway.config.load import read_plain
 
     references = list(find_external_code(read_plain(*split_recipe(arguments))))
     # A program that the run calls later need not be imported to continue the dry run.

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 
+ROUTES = "routes"
+"""Column: experts that tokens take instead of those their routers would choose, int16 [rows, seq_len,
+layers with a mixture, experts of a token]; -1 where the router chooses."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """One microbatch. All tensors have dim 0 = rows."""

@@ -389,9 +389,11 @@ def _stream(
     source.selection.check()
     window = config.window
     if source.selection.side == "valid":
-        # Validation uses a small share of every window: larger windows, so that rows still fill.
-        enlarged = 1 << int(window / source.selection.fraction - 1).bit_length()
-        window = min(enlarged, max(window, MAX_VALID_TOKENS))
+        # Validation uses a small share of every window: larger windows, a power of two, so that
+        # rows still fill.
+        needed = int(window / source.selection.fraction)
+        power_of_two = 1 << (needed - 1).bit_length()
+        window = min(power_of_two, max(window, MAX_VALID_TOKENS))
     windows = Windows(source.selection, window, max(MIN_BLOCK_WINDOWS, BLOCK_TOKENS // window))
     # `documents_per_row` counts the padding, `max_segments` does not.
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.config.load import set_name
+from headway.config.overrides import set_name
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.groups import DocumentReader, GroupSource, SourceReader
 from headway.data.mixture import MixtureSource

@@ -3,8 +3,10 @@ at all, and a Modelfile next to it.
 
     type     matrices                                                  vectors
     f32, f16, bf16, q8_0   that type                                   f32
-    q4_k_m   q4_k; q6_k for the head, and for values and the down      f32
-             projection of half of the layers, as llama.cpp mixes them
+    q4_k_m, q5_k_m   q4_k, q5_k; q6_k for the head, and for values     f32
+             and the down projection of half of the layers, as
+             llama.cpp mixes them
+    q6_k     q6_k                                                      f32
 
 Tensors are written as they come: memory holds one of them. Rows that a type cannot hold in whole
 blocks are stored in a wider type. A family, setting or tokenizer for which llama.cpp has no rules
@@ -17,6 +19,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,17 +29,26 @@ from headway.export.huggingface import Dtype, converted
 from headway.export.kquants import BLOCK, BLOCK_BYTES, quantise
 from headway.export.modelfile import write_modelfile
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import NEUTRAL
 from headway.model.families.base import family_of
-from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, num_parameters, param_specs
+from headway.model.layout import (
+    EMBEDDING,
+    GATES,
+    HEAD,
+    POSITIONS,
+    ParamSpec,
+    num_parameters,
+    param_specs,
+)
 from headway.model.loading.gguf_names import (
     ARCHITECTURE_OF,
     ARCHITECTURES,
+    OF_EXPERTS,
     ROPE_FACTORS,
-    SMOLLM3_STEP,
     GgufArchitecture,
-    gguf_name,
-    permuted,
+    GgufPart,
+    assumed,
+    gguf_parts,
+    stored_value,
 )
 from headway.model.rope_config import yarn_growth
 from headway.runtime.digests import record_digests
@@ -52,9 +64,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_k_m"]
-FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_k_m": 15}
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_k_m", "q5_k_m", "q6_k"]
+FILE_TYPES: dict[str, int] = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 32,
+    "q8_0": 7,
+    "q4_k_m": 15,
+    "q5_k_m": 17,
+    "q6_k": 18,
+}
 """Values of general.file_type."""
+SMALLER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""What llama.cpp takes for rows that are no whole blocks of 256."""
 QUANTISED_ROWS = 32
 """Weights of a block of q8_0 and q5_0: a row must be a multiple of it."""
 QUANTISATION_VERSION = 2
@@ -208,52 +230,110 @@ def gguf_target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
 
     # An architecture of llama.cpp is code with few switches. A setting that its code does not read
     # must have the value that the code assumes, or the file would load and compute another model.
-    unrotated = ()
-    if architecture.name == "smollm3":
-        unrotated = tuple(range(SMOLLM3_STEP - 1, target.num_layers, SMOLLM3_STEP))
-    assumed: dict[str, Any] = {
-        **NEUTRAL,
-        "qk_norm": architecture.name == "qwen3",
-        "no_rope_layers": unrotated,
-    }
-    if not architecture.output_bias:
-        assumed |= {"output_bias": False, "ffn_bias": False}
-    for key, value in assumed.items():
+    for key, value in assumed(target, architecture).items():
         if getattr(target, key) != value:
-            raise ConfigError(
-                f"model.{key} is {getattr(target, key)!r}; llama.cpp's {architecture.name} always "
-                f"has {value!r}. Use `headway export hf`."
-            )
+            raise _refusal(f"model.{key}", getattr(target, key), architecture, f"has {value!r}")
     if not architecture.any_head_size and target.num_heads * target.head_size != target.hidden_size:
         raise ConfigError(
             f"model.head_dim is {target.head_size}; llama.cpp's {architecture.name} needs "
             "hidden_size / num_heads. Use `headway export hf`."
         )
+    if architecture.ties not in (None, target.tie_embeddings):
+        raise _refusal(
+            "model.tie_embeddings", target.tie_embeddings, architecture, f"has {architecture.ties}"
+        )
+    if architecture.name == "olmoe" and target.kv_heads != target.num_heads:
+        raise _refusal(
+            "model.num_kv_heads", target.kv_heads, architecture, f"has {target.num_heads}"
+        )
+    if architecture.name == "gemma2":
+        for key in architecture.free:
+            if getattr(target, key) is None:
+                raise _refusal(f"model.{key}", None, architecture, "caps")
+    _check_windows(target, architecture)
+    _check_experts(target, architecture)
+    _check_scaling(target, architecture)
+    return target, architecture
 
-    scaling = target.rope_scaling
+
+def _refusal(key: str, value: Any, architecture: GgufArchitecture, always: str) -> ConfigError:
+    return ConfigError(
+        f"{key} is {value!r}; llama.cpp's {architecture.name} always {always}. Use `headway export "
+        "hf`."
+    )
+
+
+def _check_windows(config: ModelConfig, architecture: GgufArchitecture) -> None:
+    """Rotary positions of layers with a window."""
+    has_windows = config.sliding_window is not None
+    if architecture.name in ("gemma2", "cohere2") and not has_windows:
+        raise _refusal("model.sliding_window", None, architecture, "has windows")
+    if architecture.name not in ("gemma3", "olmo2") or not has_windows:
+        return
+    # Both leave windowed layers unscaled.
+    if config.rope_scaling is not None and config.rope_local_theta is None:
+        raise _refusal(
+            "model.rope_local_theta", None, architecture, "leaves layers with a window unscaled"
+        )
+
+
+def _check_experts(config: ModelConfig, architecture: GgufArchitecture) -> None:
+    """Settings of a mixture."""
+    experts = config.experts
+    if experts is None:
+        if architecture.experts is not None and architecture.name != "llama":
+            raise _refusal("model.experts", None, architecture, "has experts")
+        return
+    if architecture.experts is None:
+        raise ConfigError(
+            f"model.experts is given; llama.cpp's {architecture.name} has none. Use `headway "
+            "export hf`."
+        )
+    for key, value in architecture.experts.form.items():
+        # A rate moves the biases in training; a file has the biases alone.
+        is_same = value is ... or getattr(experts, key) == value
+        if key == "bias_rate":
+            is_same = (getattr(experts, key) is None) == (value is None)
+        if not is_same:
+            raise _refusal(
+                f"model.experts.{key}", getattr(experts, key), architecture, f"has {value!r}"
+            )
+    if architecture.name == "glm4moe" and experts.shared_ffn_size % config.expert_size:
+        raise _refusal(
+            "model.experts.shared_ffn_size",
+            experts.shared_ffn_size,
+            architecture,
+            "has shared experts of the size of the others",
+        )
+
+
+def _check_scaling(config: ModelConfig, architecture: GgufArchitecture) -> None:
+    """The kind of rotary scaling."""
+    scaling = config.rope_scaling
     if scaling is None:
-        return target, architecture
-    if scaling.kind == "llama3" and architecture.name != "llama":
+        if architecture.name == "mistral3":
+            raise _refusal("model.rope_scaling", None, architecture, "has yarn")
+        return
+    if scaling.kind == "llama3" and "llama3" not in architecture.scalings:
         raise ConfigError(
             f"model.rope_scaling.kind is 'llama3', which llama.cpp's {architecture.name} ignores. "
             "Use `headway export hf`."
         )
-    if scaling.kind == "longrope":
+    if scaling.kind not in architecture.scalings:
         raise ConfigError(
-            "model.rope_scaling.kind is 'longrope', which `headway export gguf` does not write. "
-            "Use `headway export hf`."
+            f"model.rope_scaling.kind is {scaling.kind!r}, which `headway export gguf` does not "
+            f"write for llama.cpp's {architecture.name}. Use `headway export hf`."
         )
     if scaling.kind == "yarn" and not scaling.truncate:
         raise ConfigError(
             "model.rope_scaling.truncate is False, which llama.cpp's yarn does not have. Use "
             "`headway export hf`."
         )
-    return target, architecture
 
 
 def _shape_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
-    """The metadata of the shape. Windows are not in these architectures: the context length ends
-    where they would begin to count.
+    """The metadata of the shape. Where an architecture has no windows, the context length ends where
+    they would begin to count.
     """
     context = config.max_seq_len
     windows: list[int] = []
@@ -261,7 +341,7 @@ def _shape_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[s
         window = config.window_of(layer)
         if window is not None:
             windows.append(window)
-    if windows and min(windows) < context:
+    if windows and not architecture.windows and min(windows) < context:
         log.info(
             "the model has windows of %d tokens, and llama.cpp's %s has none: the file says "
             "context length %d instead of %d.",
@@ -281,13 +361,54 @@ def _shape_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[s
         "attention.head_count_kv": config.kv_heads,
         "attention.key_length": config.head_size,
         "attention.value_length": config.head_size,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "rope.dimension_count": config.head_size,
-        "rope.freq_base": float(config.rope_theta),
         "vocab_size": config.vocab,
+        **_expert_values(config, architecture),
         **_rope_values(config),
     }
+    epsilon = "attention.layer_norm_rms_epsilon"
+    if config.norm.startswith("layernorm"):
+        epsilon = "attention.layer_norm_epsilon"
+    values[epsilon] = float(config.norm_eps)
+    if config.positions == "rotary":
+        values["rope.dimension_count"] = config.rotary_size
+        values["rope.freq_base"] = float(config.rope_theta)
+    if architecture.windows and windows:
+        values["attention.sliding_window"] = windows[0]
+        values["attention.sliding_window_pattern"] = [
+            config.window_of(layer) is not None for layer in range(config.num_layers)
+        ]
+        if architecture.name == "gemma3" and config.rope_local_theta is None:
+            # The base of windowed layers would be 10,000 without this key.
+            values["rope.freq_base_swa"] = float(config.rope_theta)
+    for key, name in architecture.free.items():
+        value = getattr(config, key)
+        if value is not None:
+            values[name] = float(value)
+            if key in architecture.inverse:
+                values[name] = 1.0 / float(value)
     return {f"{architecture.name}.{key}": value for key, value in values.items()}
+
+
+def _expert_values(config: ModelConfig, architecture: GgufArchitecture) -> dict[str, Any]:
+    """The metadata of a mixture."""
+    experts = config.experts
+    if experts is None or architecture.experts is None:
+        return {}
+    values: dict[str, Any] = {
+        "expert_count": experts.num,
+        "expert_used_count": experts.per_token,
+        "expert_feed_forward_length": config.expert_size,
+        "expert_weights_norm": experts.normalize,
+        "expert_weights_scale": float(experts.routed_scale),
+        "expert_gating_func": OF_EXPERTS[experts.router],
+        "leading_dense_block_count": experts.first_dense,
+        "interleave_moe_layer_step": 1,
+        "expert_shared_feed_forward_length": experts.shared_ffn_size,
+        "expert_shared_count": experts.shared_ffn_size // config.expert_size,
+    }
+    if not architecture.experts.own_length:
+        values["feed_forward_length"] = config.expert_size
+    return values
 
 
 def _rope_values(config: ModelConfig) -> dict[str, Any]:
@@ -314,6 +435,8 @@ def _rope_values(config: ModelConfig) -> dict[str, Any]:
             "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
+        if scaling.query_growth:
+            values["attention.temperature_scale"] = float(scaling.query_growth)
         if scaling.attention_factor is not None:
             # llama.cpp multiplies this value by the growth that the factor implies.
             growth = yarn_growth(scaling.factor)
@@ -335,14 +458,16 @@ def _end_values(source: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def stored_type(spec: ParamSpec, config: ModelConfig, kind: str) -> str:
     """The type one tensor is stored as in a file of a kind."""
-    if len(spec.shape) == 1 or kind == "f32":
+    # Routers and positions are small, and decide much.
+    is_router = spec.name.endswith((".mlp.gate.weight", ".mlp.shared_gate.weight"))
+    if not spec.is_matrix or kind == "f32" or is_router or spec.name == POSITIONS:
         return "f32"
     if kind in ("f16", "bf16"):
         return kind
 
     tensor_type = kind
-    if kind == "q4_k_m":
-        tensor_type = "q4_k"
+    if kind in ("q4_k_m", "q5_k_m"):
+        tensor_type = kind.removesuffix("_m")
         if _needs_six_bits(spec, config):
             tensor_type = "q6_k"
 
@@ -350,15 +475,15 @@ def stored_type(spec: ParamSpec, config: ModelConfig, kind: str) -> str:
     # smaller blocks, and f16 where those do not fit either.
     row_length = spec.shape[-1]
     if tensor_type in BLOCK_BYTES and row_length % BLOCK:
-        tensor_type = {"q4_k": "q5_0", "q6_k": "q8_0"}[tensor_type]
+        tensor_type = SMALLER_BLOCKS[tensor_type]
     if tensor_type not in BLOCK_BYTES and row_length % QUANTISED_ROWS:
         return "f16"
     return tensor_type
 
 
 def _needs_six_bits(spec: ParamSpec, config: ModelConfig) -> bool:
-    """Tensors that llama.cpp's q4_k_m stores in six bits: the head, and in half of the layers the
-    values and the down projection.
+    """Tensors that llama.cpp's q4_k_m and q5_k_m store in six bits: the head, and in half of the
+    layers the values and the down projection.
     """
     if spec.name == HEAD or (spec.name == EMBEDDING and config.tie_embeddings):
         return True
@@ -394,14 +519,15 @@ class _GgufWriter:
         clear_leftovers(self.out)
         temporary = temporary_name(self.out.absolute())
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        specs = {spec.name: spec for spec in param_specs(self.config)}
+        parts = gguf_parts(self.config, self.architecture)
+        part_of = {spec.name: part for part in parts for spec in part.specs}
         writer = gguf.GGUFWriter(temporary, self.architecture.name)
         try:
             # The format puts metadata and the table of tensors before the tensors. The table needs
             # shapes and types alone, so no weight is read before it is written.
             for key, value in values.items():
                 _add_value(writer, key, value)
-            stored = self._plan(writer, specs)
+            stored = self._plan(writer, parts)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -412,9 +538,16 @@ class _GgufWriter:
             with progress(
                 "export", total=num_parameters(self.config), unit="parameters"
             ) as advance:
+                joining: dict[str, list[torch.Tensor]] = {}
                 for name, value in weights:
-                    writer.write_tensor_data(self._bytes(specs[name], value))
                     advance(value.numel())
+                    part = part_of[name]
+                    pieces = joining.setdefault(part.name, [])
+                    pieces.append(stored_value(self.architecture, self.config, name, value))
+                    # A joined tensor comes with the last of its parameters.
+                    if len(pieces) == len(part.specs):
+                        writer.write_tensor_data(self._bytes(part, pieces))
+                        del joining[part.name]
 
             writer.flush()
             writer.close()
@@ -427,7 +560,7 @@ class _GgufWriter:
             temporary.unlink(missing_ok=True)
         return stored
 
-    def _plan(self, writer: Any, specs: dict[str, ParamSpec]) -> dict[str, int]:
+    def _plan(self, writer: Any, parts: list[GgufPart]) -> dict[str, int]:
         """Add the table of tensors, in the order they are written; the number of each type."""
         import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -435,16 +568,16 @@ class _GgufWriter:
         stored: dict[str, int] = {}
         for row in self._factors():
             writer.add_tensor_info(ROPE_FACTORS, row.shape, row.dtype, row.nbytes)
-        for spec in specs.values():
-            tensor_type = stored_type(spec, self.config, self.kind)
+        for part in parts:
+            tensor_type = self._type(part)
             code = GGMLQuantizationType[tensor_type.upper()]
             block, block_bytes = GGML_QUANT_SIZES[code]
             writer.add_tensor_info(
-                gguf_name(spec.name),
-                spec.shape,
+                part.name,
+                part.shape,
                 # Ignored, because raw_dtype names the type.
                 np.dtype(np.float32),
-                spec.size // block * block_bytes,
+                prod(part.shape) // block * block_bytes,
                 raw_dtype=code,
             )
             stored[tensor_type] = stored.get(tensor_type, 0) + 1
@@ -462,23 +595,28 @@ class _GgufWriter:
         plain = inverse_frequencies(self.config.with_(rope_scaling=None))
         return [(plain / inverse_frequencies(self.config)).numpy()]
 
-    def _bytes(self, spec: ParamSpec, value: torch.Tensor) -> Any:
+    def _type(self, part: GgufPart) -> str:
+        """The type of a tensor: of several joined ones, that of the last."""
+        return stored_type(part.specs[-1], self.config, self.kind)
+
+    def _bytes(self, part: GgufPart, values: list[torch.Tensor]) -> Any:
         """One tensor as the file holds it."""
         import numpy as np
         import torch
         from gguf import GGMLQuantizationType
         from gguf.quants import quantize
 
-        if self.architecture.permuted:
-            value = permuted(spec.name, value, self.config.num_heads, self.config.kv_heads)
-        tensor_type = stored_type(spec, self.config, self.kind)
+        value = values[0]
+        if len(values) > 1:
+            value = torch.cat(values)
+        tensor_type = self._type(part)
         if tensor_type in BLOCK_BYTES:
             return quantise(value.reshape(-1, value.shape[-1]), tensor_type)
         if tensor_type in ("f16", "bf16"):
             dtype: Dtype = "float16"
             if tensor_type == "bf16":
                 dtype = "bfloat16"
-            narrow = converted(spec.name, value, dtype)
+            narrow = converted(part.name, value, dtype)
             # As bytes, because numpy has no bfloat16.
             return narrow.contiguous().view(torch.uint8).numpy()
         plain = value.detach().to("cpu", torch.float32).contiguous().numpy()

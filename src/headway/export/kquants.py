@@ -3,6 +3,8 @@ bytes in the layout of ggml go out.
 
     q4_k   256 weights in 8 parts of 32, 144 bytes: 4-bit values, 6-bit scales and minima
            weight = d * scale * value - m * minimum
+    q5_k   as q4_k with a fifth bit of each value, 176 bytes: 32 bytes of fifth bits stand before the
+           low four
     q6_k   256 weights in 16 parts of 16, 210 bytes: 6-bit values, 8-bit scales
            weight = d * scale * (value - 32)
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 """Weights of a block."""
-BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 CHUNK_BLOCKS = 512
 """Blocks quantised at a time: their temporaries stay in the cache of a core."""
 TRIES = 21
@@ -35,7 +37,7 @@ def quantise(rows: Tensor, kind: str) -> Any:
 
     assert rows.shape[-1] % BLOCK == 0, f"rows of {rows.shape[-1]} are no whole blocks of {BLOCK}"
     blocks = rows.detach().reshape(-1, BLOCK)
-    pack = {"q4_k": _q4_k, "q6_k": _q6_k}[kind]
+    pack = {"q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k}[kind]
     packed = [pack(chunk.to("cpu", torch.float32)) for chunk in blocks.split(CHUNK_BLOCKS)]
     return torch.cat(packed).reshape(rows.shape[0], -1).numpy()
 
@@ -63,8 +65,33 @@ def _q4_k(x: Tensor) -> Tensor:
     """Blocks [N, 256] as bytes [N, 144]: d, m, 12 bytes of scales and minima, 128 of values."""
     import torch
 
+    header, q = _affine_values(x, 15)
+    # A byte holds the values at one position of two neighbouring parts.
+    nibbles = q[:, 0::2] | q[:, 1::2] << 4
+    return torch.cat((header, nibbles.reshape(-1, 128)), dim=1)
+
+
+def _q5_k(x: Tensor) -> Tensor:
+    """Blocks [N, 256] as bytes [N, 176]: d, m, 12 bytes of scales and minima, 32 of fifth bits,
+    128 of low bits."""
+    import torch
+
+    header, q = _affine_values(x, 31)
+    low = q & 15
+    nibbles = low[:, 0::2] | low[:, 1::2] << 4
+    # Bit p of a byte is the fifth bit of the value at its position in part p.
+    high = torch.zeros_like(q[:, 0])
+    for part in range(8):
+        high |= (q[:, part] >> 4) << part
+    return torch.cat((header, high, nibbles.reshape(-1, 128)), dim=1)
+
+
+def _affine_values(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """The first 16 bytes of a block [N, 16], and its values 0 .. largest, uint8 [N, 8, 32]."""
+    import torch
+
     x = x.reshape(-1, 8, 32)
-    scale, minimum = _affine(x)
+    scale, minimum = _affine(x, largest)
     d, d_bytes = _half(scale.amax(dim=1) / 63)
     m, m_bytes = _half(minimum.amax(dim=1) / 63)
     scales = (scale * _inverse(d)[:, None]).round().clamp(0, 63)
@@ -73,7 +100,8 @@ def _q4_k(x: Tensor) -> Tensor:
     # The values are chosen for the rounded scales, which a reader multiplies by.
     width = d[:, None] * scales
     base = m[:, None] * minima
-    q = ((x + base[..., None]) * _inverse(width)[..., None]).round().clamp(0, 15).to(torch.uint8)
+    shifted = (x + base[..., None]) * _inverse(width)[..., None]
+    q = shifted.round().clamp(0, largest).to(torch.uint8)
 
     # ggml's layout: 6 bits each of the first four scales and minima fill a byte's low bits. The
     # high two bits there belong to the last four, whose low four bits share the last 4 bytes.
@@ -87,14 +115,12 @@ def _q4_k(x: Tensor) -> Tensor:
         ),
         dim=1,
     )
-    # A byte holds the values at one position of two neighbouring parts.
-    nibbles = q[:, 0::2] | q[:, 1::2] << 4
-    return torch.cat((d_bytes, m_bytes, packed, nibbles.reshape(-1, 128)), dim=1)
+    return torch.cat((d_bytes, m_bytes, packed), dim=1), q
 
 
-def _affine(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum (both >= 0) of each part, so that scale * value - minimum with values 0..15
-    is near x.
+def _affine(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Scale and minimum (both >= 0) of each part, so that scale * value - minimum with values 0 ..
+    largest is near x.
     """
     import torch
 
@@ -105,11 +131,11 @@ def _affine(x: Tensor) -> tuple[Tensor, Tensor]:
     total = weight.sum(-1)
     total_x = (weight * x).sum(-1)
 
-    best_scale = (span / 15).squeeze(-1)
+    best_scale = (span / largest).squeeze(-1)
     best_minimum = -low.squeeze(-1)
     best_error = torch.full_like(best_scale, float("inf"))
     for step in torch.linspace(-1, 1, TRIES).tolist():
-        q = ((x - low) * ((15 + step) * _inverse(span))).round().clamp(0, 15)
+        q = ((x - low) * ((largest + step) * _inverse(span))).round().clamp(0, largest)
 
         # The scale s and offset o that minimise sum(w * (s*q + o - x)^2) for these q: the normal
         # equations of weighted least squares.

@@ -68,6 +68,8 @@ class EngineResponder:
     @property
     def takes(self) -> frozenset[Modality]:
         """Kinds of media that the model was trained with."""
+        if self.loaded.config.vision is not None:
+            return frozenset({"image"})
         media = self.loaded.config.media
         if media is None:
             return frozenset()
@@ -114,7 +116,7 @@ class EngineResponder:
     def _prompt(
         self, turns: Sequence[Turn], media: Sequence[MediaRef]
     ) -> tuple[str, list[int], PromptMedia | None]:
-        if self.loaded.config.media is not None:
+        if self.loaded.config.media is not None or media:
             from headway.infer.media import MediaQuestion, media_prompts
 
             prompt = media_prompts(

@@ -104,6 +104,11 @@ def load_model(
     from headway.tokenizer.load import load_tokenizer
 
     stored = find_model(path)
+    # Ranks that share the layers would need the pictures of all of them cut.
+    if group is None:
+        stored = stored.with_pictures()
+    else:
+        stored = stored.without_tower()
     stored.check_head(scores=scores)
     tokenizer = None
     end_ids = stored.end_ids

@@ -32,6 +32,7 @@ from headway.infer.generate import (
 )
 from headway.infer.load import LoadedModel
 from headway.media.items import MediaRef
+from headway.media.patches import Grid, read_cells
 from headway.media.records import VIDEO_FRAMES, MediaRecord, parse_media_record, spread_videos
 from headway.media.sources import read_sources
 from headway.media.video import SOUND
@@ -113,11 +114,13 @@ def place_question(question: MediaQuestion, positions: MediaPositions) -> Placed
 
 
 def _positions(loaded: LoadedModel) -> MediaPositions:
+    if loaded.config.vision is not None:
+        return loaded.config.vision.positions
     shape = loaded.config.media
     if shape is None:
         raise ConfigError(
             f"{loaded.path}: takes text alone; --image, --audio, --video and --input need a model "
-            "trained with `multimodal`."
+            "trained with `multimodal`, or one with a vision tower that headway reads."
         )
     return MediaPositions(
         {media_input.modality: media_input.tokens for media_input in shape.inputs}, shape.missing
@@ -169,10 +172,15 @@ def media_prompts(
     """Questions with the features of their media. `known`: features by content hash; those that are
     missing are computed."""
     positions = _positions(loaded)
-    encoder = MediaEncoder(loaded.require_tokenizer(), template, positions)
     refs: dict[str, MediaRef] = {}
+    grids: dict[str, Grid] = {}
     prompts: list[tuple[str, MediaDocument]] = []
     for question in questions:
+        for ref in question.media:
+            grid = positions.grid(ref)
+            if grid is not None:
+                grids[ref.content_hash()] = grid
+        encoder = MediaEncoder(loaded.require_tokenizer(), template, positions, grids=grids)
         document = encoder.prompt(place_question(question, positions))
         refs |= {ref.content_hash(): ref for ref in question.media}
         # The key of its draws: the same text about another picture draws other numbers.
@@ -193,7 +201,11 @@ def media_prompts(
     media_prompts: list[MediaPrompt] = []
     for name, document in prompts:
         hashes = [item.content_hash for item in document.items if item.content_hash]
-        media = PromptMedia(document.items, {key: features[key] for key in hashes})
+        media = PromptMedia(
+            document.items,
+            {key: features[key] for key in hashes},
+            {key: grids[key] for key in hashes if key in grids},
+        )
         media_prompts.append(MediaPrompt(name, document.ids.tolist(), media))
     return media_prompts
 
@@ -213,6 +225,8 @@ def encoder_of(loaded: LoadedModel, media_input: MediaInput) -> FrozenMediaEncod
 
 def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str, np.ndarray]:
     """The features [vectors, width] of media, by their names."""
+    if loaded.config.vision is not None:
+        return {name: encode_picture(loaded, ref) for name, ref in refs.items()}
     assert loaded.config.media is not None
     features: dict[str, np.ndarray] = {}
     for media_input in loaded.config.media.inputs:
@@ -225,6 +239,30 @@ def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str,
             encoded = encoder.encode(np.stack([encoder.input.read(refs[name]) for name in batch]))
             features |= dict(zip(batch, encoded, strict=True))
     return features
+
+
+def encode_picture(loaded: LoadedModel, ref: MediaRef) -> np.ndarray:
+    """The features [rows * columns, width] of a picture, by the model's own vision tower."""
+    shape = loaded.config.vision
+    assert shape is not None
+    grid, cells = read_cells(ref, shape.spec)
+    return encode_cells(loaded, grid, cells)
+
+
+def encode_cells(loaded: LoadedModel, grid: Grid, cells: np.ndarray) -> np.ndarray:
+    """The same of the cells of a picture (media/patches.py)."""
+    import torch
+
+    from headway.model.transformer import Transformer
+    from headway.model.vision import run_tower
+
+    model = loaded.model
+    shape = loaded.config.vision
+    assert isinstance(model, Transformer) and model.visual is not None and shape is not None
+    with torch.inference_mode():
+        on_device = torch.from_numpy(cells).to(loaded.device)
+        features = run_tower(model.visual, shape, on_device, [grid], model.head_weight.dtype)
+        return features.float().cpu().numpy()
 
 
 def read_questions(path: Path | str) -> Iterator[tuple[Record, MediaQuestion]]:

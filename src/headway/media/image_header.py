@@ -9,6 +9,8 @@ WebP    RIFF ... WEBP, then VP8 (lossy), VP8L (lossless) or VP8X (extended)
 
 from __future__ import annotations
 
+from typing import Literal
+
 from headway.errors import DataError
 
 IMAGE_KINDS = ("PNG", "JPEG", "WEBP")
@@ -16,6 +18,8 @@ NOT_FRAMES = (0xC4, 0xC8, 0xCC)
 """Markers of JPEG between those of frames: Huffman tables, reserved, arithmetic coding."""
 ALONE = (0x01, *range(0xD0, 0xD9))
 """Markers of JPEG without a length."""
+ORIENTATION = 274
+"""The entry of EXIF that says how a picture is turned."""
 PNG_HEADER_BYTES = 33
 """Signature and IHDR with its checksum."""
 
@@ -35,6 +39,65 @@ def image_size(data: bytes, name: str) -> tuple[str, int, int]:
     raise DataError(
         f"{name}: not a PNG, JPEG or WebP picture (it begins with {data[:8].hex(' ')})."
     )
+
+
+def orientation(data: bytes) -> int:
+    """How a picture is turned to stand upright, 1 to 8 as EXIF counts; 1 where EXIF says nothing.
+
+    Reads EXIF alone, and of it the one entry; whatever is damaged counts as not there.
+    """
+    try:
+        block = _exif(data)
+        if block is None:
+            return 1
+        order: Literal["little", "big"] = "little" if block[:2] == b"II" else "big"
+        first = int.from_bytes(block[4:8], order)
+        count = int.from_bytes(block[first : first + 2], order)
+        # An entry: 2 bytes of tag, 2 of type, 4 of count, and the value.
+        for entry in range(first + 2, first + 2 + 12 * count, 12):
+            if int.from_bytes(block[entry : entry + 2], order) == ORIENTATION:
+                value = int.from_bytes(block[entry + 8 : entry + 10], order)
+                return value if 1 <= value <= 8 else 1
+    except IndexError:
+        pass
+    return 1
+
+
+def _exif(data: bytes) -> bytes | None:
+    """The TIFF block of EXIF in a picture; None where it has none."""
+    if data.startswith(b"\xff\xd8"):
+        offset = 2
+        # Up to the pixels, which begin at FF DA.
+        while data[offset] == 0xFF and data[offset + 1] != 0xDA:
+            length = int.from_bytes(data[offset + 2 : offset + 4], "big")
+            segment = data[offset + 4 : offset + 2 + length]
+            if data[offset + 1] == 0xE1 and segment.startswith(b"Exif\0\0"):
+                return segment[6:]
+            offset += 2 + max(2, length)
+        return None
+    if data.startswith(b"RIFF"):
+        return _chunk(data, 12, b"EXIF", "little")
+    return _chunk(data, 8, b"eXIf", "big")
+
+
+def _chunk(
+    data: bytes, offset: int, wanted: bytes, order: Literal["little", "big"]
+) -> bytes | None:
+    """The content of a chunk of a PNG (length, name, content, checksum) or a WebP (name, length,
+    content, padding to an even length)."""
+    while offset + 8 <= len(data):
+        if order == "big":
+            length = int.from_bytes(data[offset : offset + 4], order)
+            name = data[offset + 4 : offset + 8]
+            after = offset + 12 + length
+        else:
+            name = data[offset : offset + 4]
+            length = int.from_bytes(data[offset + 4 : offset + 8], order)
+            after = offset + 8 + length + length % 2
+        if name == wanted:
+            return data[offset + 8 : offset + 8 + length].removeprefix(b"Exif\0\0")
+        offset = after
+    return None
 
 
 def _jpeg_size(data: bytes, name: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError, DataError
-from headway.media.image_header import IMAGE_KINDS, image_size
+from headway.media.image_header import IMAGE_KINDS, ORIENTATION, image_size, orientation
 from headway.media.items import LIMITS, MediaLimits, MediaRef, check_pixels, open_image
 from headway.runtime.optional import need
 
@@ -32,7 +32,6 @@ Grid = tuple[int, int]
 
 MAX_RATIO = 200
 """The longer side of a picture over the shorter one, at most."""
-EXIF_ORIENTATION = 274
 TURNED = (5, 6, 7, 8)
 """Orientations of EXIF whose upright picture has the sides exchanged."""
 BICUBIC = 3
@@ -190,10 +189,23 @@ def grid_of(ref: MediaRef, spec: PictureSpec, limits: MediaLimits = LIMITS) -> G
 
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_KINDS) as image:
-            if image.getexif().get(EXIF_ORIENTATION) in TURNED:
+            if image.getexif().get(ORIENTATION) in TURNED:
                 width, height = height, width
     except Exception as error:  # Pillow's plugins raise many types for damaged files
         raise DataError(f"{ref.name}: the picture is damaged or cut short ({error}).") from None
+    return spec.fit(width, height, ref.name)
+
+
+def header_grid(ref: MediaRef, spec: PictureSpec, limits: MediaLimits = LIMITS) -> Grid:
+    """The same without a library that decodes pictures, for bytes of strangers.
+
+    It knows no orientation but that of EXIF; `read_cells` says where that makes a difference.
+    """
+    data = _bytes_of(ref, limits)
+    _, width, height = image_size(data, ref.name)
+    check_pixels(ref.name, width, height, limits)
+    if orientation(data) in TURNED:
+        width, height = height, width
     return spec.fit(width, height, ref.name)
 
 

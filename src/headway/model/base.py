@@ -81,6 +81,10 @@ class AttentionCache(Protocol):
         """
         ...
 
+    def store_routes(self, routes: Tensor, position: Tensor) -> None:
+        """Store the experts [B,T,layers,k] of tokens at positions [B,T]."""
+        ...
+
     def mix(
         self, layer: int, mixer: GatedDeltaNet, mixed: Tensor, controls: Tensor, z: Tensor
     ) -> Tensor:
@@ -490,11 +494,14 @@ class Model(nn.Module, ABC):
         `media` replaces the embeddings of its positions, for a model with media inputs."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
-    def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
+    def cached_forward(
+        self, compiler: Compiler | None = None, *, keeps_routes: bool = False
+    ) -> CachedForward:
         """A forward over any cache, for prompts and for decoding; the caller keeps track of
         lengths.
 
         `compiler` is applied to what traces as one graph; the model itself stays eager.
+        `keeps_routes`: the experts of every token are stored in the cache, too.
         """
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 

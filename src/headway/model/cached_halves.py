@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from headway.model.latent_attention import LatentAttention
+from headway.model.layers import FeedForward
 
 if TYPE_CHECKING:
     from headway.model.base import Compiler, Expander
@@ -55,6 +56,10 @@ class LatentForms(nn.Module):
         """What `Block.post_attention` gives for the values of o [B,1,H,W]."""
         return self.block.post_attention(x, self.attention.values(o))
 
+    def post_attention_one_chosen(self, x: Tensor, o: Tensor) -> Any:
+        """The same with the experts of every token."""
+        return self.block.post_attention_chosen(x, self.attention.values(o))
+
 
 def _uncompiled(method: Any) -> Any:
     """The compiler of a model that runs eagerly."""
@@ -64,10 +69,16 @@ def _uncompiled(method: Any) -> Any:
 class CachedHalves:
     """Both forms of a block's halves."""
 
-    def __init__(self, block: Block, compiler: Compiler | None = None) -> None:
+    def __init__(
+        self, block: Block, compiler: Compiler | None = None, *, keeps_routes: bool = False
+    ) -> None:
+        """`keeps_routes`: `post_attention` of a layer with a mixture of experts also returns the
+        experts of every token."""
         attention = block.mixer
         self.linear_attn = block.linear_attn
         """The layer's linear attention, whose core the cache runs; None: it has keys and values."""
+        keeps_routes = keeps_routes and not isinstance(block.mlp, FeedForward)
+        post_attention = block.post_attention_chosen if keeps_routes else block.post_attention
         compiled = compiler or _uncompiled
         self._attention = attention
         # Each form is compiled once per block; eager models pass the methods through.
@@ -75,12 +86,13 @@ class CachedHalves:
             # Many tokens: heads are expanded once for all queries. One token: to expand the whole
             # past for a single query would cost more than attention itself.
             forms = LatentForms(block, attention)
+            one = forms.post_attention_one_chosen if keeps_routes else forms.post_attention_one
             self.many = Halves(
-                compiled(forms.pre_attention_many), compiled(block.post_attention), attention.expand
+                compiled(forms.pre_attention_many), compiled(post_attention), attention.expand
             )
-            self.one = Halves(compiled(forms.pre_attention_one), compiled(forms.post_attention_one))
+            self.one = Halves(compiled(forms.pre_attention_one), compiled(one))
         else:
-            self.many = Halves(compiled(block.pre_attention), compiled(block.post_attention))
+            self.many = Halves(compiled(block.pre_attention), compiled(post_attention))
             self.one = self.many
 
     @property

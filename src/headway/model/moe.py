@@ -106,16 +106,31 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,D] of x [B,T,D]."""
-        return self.route(x, None)[0]
+        return self._routed(x)[0]
 
-    def route(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, Routing | None]:
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The result [B,T,D], and the experts of every token [B,T,k]."""
+        out, chosen, _ = self._routed(x)
+        return out, chosen
+
+    def route(
+        self, x: Tensor, counted: Tensor, given: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
         """The result [B,T,D], and what the router did with the tokens that count: `counted` is 1
-        for them, fp32 [B,T]."""
+        for them, fp32 [B,T]. `given` [B,T,k]: see `Router.choose`."""
+        out, _, (logits, scores, taken) = self._routed(x, given)
+        return out, summarize(logits, scores, taken, counted)
+
+    def _routed(
+        self, x: Tensor, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The result, the experts of every token, and logits, scores and choices [B,T,E] of the
+        router."""
         # Only the weights of chosen experts carry a gradient to the router; the choice itself has
         # none.
         logits = self.gate(x)
         scores = self.gate.scores(logits)
-        chosen, weights = self.gate.choose(scores)
+        chosen, weights = self.gate.choose(scores, given)
 
         # [B,T,E]: 1 where a token chose an expert. Its sums are the sizes of the groups, on the
         # device.
@@ -130,9 +145,7 @@ class MixtureOfExperts(nn.Module):
                 shared = shared * torch.sigmoid(self.shared_gate(x))
             out = out + shared
 
-        if counted is None:
-            return out, None
-        return out, summarize(logits, scores, taken, counted)
+        return out, chosen, (logits, scores, taken)
 
     def balance(self, load: Tensor, keep: Tensor) -> None:
         """See `Router.balance`."""

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from headway.kernels.paged_attention import PagedWorkspace
@@ -38,6 +39,9 @@ from headway.model.state_layer import LayerState, state_bytes
 
 if TYPE_CHECKING:
     from headway.model.delta_net import GatedDeltaNet
+
+ROUTE_DTYPE = torch.int16
+"""Of numbers of experts (MAX_EXPERTS fits)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class CacheShape:
     """Positions that can be taken back from rings; at least one page's."""
     is_exact: bool = False
     """Attention in bits that depend on a token and those before it alone (model/exact.py)."""
+    keeps_routes: bool = False
+    """The experts of every position are stored beside its keys and values."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
         """The full heads of a layer, and its rings; every KV head is in one of them. A layer with
@@ -101,7 +107,18 @@ class CacheShape:
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
         heads = sum(len(self.groups(layer)[0]) for layer in range(self.config.num_layers))
-        return heads * self.page_tokens * self._entry_bytes
+        layers, experts = self.routes
+        routes = layers * experts * ROUTE_DTYPE.itemsize
+        return self.page_tokens * (heads * self._entry_bytes + routes)
+
+    @property
+    def routes(self) -> tuple[int, int]:
+        """(layers with a mixture, experts of a token) that are stored; (0, 0) without routes."""
+        experts = self.config.experts
+        if experts is None or not self.keeps_routes:
+            return 0, 0
+        layers = sum(map(self.config.is_mixture, range(self.config.num_layers)))
+        return layers, experts.per_token
 
     @property
     def state_bytes(self) -> int:
@@ -200,6 +217,11 @@ class PagedCache:
         self.states = StateBlocks(
             slots, snapshots, [*self.layers.values(), *self.layer_states.values()]
         )
+        # One more page than there are: rows of a batch that take no part write there.
+        self.routes = torch.zeros(
+            pages + 1, shape.page_tokens, *shape.routes, dtype=ROUTE_DTYPE, device=device
+        )
+        """[pages + 1, P, layers, k]: the experts of every position."""
 
         # One more slot than there are sequences, for rows of a batch that take no part: its length
         # stays -1.
@@ -235,6 +257,14 @@ class PagedCache:
         # One copy to the device for both.
         rows, values = to_device(torch.tensor([list(slots), list(lengths)]), self.device)
         self.lengths[rows] = values
+
+    @torch.inference_mode()
+    def routes_of(self, slot: int, length: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+        """The experts of the first `length` tokens of a slot, [length, layers, k]; waits for the
+        device."""
+        pages = torch.tensor(self.table.pages(slot)[: self.table.num_pages(length)])
+        stored = self.routes[to_device(pages, self.device)]
+        return stored.flatten(0, 1)[:length].cpu().numpy()
 
     def decode_batch(self, rows: int) -> PagedDecode:
         """A decoding batch of `rows` slots; its caller fills in which."""
@@ -274,6 +304,14 @@ class PagedDecode:
         assert expand is None, "single steps attend to what is stored"
         return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
+    def store_routes(self, routes: torch.Tensor, position: torch.Tensor) -> None:
+        """Store the experts [B,1,layers,k] of tokens at positions [B,1]."""
+        cache = self.cache
+        places = position[:, 0]
+        pages = cache.table.tensor[self.slots, places // cache.shape.page_tokens].long()
+        pages = pages.where(places >= 0, len(cache.routes) - 1)
+        cache.routes[pages, places % cache.shape.page_tokens] = routes[:, 0].to(ROUTE_DTYPE)
+
     def mix(
         self,
         layer: int,
@@ -307,6 +345,11 @@ class PagedPrefill:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v
         [1,N,KV,hd] are stored."""
         return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]
+
+    def store_routes(self, routes: torch.Tensor, position: torch.Tensor) -> None:
+        """Store the experts [1,N,layers,k] of the pieces' tokens."""
+        places = self.plan.places(self.cache.table)
+        self.cache.routes[places.page, places.offset] = routes[0].to(ROUTE_DTYPE)
 
     def mix(
         self,

@@ -67,9 +67,10 @@ class Router(nn.Module):
             return torch.softmax(logits, dim=-1)
         return torch.sigmoid(logits)
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, scores: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(experts [...,k], weights [...,k]) of scores [...,E]; the first of equal experts comes
-        first."""
+        first. `given` [...,k]: experts that were chosen before and are taken again; -1 where this
+        router chooses."""
         # The balancing bias decides which experts are chosen, not how much they weigh.
         choice = scores.detach()
         if self.e_score_correction_bias is not None:
@@ -77,6 +78,8 @@ class Router(nn.Module):
         if self.config.num_groups > 1:
             choice = self._in_best_groups(choice)
         chosen = torch.topk(choice, self.config.per_token, dim=-1).indices
+        if given is not None:
+            chosen = torch.where(given >= 0, given.long(), chosen)
 
         weights = scores.gather(-1, chosen)
         if self.config.normalize:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headway.data.batch import ROUTES
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
 from headway.kernels.row_blocks import row_logits
 from headway.model.adapter.lora import AdaptedLinear, compute_once
@@ -217,33 +218,45 @@ class Block(nn.Module):
         return self.gather_input(_normed(x, self.input_layernorm))
 
     def post_attention(
-        self, x: Tensor, o: Tensor, counted: Tensor | None = None
+        self, x: Tensor, o: Tensor, counted: Tensor | None = None, given: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
         """Everything after the attention core, from the block's input x [B,T,D] and o [B,T,H,hd].
 
-        A mixture of experts with `counted` tokens [B,T] also returns what its router did with them.
+        A mixture of experts with `counted` tokens [B,T] also returns what its router did with them;
+        `given` [B,T,k] are experts that were chosen before (`Router.choose`).
         """
         if self.is_parallel:
             # One sum over ranks for attention and feed-forward together.
             both = self.mixer.output(o) + self.mlp(self.attention_input(x))
             return self._added(x, self.reduce_output(both))
 
+        x, normed = self._before_mlp(x, o)
+        if counted is None or isinstance(self.mlp, FeedForward):
+            out = self.reduce_output(self.mlp(normed))
+            return self._added(x, _normed(out, self.post_mlp_layernorm))
+
+        out, routing = self.mlp.route(normed, counted, given)
+        out = self.reduce_output(out)
+        return self._added(x, _normed(out, self.post_mlp_layernorm)), routing
+
+    def post_attention_chosen(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """What `post_attention` gives in a layer with a mixture of experts, and the experts of
+        every token [B,T,k]."""
+        x, normed = self._before_mlp(x, o)
+        assert not isinstance(self.mlp, FeedForward)
+        out, chosen = self.mlp.chosen(normed)
+        out = self.reduce_output(out)
+        return self._added(x, _normed(out, self.post_mlp_layernorm)), chosen
+
+    def _before_mlp(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream after attention, and what the feed-forward reads of it."""
         if self.has_gate:
             # Normed a second time: gates need no place among what a core takes and gives.
             assert isinstance(self.self_attn, Attention)
             o = self.self_attn.gated(o, self.attention_input(x))
         attended = self.reduce_output(self.mixer.output(o))
         x = self._added(x, _normed(attended, self.post_self_attn_layernorm))
-
-        normed = self.gather_input(_normed(x, self.post_attention_layernorm))
-        if counted is None or isinstance(self.mlp, FeedForward):
-            out = self.reduce_output(self.mlp(normed))
-            return self._added(x, _normed(out, self.post_mlp_layernorm))
-
-        out, routing = self.mlp.route(normed, counted)
-        assert routing is not None
-        out = self.reduce_output(out)
-        return self._added(x, _normed(out, self.post_mlp_layernorm)), routing
+        return x, self.gather_input(_normed(x, self.post_attention_layernorm))
 
     def before_recompute(self) -> None:
         """Called once by an engine whose backward runs the block's forward again.
@@ -268,6 +281,7 @@ class Block(nn.Module):
         sin: Tensor,
         mask: AttentionMask,
         counted: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         q, k, v = self.pre_attention(x, cos, sin)
         o = self.core(q, k, v, **self.core_settings(mask))
@@ -275,7 +289,9 @@ class Block(nn.Module):
         # both.
         if counted is None or isinstance(self.mlp, FeedForward):
             return self.post_attention(x, o)
-        return self.post_attention(x, o, counted)
+        if given is None:
+            return self.post_attention(x, o, counted)
+        return self.post_attention(x, o, counted, given)
 
     def _dropped(self, x: Tensor) -> Tensor:
         if self.dropout and self.training:
@@ -377,7 +393,14 @@ class Transformer(Model):
             counted = counted_tokens(batch)
 
         # Through `__call__`, not `forward`: engines have hooks on the model.
-        result = self(batch.tokens, batch.position, mask, media=media, counted=counted)
+        result = self(
+            batch.tokens,
+            batch.position,
+            mask,
+            media=media,
+            counted=counted,
+            routes=batch.extra.get(ROUTES),
+        )
         if isinstance(result, Tensor):
             return self._output(result, draw)
         hidden, routing = result
@@ -581,11 +604,12 @@ class Transformer(Model):
         mask: AttentionMask,
         media: MediaTensors | PictureTensors | None = None,
         counted: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """Hidden [B,T,D] after the final norm.
 
         With `counted` tokens [B,T], also what the routers of all mixtures did with them:
-        [layers,B,...]."""
+        [layers,B,...]. `routes` [B,T,layers,k]: experts that are taken instead of choosing."""
         x = self.embed(tokens, media, position=position)
         cos, sin = self.rotation(position if media is None else media.rotary(position))
 
@@ -593,8 +617,10 @@ class Transformer(Model):
         for block in self.blocks().values():
             if counted is None:
                 x = block(x, cos, sin, mask)
-            else:
+            elif routes is None or isinstance(block.mlp, FeedForward):
                 x = block(x, cos, sin, mask, counted)
+            else:
+                x = block(x, cos, sin, mask, counted, routes[:, :, len(routings)])
             if not isinstance(x, Tensor):
                 x, routing = x
                 routings.append(routing)
@@ -650,12 +676,17 @@ class Transformer(Model):
         rows, length = tokens.shape
         return self(tokens, position, causal_mask(rows, length, tokens.device), media)
 
-    def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
+    def cached_forward(
+        self, compiler: Compiler | None = None, *, keeps_routes: bool = False
+    ) -> CachedForward:
         """The blocks' halves are compiled; attention between them is the cache's and stays
         outside of graphs."""
         from headway.model.cached_halves import CachedHalves
 
-        halves = [CachedHalves(block, compiler) for block in self.blocks().values()]
+        halves = [
+            CachedHalves(block, compiler, keeps_routes=keeps_routes)
+            for block in self.blocks().values()
+        ]
 
         def forward(
             tokens: Tensor,
@@ -666,6 +697,7 @@ class Transformer(Model):
             x = self.embed(tokens, media, position=position)
             rotary = position if media is None else media.rotary(position)
             cos, sin = self.rotation(rotary, cache.capacity)
+            routes: list[Tensor] = []
             for layer, block_halves in enumerate(halves):
                 pre_attention, post_attention, expand = block_halves.of(tokens)
                 q, k, v = pre_attention(x, cos, sin)
@@ -674,6 +706,11 @@ class Transformer(Model):
                 else:
                     o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
                 x = post_attention(x, o)
+                if not isinstance(x, Tensor):
+                    x, chosen = x
+                    routes.append(chosen)
+            if routes:
+                cache.store_routes(torch.stack(routes, dim=2), position)
             return self.model.norm(x)
 
         return forward

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.media.patches import PictureSpec
+    from headway.records.encode_media import NativePositions
 
 TOWER = "visual."
 """Starts the names of the tower's parameters."""
@@ -54,6 +55,20 @@ class VisionShape:
     def with_spec(self, spec: PictureSpec) -> VisionShape:
         """The same tower, which is given other pictures."""
         return replace(self, picture=plain_spec(spec))
+
+    @property
+    def positions(self) -> NativePositions:
+        """How pictures stand in documents."""
+        from headway.records.encode_media import NativePositions
+
+        return NativePositions(
+            {"image": 0},
+            missing=False,
+            picture=self.spec,
+            begin_id=self.begin_id,
+            pad_id=self.pad_id,
+            end_id=self.end_id,
+        )
 
     def problem(self, planes: int, hidden_size: int, vocab_size: int | None) -> str | None:
         """Why a language model cannot have this tower; None if it can."""

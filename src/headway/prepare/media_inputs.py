@@ -2,6 +2,7 @@
 out. Imports without torch.
 
     ImageInput      MediaRef -> uint8   [3, size, size]
+    CellInput       MediaRef -> uint8   [cells, ...]           a picture at its own size
     MelInput        MediaRef -> float32 [mels, frames]         log-mel in dB
     PurrSight...    the same two as PurrSight prepares them (media/purrsight.py)
     WaveInput       MediaRef -> float32 [samples]              mono, cut or padded with zeros
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ from headway.media.items import (
     decode_image,
     decode_waveform,
 )
+from headway.media.patches import Grid, PictureSpec, read_cells
 
 Array = np.ndarray[Any, Any]
 Item = MediaRef | str
@@ -101,6 +103,36 @@ class ImageInput:
     def read(self, item: Item) -> Array:
         """uint8 [3, size, size]."""
         return decode_image(_media(item), self.spec)
+
+
+@dataclass(frozen=True)
+class CellInput:
+    """The cells of a picture of any size, for a model's own vision tower."""
+
+    spec: PictureSpec
+    grid: Grid = (0, 0)
+    """Rows and columns of one picture; (0, 0): not known yet."""
+    dtype: str = "uint8"
+
+    def sized(self, grid: Grid) -> CellInput:
+        """The input of a picture with so many rows and columns."""
+        return replace(self, grid=grid)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.grid
+        return (rows * columns, *self.spec.cell_shape)
+
+    @property
+    def key(self) -> str:
+        return repr(self.spec)
+
+    def read(self, item: Item) -> Array:
+        """uint8 [rows * columns, *cell_shape]."""
+        grid, cells = read_cells(_media(item), self.spec)
+        if grid != self.grid:
+            raise DataError(f"{name_of(item)}: is of another size than its header says.")
+        return cells
 
 
 @dataclass(frozen=True)

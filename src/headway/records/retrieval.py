@@ -206,6 +206,8 @@ def fitted(
 class Kind(RecordKind):
     """Generated documents; loss is on the answers."""
 
+    # No conversations: nothing has to end in the stop token of a chat template.
+    mark = None
     unit = "generated documents"
     content = "what to generate"
     left_out = ("bad",)

@@ -105,6 +105,12 @@ class RolloutConfig(Section):
         gt=0,
         on_resume="free",
     )
+    routes: Literal["replay", "own"] = setting(
+        "replay",
+        "In a mixture of experts the trainer passes every token through the experts that the "
+        "sampler chose for it (replay), or through those that its own routers choose (own).",
+        on_resume="fixed",
+    )
     exact: bool = setting(
         False,
         "Sampler and trainer compute the log-probability of every sampled token in the same bits; "

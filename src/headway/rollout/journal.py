@@ -43,6 +43,8 @@ SCORES = "scores"
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+Routes = np.ndarray[Any, np.dtype[np.int16]]
+"""Numbers of experts [tokens, layers with a mixture, experts of a token]."""
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -79,6 +81,9 @@ class SampledAnswer:
     """None: every token was drawn from the whole vocabulary."""
     mask: Flags | None = None
     """Of every id: whether the policy drew it, so that it may carry a loss. None: it drew all."""
+    routes: Routes | None = None
+    """The experts of the prompt's tokens and of the answer's but the last, in a mixture; None where
+    they are not replayed."""
 
     @property
     def is_cut(self) -> bool:
@@ -404,6 +409,10 @@ def _plain_answer(answer: SampledAnswer) -> dict[str, Any]:
         compressed = zlib.compress(differences.tobytes())
         entry["kept"] = base64.b64encode(compressed).decode("ascii")
         entry["kept_counts"] = _packed(answer.kept.counts, "<i4")
+    if answer.routes is not None:
+        compressed = zlib.compress(answer.routes.astype("<i2").tobytes())
+        entry["routes"] = base64.b64encode(compressed).decode("ascii")
+        entry["routes_shape"] = list(answer.routes.shape)
     return entry
 
 
@@ -413,6 +422,13 @@ def _kept(entry: Mapping[str, Any]) -> KeptIds | None:
     differences = np.frombuffer(zlib.decompress(base64.b64decode(entry["kept"])), "<i4")
     ids = np.cumsum(differences, dtype=np.int32)
     return KeptIds(_unpacked(entry["kept_counts"], "<i4"), ids)
+
+
+def _routes(entry: Mapping[str, Any]) -> Routes | None:
+    if "routes" not in entry:
+        return None
+    numbers = np.frombuffer(zlib.decompress(base64.b64decode(entry["routes"])), "<i2")
+    return numbers.reshape(entry["routes_shape"])
 
 
 def _mask(entry: Mapping[str, Any], num_ids: int) -> Flags | None:
@@ -436,6 +452,7 @@ def _sampled_answer(entry: Mapping[str, Any]) -> SampledAnswer:
         text=entry["text"],
         kept=_kept(entry),
         mask=_mask(entry, len(ids)),
+        routes=_routes(entry),
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from headway.data.batch import StepBatch, StepStats
+from headway.data.batch import ROUTES, StepBatch, StepStats
 from headway.data.groups import Columns, GroupSource
 from headway.data.mixture import Row
 from headway.data.packing import RowShape, plan_rows
@@ -24,7 +24,7 @@ from headway.data.row_stream import PackedBlock
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import balanced_order
 from headway.errors import DataError
-from headway.rollout.journal import Floats, KeptIds
+from headway.rollout.journal import Floats, KeptIds, Routes
 from headway.store.source import Flags, Ids, Longs
 from headway.tasks.grpo import ADVANTAGE, ANSWERS, KEPT, OLD, SAMPLED
 
@@ -47,6 +47,8 @@ class TrainedAnswer:
     """What its tokens were drawn from; None: the whole vocabulary."""
     mask: Flags | None = None
     """Of every id: whether it may carry a loss; None: all may."""
+    routes: Routes | None = None
+    """The experts that its tokens take; None: those that their routers choose."""
 
     @property
     def num_targets(self) -> int:
@@ -92,6 +94,10 @@ class AnswerSource(GroupSource):
             default=0,
         )
 
+        self._routes_shape = next(
+            (answer.routes.shape[1:] for answer in self.answers if answer.routes is not None), None
+        )
+
     @cached_property
     def masked(self) -> bool:
         return True
@@ -120,7 +126,8 @@ class AnswerSource(GroupSource):
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
         """Advantages and log-probabilities [rows, seq_len] at the positions of their targets; kept
-        ids [rows, seq_len, most of a token] where the sampling was cut."""
+        ids [rows, seq_len, most of a token] where the sampling was cut; experts [rows, seq_len,
+        layers, k] at the tokens themselves, where they are replayed."""
         names = [ADVANTAGE, SAMPLED]
         if self._has_old:
             names.append(OLD)
@@ -129,6 +136,9 @@ class AnswerSource(GroupSource):
         }
         if self._most_kept:
             columns[KEPT] = np.full((num_rows, layout.seq_len, self._most_kept), -1, np.int32)
+        if self._routes_shape is not None:
+            shape = (num_rows, layout.seq_len, *self._routes_shape)
+            columns[ROUTES] = np.full(shape, -1, np.int16)
         return columns
 
     def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
@@ -147,6 +157,8 @@ class AnswerSource(GroupSource):
             columns[SAMPLED][row, part] = answer.logprobs
             if answer.old is not None:
                 columns[OLD][row, part] = answer.old
+            if answer.routes is not None:
+                columns[ROUTES][row, begin : begin + len(answer.routes)] = answer.routes
             if answer.kept is not None:
                 for offset, ids in enumerate(answer.kept.of_tokens()):
                     columns[KEPT][row, first + offset, : len(ids)] = ids

@@ -30,7 +30,7 @@ from headway.model.exact import check_machine
 from headway.model.layout import GATES
 from headway.model.transformer import Transformer
 from headway.rollout.config import Cuts
-from headway.rollout.journal import Floats, Ints, KeptIds
+from headway.rollout.journal import Floats, Ints, KeptIds, Routes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +60,8 @@ class DrawnAnswer:
     text: str
     kept: KeptIds | None = None
     """None: every token was drawn from the whole vocabulary."""
+    routes: Routes | None = None
+    """The experts of its prompt's tokens and of its own but the last; None where none are kept."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class SamplerSettings:
     seed: int
     folder: Path
     """The run, for messages."""
+    routes: bool = False
+    """Answers of a mixture of experts come with the experts of their tokens."""
     exact: bool = False
     """Tokens have the bits that the trainer gives them (model/exact.py)."""
 
@@ -97,6 +101,9 @@ class PolicySampler:
             settings.folder,
             settings.end_ids,
         )
+        # Models of transformers and of users choose their experts themselves.
+        is_routed = settings.model.experts is not None and isinstance(model, Transformer)
+        self._keeps_routes = settings.routes and is_routed
         context = min(settings.model.max_seq_len, settings.longest_prompt + settings.max_new_tokens)
         options = EngineOptions(
             cache_bytes=settings.cache_bytes,
@@ -105,6 +112,7 @@ class PolicySampler:
             max_context=context,
             compile_blocks="auto",
             exact=settings.exact,
+            routes=self._keeps_routes,
         )
         self._engine = InferenceEngine(loaded, options)
         if settings.exact:
@@ -144,6 +152,7 @@ class PolicySampler:
         ids: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         kept: list[list[Ints]] = [[] for _ in requests]
+        routes: list[Routes | None] = [None] * len(requests)
         finished = [""] * len(requests)
         unread = set(first)
 
@@ -161,6 +170,7 @@ class PolicySampler:
                         kept[index].append(entry.kept)
                 if event.finished is not None:
                     finished[index] = event.finished
+                    routes[index] = event.routes
             # Their prompts are in the cache now: the other answers to them begin there.
             if not unread and others:
                 running |= {self._submit(requests[index], sampling): index for index in others}
@@ -172,6 +182,7 @@ class PolicySampler:
                 finished[index],
                 self._text(request.prompt, ids[index]),
                 _joined(kept[index]),
+                routes[index],
             )
             for index, request in enumerate(requests)
         ]
@@ -185,6 +196,7 @@ class PolicySampler:
                 key=request.key,
                 logprobs=0,
                 drawn_logprobs=sampling.temperature > 0,
+                routes=self._keeps_routes,
             )
         )
 

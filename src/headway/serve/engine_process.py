@@ -35,7 +35,6 @@ from headway.infer.engine.request import (
     EngineEvent,
     EngineRequest,
     EngineStats,
-    PromptMedia,
     QueueFull,
     RequestTooLarge,
     TokenLogprobs,
@@ -153,6 +152,10 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     media = loaded.config.media
     if media is not None:
         media_tokens = {media_input.modality: media_input.tokens for media_input in media.inputs}
+    native = None
+    if loaded.config.vision is not None:
+        native = loaded.config.vision.positions
+        media_tokens = dict(native.tokens)
 
     masks = loaded.describe_masks()
     if masks is not None:
@@ -174,6 +177,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         masks=masks,
         media=media_tokens,
         media_missing=media is not None and media.missing,
+        native=native,
         constraints=can_constrain(loaded.tokenizer, loaded.end_ids),
         fingerprint="" if loaded.tokenizer is None else loaded.tokenizer.fingerprint,
         media_inputs=encoding.inputs,
@@ -193,6 +197,7 @@ class MediaEncoding:
     def __init__(self, loaded: LoadedModel) -> None:
         from headway.infer.media import encoder_of
 
+        self.loaded = loaded
         self.encoders: dict[str, FrozenMediaEncoder] = {}
         self.problem = ""
         self._features: OrderedDict[str, np.ndarray] = OrderedDict()
@@ -209,6 +214,10 @@ class MediaEncoding:
     @property
     def inputs(self) -> dict[str, MediaInputSpec]:
         """How each encoder reads an item."""
+        if self.loaded.config.vision is not None:
+            from headway.prepare.media_inputs import CellInput
+
+            return {"image": CellInput(self.loaded.config.vision.spec)}
         return {modality: encoder.input for modality, encoder in self.encoders.items()}
 
     def __call__(
@@ -217,6 +226,15 @@ class MediaEncoding:
         """The request with its features; None where another call is needed."""
         missing = [name for name in media if name not in self._features]
         is_encoded = False
+        assert request.media is not None
+        if missing and self.loaded.config.vision is not None:
+            from headway.infer.media import encode_cells
+
+            # One picture at a time: each has its own size.
+            name = missing[0]
+            grid = request.media.grids[name]
+            self._features[name] = encode_cells(self.loaded, grid, media[name].array.copy())
+            is_encoded = True
         for modality, encoder in self.encoders.items():
             names = [name for name in missing if media[name].modality == modality][:ENCODED_AT_ONCE]
             if names:
@@ -231,7 +249,6 @@ class MediaEncoding:
         if any(name not in self._features for name in media):
             return None
 
-        assert request.media is not None
         features = {name: self._features[name] for name in media}
         # The least recently used are dropped, and only now: a request whose features are more
         # than what is kept still gets all of its own.
@@ -240,7 +257,7 @@ class MediaEncoding:
         while sum(array.nbytes for array in self._features.values()) > KEPT_FEATURE_BYTES:
             self._features.popitem(last=False)
 
-        return replace(request, media=PromptMedia(request.media.items, features))
+        return replace(request, media=replace(request.media, features=features))
 
 
 class EngineChannel:

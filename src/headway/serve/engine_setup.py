@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from headway.model.head_masks.choice import MaskChoice
     from headway.prepare.media_inputs import MediaInputSpec
+    from headway.records.encode_media import NativePositions
     from headway.tokenizer.load import Tokenizer
 
 
@@ -66,6 +67,8 @@ class EngineFacts:
     """Tokens of one picture or sound, by modality; empty: the model takes text alone."""
     media_missing: bool = False
     """Every prompt has positions for each modality."""
+    native: NativePositions | None = None
+    """How pictures stand in prompts of a model with its own vision tower."""
     constraints: bool = False
     """Answers can follow a grammar."""
     fingerprint: str = ""
@@ -95,6 +98,7 @@ IDENTITY = (
     "adapters",
     "media",
     "media_missing",
+    "native",
     "constraints",
 )
 """Fields of EngineFacts that an engine must have again when it is started again."""

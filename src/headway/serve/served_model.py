@@ -41,6 +41,7 @@ from headway.tokenizer.chat import (
 from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
+    from headway.media.patches import Grid
     from headway.tokenizer.chat import ChatTemplate
 
 log = logging.getLogger("headway")
@@ -167,7 +168,8 @@ class ServedModel:
     def _chat(self, call: ChatCall, grammar: str | None = None) -> PreparedPrompt:
         """The prompt of a conversation, in the prompt thread."""
         assert self.template is not None
-        if self.facts.media:
+        # A model with its own vision tower reads conversations without pictures as any other does.
+        if self.facts.media and (call.media or self.facts.native is None):
             return self._media_chat(call, grammar)
         if call.media:
             raise bad_field(
@@ -182,7 +184,13 @@ class ServedModel:
         """The same for a model with media: each item takes as many positions as its encoder gives
         vectors.
         """
-        from headway.records.encode_media import MediaEncoder, MediaPositions, place_media
+        from headway.media.patches import header_grid
+        from headway.records.encode_media import (
+            MediaEncoder,
+            MediaPositions,
+            NativePositions,
+            place_media,
+        )
 
         assert self.template is not None
         if call.media and self.facts.media_problem:
@@ -200,19 +208,26 @@ class ServedModel:
                 "pictures and sounds. Leave it out.",
             )
 
-        positions = MediaPositions(self.facts.media, self.facts.media_missing)
+        positions = self.facts.native
+        if positions is None:
+            positions = MediaPositions(self.facts.media, self.facts.media_missing)
+        grids: dict[str, Grid] = {}
+        for ref in call.media:
+            # A modality that the model does not take is refused by `place_media`.
+            if isinstance(positions, NativePositions) and ref.modality in positions.tokens:
+                # By the header: bytes of strangers are decoded in another process.
+                grids[ref.content_hash()] = header_grid(ref, positions.picture)
         hashes = [ref.content_hash() for ref in call.media]
         items = [(str(ref.modality), name) for ref, name in zip(call.media, hashes, strict=True)]
         placed = place_media(call.turns, items, positions)
-        document = MediaEncoder(self.tokenizer, self.template, positions).prompt(
-            placed, continues=call.continues
-        )
+        encoder = MediaEncoder(self.tokenizer, self.template, positions, grids=grids)
+        document = encoder.prompt(placed, continues=call.continues)
         prepared = self._prepared(
             document.ids.tolist(), call.fields, "messages", grammar, is_chat=True
         )
 
         # Without features: the engine process makes them of what is decoded later.
-        media = PromptMedia(document.items, {})
+        media = PromptMedia(document.items, {}, grids)
         requests = tuple(replace(request, media=media) for request in prepared.requests)
         media_by_hash = dict(zip(hashes, call.media, strict=True))
         return replace(prepared, requests=requests, media=media_by_hash)

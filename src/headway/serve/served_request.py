@@ -15,12 +15,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headway.infer.engine.request import EngineRequest
 from headway.infer.engine.text import RequestText
+from headway.media.items import MediaRef
+from headway.prepare.media_inputs import CellInput
 from headway.serve.api_errors import ApiError
 from headway.serve.choice import Choice, ChoicePiece, TokenOffsets
 from headway.serve.engine_client import Mailbox, RequestStream
@@ -31,6 +33,9 @@ from headway.serve.metrics import ServeMetrics
 from headway.serve.served_model import PreparedPrompt, ServedModel
 from headway.serve.tool_calls import ToolCallReader
 from headway.serve.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from headway.prepare.media_inputs import MediaInputSpec
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -126,7 +131,13 @@ class ServedRequest:
         # Before the decoding, which would be for nothing.
         self.model.client.check_alive()
         inputs = self.model.facts.media_inputs
-        items = [(ref, inputs[ref.modality]) for ref in prompt.media.values()]
+        request_media = prompt.requests[0].media
+        items: list[tuple[MediaRef, MediaInputSpec]] = []
+        for name, ref in prompt.media.items():
+            spec = inputs[ref.modality]
+            if isinstance(spec, CellInput) and request_media is not None:
+                spec = spec.sized(request_media.grids[name])
+            items.append((ref, spec))
         # The shape of an array follows from its encoder: the answer is raw bytes of known sizes.
         sizes = [math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for _, spec in items]
         job = ("media", items, limits.media_pixels)

@@ -189,9 +189,9 @@ def _finish(
         """A token of a config: a text, or an object with its flags."""
         if isinstance(token, dict):
             flags = {
-                k: bool(token[k])
-                for k in ("single_word", "lstrip", "rstrip", "normalized")
-                if k in token
+                flag: bool(token[flag])
+                for flag in ("single_word", "lstrip", "rstrip", "normalized")
+                if flag in token
             }
             return AddedToken(
                 str(cast(Any, token["content"])), special=bool(token.get("special", True)), **flags

@@ -105,7 +105,9 @@ class Tokenizer:
             }
         else:
             ids = {
-                t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special
+                token.content: number
+                for number, token in self.fast.get_added_tokens_decoder().items()
+                if token.special
             }
 
         return dict(sorted(ids.items(), key=lambda item: item[1]))
@@ -490,11 +492,15 @@ def _plain(part: Any) -> Any:
     of one step is that step.
     """
     if isinstance(part, list):
-        return [_plain(p) for p in cast(list[Any], part)]
+        return [_plain(step) for step in cast(list[Any], part)]
     if not isinstance(part, dict):
         return part
 
-    fields = {k: _plain(v) for k, v in cast(dict[str, Any], part).items() if k != "trim_offsets"}
+    fields = {
+        name: _plain(value)
+        for name, value in cast(dict[str, Any], part).items()
+        if name != "trim_offsets"
+    }
     for key in ("pretokenizers", "normalizers"):
         if fields.get("type") == "Sequence" and len(fields.get(key, ())) == 1:
             return fields[key][0]

@@ -143,7 +143,8 @@ def _neutral(config: dict[str, Any]) -> dict[str, Any]:
         return config
     # LlamaTokenizer puts a begin token where its config does not say otherwise.
     adds_begin = config.get("add_bos_token", str(config["tokenizer_class"]).startswith("Llama"))
-    kept = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "auto_map")}
+    unused = ("legacy", "sp_model_kwargs", "auto_map")
+    kept = {key: value for key, value in config.items() if key not in unused}
     return {**kept, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bool(adds_begin)}
 
 

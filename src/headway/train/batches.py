@@ -73,10 +73,10 @@ def open_token_data(
     elif resolved.vision is not None:
         from headway.train.multimodal import picture_features
 
-        if recipe.data.packing == "one_document":
+        if recipe.data.packing in ("concat", "one_document"):
             raise ConfigError(
-                "data.packing is one_document, whose positions span several documents; those of "
-                "pictures begin with their document. Use best_fit."
+                f"data.packing is {recipe.data.packing}, which cuts documents at the end of a row, "
+                "and pictures in them. Use best_fit or pad."
             )
         positions = resolved.vision.positions
         media = picture_features(recipe, resolved.vision, check_media)

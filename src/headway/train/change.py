@@ -16,17 +16,16 @@ from typing import Any, cast
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from headway.config.load import (
+from headway.config.load import load, validate
+from headway.config.overrides import (
     apply_overrides,
     in_order,
     key_parts,
     leave_out_other_kinds,
-    load,
-    node_at,
     replace_alternatives,
     set_value,
-    validate,
 )
+from headway.config.schema_paths import node_at
 from headway.config.section import chooses, overlay
 from headway.config.shipped import find_recipe
 from headway.config.yaml_reader import Where

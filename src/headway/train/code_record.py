@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.config.load import find_external_code
+from headway.config.external_code import find_external_code
 from headway.config.user_code import user_code_file
 from headway.runtime.json_file import load_json, read_bounded
 from headway.runtime.storage import write_atomic

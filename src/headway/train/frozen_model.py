@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from headway.checkpoint.stored_model import find_model
-from headway.data.batch import Batch
+from headway.data.batch import ROUTES, Batch
 from headway.data.config import DataConfig, default_cache_dir
 from headway.data.groups import GroupSource
 from headway.data.loader import Loader
@@ -451,7 +451,9 @@ def drawn_from(resolved: Resolved) -> DrawnFrom:
 
 def with_token_scores(model: Model, batch: Batch, column: str, drawn: DrawnFrom) -> Batch:
     """The microbatch with a model's log-probability of every target."""
-    head = model.forward_batch(batch).head
+    # Experts that are replayed are those of the model that trains.
+    own = {name: column for name, column in batch.extra.items() if name != ROUTES}
+    head = model.forward_batch(replace(batch, extra=own)).head
     scores = head.policy(batch.targets, drawn, batch.extra.get(KEPT))
     return replace(batch, extra={**batch.extra, column: scores.log_prob})
 

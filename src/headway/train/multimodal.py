@@ -214,14 +214,7 @@ class VisionPlan:
     @property
     def positions(self) -> NativePositions:
         """How pictures stand in documents."""
-        return NativePositions(
-            {MODALITY: 0},
-            missing=False,
-            picture=self.shape.spec,
-            begin_id=self.shape.begin_id,
-            pad_id=self.shape.pad_id,
-            end_id=self.shape.end_id,
-        )
+        return self.shape.positions
 
 
 def plan_vision(config: NativeConfig, shape: VisionShape, seq_len: int) -> VisionPlan:

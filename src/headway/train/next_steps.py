@@ -9,9 +9,9 @@ TensorBoard files to look at.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.config.load import load
@@ -23,9 +23,6 @@ from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
 from headway.train.run_form import Command, run_form
-
-if TYPE_CHECKING:
-    from headway.model.media_shape import MediaShape
 
 PROMPT = "Once upon a time"
 QUESTION = "What can you do?"
@@ -105,8 +102,14 @@ def _talk(run: Path, model: StoredModel, recipe: Recipe) -> list[Command]:
     """A conversation, a question or a text to continue, by what the model has learned."""
     if model.tokenizer_folder is None:
         return []
+    modalities: tuple[str, ...] = ()
     if model.config.media is not None:
-        return [(_ask_about_media(run, model.config.media), "one answer; name a file of yours")]
+        modalities = model.config.media.modalities
+    elif recipe.multimodal is not None:
+        # Pictures through the model's own vision tower.
+        modalities = ("image",)
+    if modalities:
+        return [(_ask_about_media(run, modalities), "one answer; name a file of yours")]
     generate = ["headway", "generate", "--model", str(run)]
     if _is_chat(recipe):
         chat = ["headway", "chat", "--model", str(run)]
@@ -115,11 +118,11 @@ def _talk(run: Path, model: StoredModel, recipe: Recipe) -> list[Command]:
     return [([*generate, "--prompt", PROMPT, "--max-new-tokens", "64"], "continue a text")]
 
 
-def _ask_about_media(run: Path, media: MediaShape) -> list[str]:
+def _ask_about_media(run: Path, modalities: Sequence[str]) -> list[str]:
     """A question about one item of every kind that the model takes."""
     files: list[str] = []
-    for entry in media.inputs:
-        files += [f"--{entry.modality}", EXAMPLE_FILES[entry.modality]]
+    for modality in modalities:
+        files += [f"--{modality}", EXAMPLE_FILES[modality]]
     return ["headway", "generate", "--model", str(run), *files, "--prompt", MEDIA_QUESTION]
 
 

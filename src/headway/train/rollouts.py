@@ -101,6 +101,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "top_p": None,
     "min_p": None,
     "ahead": 0,
+    "routes": "replay",
     "exact": False,
 }
 """Of `rollout`, with their defaults: settings that the first journals did not know."""
@@ -295,6 +296,7 @@ class Rollouts:
                 cache_bytes=cache_bytes,
                 seed=self.recipe.seed,
                 folder=self.folder,
+                routes=rollout.routes == "replay",
                 exact=rollout.exact,
             )
             self._sampler = PolicySampler(settings, self.tokenizer, self.weights())
@@ -514,6 +516,7 @@ class Rollouts:
                 drawn[index].finished,
                 drawn[index].text,
                 drawn[index].kept,
+                routes=drawn[index].routes,
             )
             for index, (number, sample, _) in enumerate(wanted)
         ]
@@ -606,6 +609,7 @@ class Rollouts:
                 answer.logprobs,
                 0.0,
                 kept=answer.kept,
+                routes=answer.routes,
             )
             for answer in sampled.answers
         ]
@@ -854,6 +858,7 @@ class RolloutLoader:
                         has_loss=not (rollout.mask_cut and answer.is_cut),
                         kept=answer.kept,
                         mask=answer.mask,
+                        routes=answer.routes,
                     )
                 )
         staleness = rollouts.state.step - collected.version

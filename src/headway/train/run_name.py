@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.config.load import find_external_code, load, read_plain
+from headway.config.external_code import find_external_code
+from headway.config.load import load, read_plain
 from headway.config.section import differences
 from headway.config.shipped import is_shipped
 from headway.errors import ConfigError, HeadwayError

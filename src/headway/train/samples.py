@@ -97,7 +97,8 @@ class HeldOutPrompt:
 def num_samples(run: Run) -> int:
     """How many prompts a run answers; the same on all ranks."""
     wanted = run.recipe.log.samples
-    writes_text = run.model.head == "tokens" and run.model.media is None
+    takes_media = run.model.media is not None or run.model.vision is not None
+    writes_text = run.model.head == "tokens" and not takes_media
     # Rollouts show far more answers, with what they earned (`headway rollouts`).
     writes_text = writes_text and run.rollouts is None
     if not run.data.valid or run.tokenizer_path is None or not writes_text:

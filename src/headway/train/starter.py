@@ -19,7 +19,8 @@ from typing import Any
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from headway.config.load import apply_overrides, load, read_yaml
+from headway.config.load import load, read_yaml
+from headway.config.overrides import apply_overrides
 from headway.config.shipped import FOLDER, recipe_names
 from headway.train.config import Recipe
 from headway.train.stages import expand

@@ -110,7 +110,7 @@ def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions
     checks += round_trip_checks(recipe.data, resolved.tokenizer)
 
     # The equality checks run a small model on rows of tokens alone.
-    if resolved.media is None:
+    if resolved.media is None and resolved.vision is None:
         checks += equality_checks(recipe.data, data.train, resolved.model, recipe.seed)
     else:
         checks.append(

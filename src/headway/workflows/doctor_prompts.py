@@ -66,6 +66,7 @@ def check_prompts(
     checks = [_lengths(resolved, prompts), _repeats(prompts)]
 
     numbers = [number for number in wanted if number < len(prompts)]
+    # Over all of it: data is often sorted, and its beginning then says little about the rest.
     if not wanted and count:
         numbers = np.unique(np.linspace(0, len(prompts) - 1, count).astype(np.int64)).tolist()
     shown = [_show(resolved, prompts, number) for number in numbers]
@@ -202,6 +203,7 @@ def _verdict(names: str, groups: Sequence[tuple[JudgedAnswer, ...]]) -> Check:
             f"{detail}; {len(problems)} could not be judged: {problems[0]}",
             "Look at the records and at the settings of the reward.",
         )
+    # An advantage compares answers to one prompt: where all earn the same there is none.
     if min(rewards) == max(rewards):
         return Check(
             "rewards",

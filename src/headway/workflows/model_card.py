@@ -153,6 +153,7 @@ def _head(recipe: Mapping[str, Any], options: CardOptions) -> str:
         content["base_model"] = base
         content["base_model_relation"] = RELATIONS[options.form]
     content["library_name"] = LIBRARIES[options.form]
+    # A reward model writes no text.
     if not _is_reward(recipe):
         content["pipeline_tag"] = "text-generation"
     content["tags"] = ["headway", _objective(recipe)]
@@ -179,6 +180,11 @@ def _objective(recipe: Mapping[str, Any]) -> str:
 
 
 def _is_reward(recipe: Mapping[str, Any]) -> bool:
+    """Whether the model gives scores, not text.
+
+    By the name of the objective: a recipe is plain data here, and no module that it names is
+    imported.
+    """
     return _objective(recipe) == "reward"
 
 

@@ -12,7 +12,7 @@ from headway.train.build import build
 from headway.train.resolve import resolve
 from headway.train.start import decide_start
 from support.byte_model import CONFIG, write_model
-from support.rollout_runs import rollout_recipe, sampled_ids, write_rollout_inputs
+from support.rollout_runs import rollout_recipe, sampled_ids, write_mixture, write_rollout_inputs
 from support.runs import deterministic
 from support.setting_runs import Row, data_folder
 
@@ -33,6 +33,7 @@ def _inputs() -> Path:
     folder.mkdir()
     (folder / "same.py").write_text("def reward(prompt, answer, record):\n    return 0.5\n")
     write_model(folder / "teacher", CONFIG.with_(max_seq_len=256, init_std=0.25))
+    write_mixture(folder / "ties", near_ties=True)
     return write_rollout_inputs(folder)
 
 
@@ -89,6 +90,7 @@ ROWS: dict[str, Row] = {
     "rollout.cache_gib": ((), None, 0.001, rollouts(lambda r: r.sampler(0)._engine.stats().cache_bytes_budget)),
     "rollout.workers": ((), 1, 2, rollouts(lambda r: len(r.panel._members[0].source._workers))),
     "rollout.difference_limit": (FAST, 0.5, 1e-12, policy_run),
+    "rollout.routes": (("init.from=$/ties/out",), "replay", "own", policy_run),
     "rollout.exact": ((), False, True, policy_run),
     "rollout.valid_samples": (("rollout.valid_temperature=1",), 1, 2, validation),
     "rollout.valid_temperature": ((), 0.0, 1.0, validation),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
-from headway.config.load import find_external_code
+from headway.config.external_code import find_external_code
 
 MODULE = "open({marker!r}, 'w').close()\n"
 

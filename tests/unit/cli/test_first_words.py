@@ -92,6 +92,8 @@ def test_the_version_is_printed_with_its_commit_where_it_is_known(
         (["data", "tokenise"], "`headway data tokenize`"),
         (["tokenize"], "`headway data tokenize`"),
         (["finetune"], "`headway train lora`"),
+        (["version"], "`headway --version`"),
+        (["help"], "`headway --help`"),
         (["eval", "perplexity"], "`headway eval ppl`"),
         (["eval", "tokenise"], "`headway data tokenize`"),
     ],

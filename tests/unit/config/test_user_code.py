@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.load import find_external_code
+from headway.config.external_code import find_external_code
 from headway.config.user_code import UserFiles, import_user_module
 from headway.errors import ConfigError
 

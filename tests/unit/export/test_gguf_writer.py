@@ -252,7 +252,7 @@ def test_a_file_of_another_name_or_type_is_refused(tmp_path: Path) -> None:
     assert main(["export", "gguf", *options, str(tmp_path / "m.bin")]) == 2
     assert main(["export", "gguf", *options, str(tmp_path / "m.gguf"), "--type", "q3"]) == 2
     with pytest.raises(ConfigError, match="q4_k_m"):
-        parse_type("q5_k_m")
+        parse_type("q3_k_m")
 
 
 def _header(values: list[bytes], tensors: list[bytes] = [], version: int = 3) -> bytes:  # noqa: B006

@@ -18,10 +18,10 @@ CASES = {
         torch.nn.functional.one_hot(torch.tensor([[7]]), 256).float().reshape(1, 256) * 3.0
     ),
 }
-BOUNDS = {"q4_k": 0.11, "q6_k": 0.03}
+BOUNDS = {"q4_k": 0.11, "q5_k": 0.055, "q6_k": 0.03}
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
 @pytest.mark.parametrize("case", CASES)
 def test_gguf_reads_back_what_was_quantised_within_the_bound(kind: str, case: str) -> None:
     x = CASES[case](torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def test_q4_k_is_better_than_the_older_four_bits() -> None:
     assert ((newer - x.numpy()) ** 2).mean() < 0.8 * ((older - x.numpy()) ** 2).mean()
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
 def test_zeros_stay_zeros(kind: str) -> None:
     back = quants.dequantize(
         quantise(torch.zeros(2, 256), kind), GGMLQuantizationType[kind.upper()]

@@ -36,7 +36,7 @@ def mixer() -> GatedDeltaNet:
     return layer
 
 
-def test_a_packed_row_has_the_bits_of_its_documents_alone() -> None:
+def test_a_packed_row_of_a_layer_has_the_bits_of_its_documents_alone() -> None:
     """Convolution, rule and norm: what a layer does across tokens. Matrix products before and after it may round by the number of rows."""
     layer = mixer()
     hidden = torch.randn(sum(LENGTHS), 32, generator=torch.Generator().manual_seed(4))

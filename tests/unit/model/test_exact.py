@@ -159,6 +159,7 @@ def test_the_bits_of_decoding_are_those_of_a_packed_row_with_gradients(
 
 UNFIT = {
     "experts": {"experts": {"num": 4}},
+    "linear_attention": {"linear_attention": {}},
     "latent_attention": {"latent_attention": {}, "num_kv_heads": 4},
     "logit_softcap": {"logit_softcap": 30.0},
     "attention_softcap": {"attention_softcap": 30.0},

@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.batches import make_batch
 from support.engines import CONFIG, Setup, make_engine, share_of_step
+from support.initial_weights import initialize
 
 from headway.kernels.grouped import grouped_inputs, grouped_linear, grouped_weights
 from headway.model.config import ModelConfig
@@ -323,3 +325,59 @@ def test_muon_orthogonalizes_each_expert_by_itself() -> None:
     single = stepped([expert.clone() for expert in gradient])
     torch.testing.assert_close(stacked, torch.stack(single))
     assert stacked.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"router": "sigmoid", "bias_rate": 0.1, "normalize": False}]
+)
+def test_given_experts_are_taken_with_the_weights_that_the_router_gives_them(
+    changes: dict[str, Any],
+) -> None:
+    of = mixture(**changes)
+    x = torch.randn(2, 7, 32, requires_grad=True)
+    counted = torch.ones(2, 7)
+    _, own = of.chosen(x)
+    # Other experts for some tokens; the router chooses for those of -1.
+    given = ((own + 1) % 5).to(torch.int16)
+    given[0, :3] = -1
+    taken = torch.where(given >= 0, given.long(), own)
+    out, routing = of.route(x, counted, given)
+    assert routing.load.tolist() == [
+        torch.bincount(row.flatten(), minlength=5).tolist() for row in taken
+    ]
+
+    logits = F.linear(x, of.gate.weight)
+    scores = logits.softmax(-1) if of.config.router == "softmax" else logits.sigmoid()
+    weights = scores.gather(-1, taken)
+    if of.config.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    inner = F.silu(torch.einsum("btd,efd->btef", x, of.experts.gate_proj.weight))
+    inner = inner * torch.einsum("btd,efd->btef", x, of.experts.up_proj.weight)
+    every = torch.einsum("btef,edf->bted", inner, of.experts.down_proj.weight)
+    chosen = every.gather(2, taken[..., None].expand(-1, -1, -1, 32))
+    expected = (chosen * weights[..., None]).sum(2)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+    inputs = [x, of.gate.weight, of.experts.up_proj.weight]
+    upstream = torch.randn_like(out)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream),
+        atol=1e-4,
+        rtol=1e-3,
+    )
+
+
+def test_halves_that_replay_or_report_experts_are_one_graph() -> None:
+    model = Transformer(MIXTURE)
+    initialize(model, 1)
+    block = model.blocks()["model.layers.0"]
+    x = torch.randn(1, 7, 32)
+    o = torch.randn(1, 7, MIXTURE.num_heads, MIXTURE.head_size)
+    compiler = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    out, chosen = compiler(block.post_attention_chosen)(x, o)
+    torch.testing.assert_close(out, block.post_attention(x, o))
+    replayed = compiler(block.post_attention)(x, o, torch.ones(1, 7), chosen.to(torch.int16))
+    assert not isinstance(replayed, torch.Tensor)
+    got, routing = replayed
+    torch.testing.assert_close(got, out)
+    assert routing.load.sum() == 14

@@ -43,7 +43,7 @@ def test_marks_and_names_in_reports_never_change() -> None:
         "preference": ("kind=preference", "pairs", "pairs", 2, 4),
         "unpaired": ("kind=unpaired", "labelled answers", "answers", 1, 4),
         "multimodal": ("kind=chat", "conversations", "documents", 1, 2),
-        "retrieval": ("kind=chat", "generated documents", "documents", 1, 2),
+        "retrieval": (None, "generated documents", "documents", 1, 2),
     }
     texts = ["text", "chat", "preference", "unpaired"]
     assert tokenized_kinds() == [*texts, "retrieval"]

@@ -122,3 +122,32 @@ def test_a_recipe_mixes_generated_documents_with_others(tmp_path: Path) -> None:
         config, tmp_path / "model" / "tokenizer", reads=("text", "chat"), workers=1
     )
     assert again.train[1].path == stores.train[1].path
+
+
+def test_a_run_trains_on_them_with_a_tokenizer_that_has_a_chat_template(tmp_path: Path) -> None:
+    from support.byte_model import byte_tokenizer as tokenizer_of_bytes
+
+    from headway.config.load import load
+    from headway.train import train
+    from headway.train.config import Recipe
+
+    tokenizer_of_bytes("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer")
+    (tmp_path / "far.jsonl").write_text(json.dumps({"documents": 20, "tokens": 200}))
+    recipe = load(
+        Recipe,
+        None,
+        [
+            *(f"model.{name}=16" for name in ("hidden_size", "ffn_size")),
+            *(f"model.{name}=1" for name in ("num_layers", "num_heads", "num_kv_heads")),
+            f"tokenizer={tmp_path}/tokenizer",
+            f"data.train=[{{path: {tmp_path}/far.jsonl, kind: retrieval}}]",
+            f"data.cache_dir={tmp_path}/cache",
+            "data.seq_len=200",
+            "data.valid.fraction=0.1",
+            "batch.rows=2",
+            "steps=2",
+            "device=cpu",
+            f"run.dir={tmp_path}/runs",
+        ],
+    )
+    assert train(recipe)["steps"] == 2

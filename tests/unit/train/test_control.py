@@ -70,6 +70,7 @@ def test_a_state_that_is_about_to_be_rolled_back_is_not_saved(bad: BadStep | Non
         state=state,
         saver=saver,
         healer=SimpleNamespace(bad=bad),
+        rollouts=None,
     )
     Run.save(run)
     assert saved == ([5] if bad is None else [])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from headway.model.cache_blocks import to_device
 from headway.model.paged_cache import PagedCache, PagedDecode
 from headway.model.paged_layer import PrefillPiece
 from headway.model.projector import MediaTensors
+
+if TYPE_CHECKING:
+    from headway.model.vision import PictureTensors
 
 WARM_UP = 2
 """Steps that run before one is recorded, so that libraries have chosen their kernels and taken
@@ -99,13 +103,18 @@ class EngineDevice:
             self.model.use_exact()
         if on_cuda:
             self.model.fuse_projections()
-        self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
-        self._decode = self.model.cached_forward(
-            partial(compile_any_length, dim=0) if compiles else None
-        )
+        forward = self.model.cached_forward
+        if options.routes:
+            forward = partial(forward, keeps_routes=True)
+        self._prefill = forward(compile_any_length if compiles else None)
+        self._decode = forward(partial(compile_any_length, dim=0) if compiles else None)
 
         self.last_token = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
         """[slots + 1]: the newest token of each slot; the last slot takes no part."""
+        self.shift: torch.Tensor | None = None
+        """[slots + 1]: what is added to the position of a new token to rotate it; None: nothing."""
+        if loaded.config.vision is not None:
+            self.shift = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
         self.adapter = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
         """[slots + 1]: the adapter of each slot; 0 = none."""
 
@@ -128,11 +137,18 @@ class EngineDevice:
                 self._record(self._batch(size))
 
     @torch.inference_mode()
+    def shift_rotation(self, slots: Sequence[int], shifts: Sequence[int]) -> None:
+        """Rotate new tokens of some slots as the pictures before them ask for."""
+        assert self.shift is not None, "only a model with a vision tower shifts rotation"
+        both = to_device(torch.tensor([list(slots), list(shifts)]), self.cache.device)
+        self.shift[both[0]] = both[1]
+
+    @torch.inference_mode()
     def prefill(
         self,
         pieces: Sequence[PrefillPiece],
         tokens: Sequence[Sequence[int]],
-        media: MediaTensors | None = None,
+        media: MediaTensors | PictureTensors | None = None,
         adapters: Sequence[int] = (),
     ) -> torch.Tensor:
         """Hidden states [N,D] of pieces of prompts, each with its adapter; their keys and values
@@ -221,7 +237,12 @@ class EngineDevice:
         # rows.
         if self._adapters is not None:
             self._adapters.index = self.adapter[slots]
-        hidden = self._decode(self.last_token[slots][:, None], position[:, None], batch)
+        media = None
+        if self.shift is not None:
+            from headway.model.vision import text_alone
+
+            media = text_alone((position + self.shift[slots])[:, None])
+        hidden = self._decode(self.last_token[slots][:, None], position[:, None], batch, media)
         logits = self.model.logits(hidden[:, 0])
 
         if len(self._logits) < batch.rows:

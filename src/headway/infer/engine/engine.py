@@ -33,7 +33,12 @@ import torch
 from headway.errors import ConfigError
 from headway.infer.engine.device import EngineDevice, bucket_sizes
 from headway.infer.engine.memory import EngineMemory, build_cache
-from headway.infer.engine.prefill_batches import check_media, packed_media, plan_pieces
+from headway.infer.engine.prefill_batches import (
+    check_media,
+    packed_media,
+    plan_pieces,
+    rotary_shifts,
+)
 from headway.infer.engine.request import (
     ConstraintFactory,
     EngineEvent,
@@ -293,8 +298,10 @@ class InferenceEngine:
             )
         if any(token >= self.vocab for token, _ in request.sampling.logit_bias):
             raise ConfigError(f"logit_bias has an id outside the vocabulary of {self.vocab}.")
+        if request.routes and not self.options.routes:
+            raise ConfigError("routes is true; this engine stores no routes.")
         if request.media is not None:
-            check_media(self.loaded.config.media, request)
+            check_media(self.loaded.config, request)
 
         # Last: a request that can never run is refused for good, not asked to try again.
         if self.num_waiting >= self.options.max_waiting:
@@ -505,6 +512,8 @@ class InferenceEngine:
         media = packed_media(self.loaded, work)
         tokens = [sequence.tokens[piece.start : piece.end] for sequence, piece in work]
         adapters = [self._adapters.get(sequence.request.adapter or "", 0) for sequence, _ in work]
+        if self.loaded.config.vision is not None:
+            self._device.shift_rotation([piece.slot for _, piece in work], rotary_shifts(work))
         hidden = self._device.prefill([piece for _, piece in work], tokens, media, adapters)
         self._prompt_tokens += len(hidden)
 
@@ -565,6 +574,9 @@ class InferenceEngine:
             cached_tokens = sequence.cached_tokens
             if sequence.request.prompt_logprobs:
                 prompt_logprobs = tuple(sequence.prompt_logprobs)
+        routes = None
+        if reason is not None and sequence.request.routes:
+            routes = self.cache.routes_of(sequence.slot, len(sequence.tokens) - 1)
         return EngineEvent(
             sequence.number,
             tokens=() if result.token is None else (result.token,),
@@ -575,6 +587,7 @@ class InferenceEngine:
             prompt_logprobs=prompt_logprobs,
             proposed_tokens=0 if reason is None else sequence.proposed,
             accepted_tokens=0 if reason is None else sequence.accepted,
+            routes=routes,
         )
 
     def _fail(self, sequence: EngineSequence, error: str) -> None:

@@ -56,7 +56,9 @@ def build_cache(
         heads_by_rank = part.heads(loaded.config, loaded.masks)
         rank = part.group.rank
     shapes = [
-        CacheShape(config, masks, context, options.page_tokens, dtype, spare, options.exact)
+        CacheShape(
+            config, masks, context, options.page_tokens, dtype, spare, options.exact, options.routes
+        )
         for config, masks in heads_by_rank
     ]
     shape = shapes[rank]

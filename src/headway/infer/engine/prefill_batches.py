@@ -4,17 +4,22 @@ media."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from headway.errors import ConfigError
-from headway.infer.engine.request import EngineRequest
+from headway.infer.engine.request import EngineRequest, PromptMedia
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel
-from headway.model.media_shape import MediaShape
+from headway.media.patches import rotary_positions
+from headway.model.config import ModelConfig
 from headway.model.paged_layer import PrefillPiece
 from headway.model.projector import MediaTensors
+
+if TYPE_CHECKING:
+    from headway.model.vision import PictureTensors
 
 PieceOf = tuple[EngineSequence, PrefillPiece]
 
@@ -35,11 +40,15 @@ def plan_pieces(reading: Sequence[EngineSequence], most: int) -> list[PieceOf]:
     return work
 
 
-def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
+def check_media(config: ModelConfig, request: EngineRequest) -> None:
     """Refuse media that the model cannot read, before they are packed with those of other
     requests."""
     media = request.media
     assert media is not None
+    if config.vision is not None:
+        _check_pictures(media, len(request.prompt), config.hidden_size)
+        return
+    shape = config.media
     if shape is None:
         raise ConfigError("the request has media; the model takes text alone.")
     for item in media.items:
@@ -70,8 +79,88 @@ def check_media(shape: MediaShape | None, request: EngineRequest) -> None:
             raise ConfigError(f"features of {item.modality!r} hold numbers that are not finite.")
 
 
-def packed_media(loaded: LoadedModel, work: Sequence[PieceOf]) -> MediaTensors | None:
+def _check_pictures(media: PromptMedia, length: int, width: int) -> None:
+    """The same for a model with its own vision tower."""
+    end = 0
+    for item in media.items:
+        name = item.content_hash
+        is_read = name is not None and name in media.grids and name in media.features
+        if item.modality != "image" or name is None or not is_read:
+            raise ConfigError(
+                f"the request has an item of {item.modality!r} without its features; the model "
+                "takes pictures that its tower has read."
+            )
+        rows, columns = media.grids[name]
+        if not end <= item.offset <= length - rows * columns:
+            raise ConfigError(
+                f"a picture stands at token {item.offset} and takes {rows * columns}; the prompt "
+                f"has {length}, and the picture before ends at {end}."
+            )
+        end = item.offset + rows * columns
+        features = media.features[name]
+        if features.shape != (rows * columns, width) or features.dtype.kind != "f":
+            raise ConfigError(
+                f"features of a picture are {features.dtype} of shape {tuple(features.shape)}; "
+                f"the model takes floats of shape {(rows * columns, width)}."
+            )
+        if not np.isfinite(features).all():
+            raise ConfigError("features of a picture hold numbers that are not finite.")
+
+
+def rotary_shifts(work: Sequence[PieceOf]) -> list[int]:
+    """How far rotation is behind the number of a token, after the pictures of each prompt."""
+    shifts: list[int] = []
+    for sequence, _ in work:
+        media = sequence.request.media
+        shifts.append(0 if media is None else media.rotary_shift())
+    return shifts
+
+
+def _packed_pictures(loaded: LoadedModel, work: Sequence[PieceOf]) -> PictureTensors | None:
+    """The pictures of packed pieces as those of one row; None where no prompt has any."""
+    from headway.model.vision import PictureTensors
+
+    if all(sequence.request.media is None for sequence, _ in work):
+        return None
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    features: list[np.ndarray] = []
+    num_cells = 0
+    for sequence, piece in work:
+        media = sequence.request.media
+        pictures = [] if media is None else media.pictures()
+        positions.append(rotary_positions(piece.end, pictures)[piece.start :])
+        slot = np.full(piece.count, -1, np.int64)
+        for item in () if media is None else media.items:
+            assert media is not None and item.content_hash is not None, "checked at submit"
+            vectors = media.features[item.content_hash]
+            # Of the picture's positions, those that this piece of the prompt covers.
+            low = max(item.offset, piece.start)
+            high = min(item.offset + len(vectors), piece.end)
+            if low >= high:
+                continue
+            cells = np.arange(low - item.offset, high - item.offset)
+            slot[low - piece.start : high - piece.start] = num_cells + cells
+            features.append(vectors)
+            num_cells += len(vectors)
+        slots.append(slot)
+
+    position = torch.from_numpy(np.concatenate(positions))[None].to(loaded.device)
+    if not features:
+        return PictureTensors(position)
+    return PictureTensors(
+        position,
+        torch.from_numpy(np.concatenate(slots))[None].to(loaded.device),
+        embeddings=torch.from_numpy(np.concatenate(features)).to(loaded.device),
+    )
+
+
+def packed_media(
+    loaded: LoadedModel, work: Sequence[PieceOf]
+) -> MediaTensors | PictureTensors | None:
     """The media of packed pieces as those of one row; None where no piece has any."""
+    if loaded.config.vision is not None:
+        return _packed_pictures(loaded, work)
     shape = loaded.config.media
     if shape is None or all(sequence.request.media is None for sequence, _ in work):
         return None

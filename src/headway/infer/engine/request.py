@@ -18,6 +18,7 @@ from headway.infer.sampling import Sampling
 if TYPE_CHECKING:
     import numpy as np
 
+    from headway.media.patches import Grid
     from headway.store.media_items import MediaItem
 
 StopReason = Literal["eos", "stop", "grammar", "length", "context", "cancelled", "error"]
@@ -51,6 +52,22 @@ class PromptMedia:
     items: tuple[MediaItem, ...]
     features: Mapping[str, np.ndarray]
     """[vectors, width] by content hash; items without are absent."""
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    """By content hash: rows and columns of positions of a picture, for a model with its own vision
+    tower; its features are [rows * columns, width]."""
+
+    def pictures(self) -> list[tuple[int, Grid]]:
+        """Where each picture of such a model begins, and its rows and columns."""
+        return [
+            (item.offset, self.grids[item.content_hash])
+            for item in self.items
+            if item.content_hash is not None and item.content_hash in self.grids
+        ]
+
+    def rotary_shift(self) -> int:
+        """What is added to the number of a token behind all pictures, to get the position by which
+        it is rotated: a picture takes as many as its longer side."""
+        return sum(max(grid) - grid[0] * grid[1] for _, grid in self.pictures())
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,8 @@ class EngineRequest:
     sampling without penalties and biases."""
     prompt_logprobs: bool = False
     """Log-probabilities of the prompt's tokens too, in the first event."""
+    routes: bool = False
+    """The last event has the experts of every token; for an engine with `routes`."""
     constraint: str | None = None
     """A grammar; the engine's constraint factory reads it."""
     media: PromptMedia | None = None
@@ -140,6 +159,9 @@ class EngineEvent:
     """Tokens that speculation guessed for the request; in the last event."""
     accepted_tokens: int = 0
     """Of them, those that were right."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """int16 [tokens - 1, layers, k]: the experts of the prompt's tokens and of the new ones but the
+    last, which no step has read; in the last event of a request with `routes`."""
 
 
 class TokenConstraint(Protocol):
@@ -237,7 +259,12 @@ class EngineOptions:
     """Compute every token in the bits that a packed row gives it in training (model/exact.py);
     on CPUs, of models without anything that `why_not_exact` names."""
 
+    routes: bool = False
+    """Store the experts of every token in layers with a mixture of experts."""
+
     def __post_init__(self) -> None:
+        if self.routes and self.speculation is not None:
+            raise ConfigError("routes is true; an engine that guesses tokens stores none.")
         for name in ("max_running", "prefill_tokens", "page_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.config.load import find_external_code, load, read_plain
+from headway.config.external_code import find_external_code
+from headway.config.load import load, read_plain
 from headway.config.user_code import is_file_name
 from headway.errors import ConfigError, LaunchError
 from headway.launch.nodes import parse_master

@@ -405,6 +405,9 @@ def _short(chosen: list[str], every: list[str]) -> list[str]:
     """Last components if they match the chosen paths and no others, else whole paths."""
     # PEFT matches a name against the end of a path, so q_proj means every q_proj of the model.
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in chosen))
-    if {path for path in every if path.rsplit(".", 1)[-1] in leaves} == set(chosen):
+    # Linears of a sequence have numbers for names, and so have whole layers.
+    has_numbers = any(leaf.isdigit() for leaf in leaves)
+    matched = {path for path in every if path.rsplit(".", 1)[-1] in leaves}
+    if matched == set(chosen) and not has_numbers:
         return leaves
     return list(dict.fromkeys(chosen))

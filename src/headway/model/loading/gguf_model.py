@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING, Any
 from headway.config.load import validate
 from headway.config.regular_file import regular_only
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, HEAD, param_specs
+from headway.model.config import MAX_LAYERS, ModelConfig
+from headway.model.layout import EMBEDDING, HEAD
 from headway.model.loading.gguf_names import (
     ARCHITECTURES,
+    LARGEST_GEMMAS,
+    OF_EXPERTS,
     ROPE_FACTORS,
     SMOLLM3_STEP,
     GgufArchitecture,
     gguf_name,
-    unpermuted,
+    gguf_parts,
+    read_value,
 )
 from headway.runtime.digests import read_digests, write_digests
 from headway.runtime.paths import cache_home
@@ -45,6 +48,8 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """Ends the name of one of several files of a model: its number, and how many there are."""
 NO_SCALING = ("none", "")
+LOCAL_THETA = 10_000.0
+"""Base of Gemma 3's layers with a window, where a file does not carry it."""
 LLAMA3_LENGTH = 8192
 """The first context length of every Llama 3; its files do not carry it."""
 LLAMA3_FACTORS = (1.0, 4.0)
@@ -121,33 +126,43 @@ class GgufModel:
         """Every parameter exists in its shape, and every tensor is a parameter."""
         from headway.model.loading.gguf_file import PLAIN_TYPES, REMEDY
 
-        names = {gguf_name(spec.name): spec for spec in param_specs(self.config)}
-        for name, spec in names.items():
+        parts = {part.name: part for part in gguf_parts(self.config, self.architecture)}
+        for name, part in parts.items():
             tensor = self.file.tensors.get(name)
             if tensor is None:
                 raise CheckpointError(f"{self.file.path}: holds no {name}. {REMEDY}")
-            if tensor.shape != spec.shape:
+            if tensor.shape != part.shape:
                 raise CheckpointError(
-                    f"{self.file.path}: {name} has shape {list(tensor.shape)}; its metadata makes it {list(spec.shape)}. {REMEDY}"
+                    f"{self.file.path}: {name} has shape {list(tensor.shape)}; its metadata makes it {list(part.shape)}. {REMEDY}"
                 )
             if tensor.type_code not in PLAIN_TYPES:
                 self.file.block(tensor)  # refuses a type that cannot be read
-        strange = sorted(self.file.tensors.keys() - names.keys() - {ROPE_FACTORS})
+        strange = sorted(
+            name
+            for name in self.file.tensors.keys() - parts.keys() - {ROPE_FACTORS}
+            if not self._predicts_more(name)
+        )
         if strange:
             raise ConfigError(
                 f"{self.file.path}: holds {strange[0]}, which headway's {self.architecture.family} does not compute."
             )
+
+    def _predicts_more(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer behind the last one, which predicts more tokens."""
+        pieces = name.split(".")
+        is_layer = pieces[0] == "blk" and len(pieces) > 1 and pieces[1].isdecimal()
+        return is_layer and int(pieces[1]) >= self.config.num_layers
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Our name and the tensor of every parameter, in forward order."""
         import torch
 
         # One tensor at a time: a quantised file becomes several times its size in floats.
-        for spec in param_specs(self.config):
-            value = torch.from_numpy(self.file.read(gguf_name(spec.name)))
-            if self.architecture.permuted:
-                value = unpermuted(spec.name, value, self.config.num_heads, self.config.kv_heads)
-            yield spec.name, value
+        for part in gguf_parts(self.config, self.architecture):
+            whole = torch.from_numpy(self.file.read(part.name))
+            rows = [spec.shape[0] for spec in part.specs]
+            for spec, value in zip(part.specs, whole.split(rows), strict=True):
+                yield spec.name, read_value(self.architecture, self.config, spec.name, value)
 
     def end_ids(self) -> frozenset[int]:
         """The ids that end a text or a turn."""
@@ -220,58 +235,155 @@ def _is_whole(folder: Path) -> bool:
 def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
     """The shape of the model, from metadata and from which tensors exist."""
     metadata = _Metadata(file.values, architecture.name)
-    experts = metadata.number("expert_count", 0)
-    if experts:
-        raise ConfigError(
-            f"has {architecture.name}.expert_count {experts:g}; experts are not read from GGUF."
-        )
     heads = metadata.whole("attention.head_count")
     width = metadata.whole("embedding_length")
-    layers = metadata.whole("block_count")
+    # Layers behind the last one that predict more tokens are counted there.
+    layers = metadata.whole("block_count") - metadata.whole("nextn_predict_layers", 0)
+    if not 0 < layers <= MAX_LAYERS:
+        raise ConfigError(f"has {layers} layers; a model may have 1 to {MAX_LAYERS}.")
     embedding = file.tensors.get(gguf_name(EMBEDDING))
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"holds no {gguf_name(EMBEDDING)} of two dimensions.")
 
     head_size = metadata.whole("attention.key_length", width // max(heads, 1))
-    rotated = metadata.whole("rope.dimension_count", head_size)
-    if rotated != head_size:
-        raise ConfigError(
-            f"has {architecture.name}.rope.dimension_count {rotated}; headway rotates whole heads of {head_size}."
-        )
     if metadata.whole("attention.value_length", head_size) != head_size:
         raise ConfigError(
             "has keys and values of different widths; headway's heads have one width."
         )
+    rotated = metadata.whole("rope.dimension_count", head_size)
+    if rotated != head_size and not architecture.partial:
+        raise ConfigError(
+            f"has {architecture.name}.rope.dimension_count {rotated}; headway rotates whole heads of {head_size}."
+        )
+    epsilon = "attention.layer_norm_rms_epsilon"
+    if architecture.form.get("norm", "").startswith("layernorm"):
+        epsilon = "attention.layer_norm_epsilon"
 
     # llama.cpp does not say it in metadata: what a layer has is seen by its tensors.
-    names = file.tensors.keys()
+    def has(name: str) -> bool:
+        return gguf_name(name, architecture) in file.tensors
+
     first = "model.layers.0."
-    no_rope_layers: list[int] = []
+    settings: dict[str, Any] = {
+        "family": architecture.family,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": width,
+        "ffn_size": metadata.whole("feed_forward_length"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": metadata.whole("attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "max_seq_len": metadata.whole("context_length"),
+        "norm_eps": metadata.number(epsilon),
+        "tie_embeddings": not has(HEAD),
+        "qkv_bias": has(first + "self_attn.q_proj.bias"),
+        "output_bias": has(first + "self_attn.o_proj.bias"),
+        "ffn_bias": has(first + "mlp.up_proj.bias"),
+        "qk_norm": has(first + "self_attn.q_norm.weight"),
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(file, metadata, head_size),
+        **{key: value for key, value in architecture.form.items() if value is not ...},
+        **_experts(metadata, architecture),
+    }
+    if architecture.partial:
+        settings["rotary_fraction"] = rotated / max(head_size, 1)
+    for key, name in architecture.free.items():
+        value = metadata.number(name, 0.0)
+        if key in architecture.inverse and value:
+            value = 1.0 / value
+        if value:
+            settings[key] = value
+    if architecture.windows:
+        settings |= _windows(metadata, architecture, layers)
+    if architecture.shifted:
+        settings["embed_scale"] = width**0.5
+        if LARGEST_GEMMAS[architecture.name] == layers:
+            settings["attention_scale"] = (width / max(heads, 1)) ** -0.5
+
+    windowed = settings.get("window_layers")
     if architecture.name == "smollm3":
-        no_rope_layers = list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))
-    return validate(
-        ModelConfig,
-        {
-            "family": architecture.family,
-            "vocab_size": embedding.shape[0],
-            "hidden_size": width,
-            "ffn_size": metadata.whole("feed_forward_length"),
-            "num_layers": layers,
-            "num_heads": heads,
-            "num_kv_heads": metadata.whole("attention.head_count_kv", heads),
-            "head_dim": head_size,
-            "max_seq_len": metadata.whole("context_length"),
-            "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-            "tie_embeddings": gguf_name(HEAD) not in names,
-            "qkv_bias": gguf_name(first + "self_attn.q_proj.bias") in names,
-            "output_bias": gguf_name(first + "self_attn.o_proj.bias") in names,
-            "ffn_bias": gguf_name(first + "mlp.up_proj.bias") in names,
-            "qk_norm": gguf_name(first + "self_attn.q_norm.weight") in names,
-            "no_rope_layers": no_rope_layers,
-            "rope_theta": metadata.number("rope.freq_base", 10000.0),
-            "rope_scaling": _scaling(file, metadata, head_size),
-        },
-    )
+        settings["no_rope_layers"] = list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))
+    if architecture.name == "cohere2" and windowed is not None:
+        settings["no_rope_layers"] = [layer for layer in range(layers) if layer not in windowed]
+    has_one_base = settings.get("rope_local_theta") == settings["rope_theta"]
+    if architecture.name == "gemma3" and has_one_base and settings["rope_scaling"] is None:
+        # One base for both kinds of layers is no setting of its own.
+        settings["rope_local_theta"] = None
+    if architecture.name == "olmo2":
+        if settings.get("sliding_window") is None:
+            settings["family"] = "olmo2"
+        elif settings["rope_scaling"] is not None:
+            # Windowed layers are not scaled.
+            settings["rope_local_theta"] = settings["rope_theta"]
+    if architecture.name == "llama" and "experts" in settings:
+        settings["family"] = "mixtral"
+    return validate(ModelConfig, settings)
+
+
+def _windows(metadata: _Metadata, architecture: GgufArchitecture, layers: int) -> dict[str, Any]:
+    """The sliding window, and the layers that have it."""
+    window = metadata.whole("attention.sliding_window", 0)
+    if not window:
+        return {"rope_local_theta": None}
+    key = "attention.sliding_window_pattern"
+    # Most files leave it out: llama.cpp knows the pattern of published models.
+    listed = metadata.values.get(f"{metadata.name}.{key}", architecture.period)
+    flags: list[Any] = []
+    if isinstance(listed, list):
+        flags = listed
+    elif isinstance(listed, int):
+        period = max(1, listed)
+        flags = [(layer + 1) % period != 0 for layer in range(layers)]
+    if len(flags) != layers:
+        raise ConfigError(
+            f"has {metadata.name}.{key} {str(listed)[:80]}; one value a layer is due."
+        )
+
+    windowed = [layer for layer in range(layers) if flags[layer]]
+    if not windowed:
+        return {"rope_local_theta": None}
+    settings: dict[str, Any] = {"sliding_window": window}
+    if architecture.name == "gemma3":
+        settings["rope_local_theta"] = metadata.number("rope.freq_base_swa", LOCAL_THETA)
+    if len(windowed) < layers:
+        settings["window_layers"] = windowed
+    return settings
+
+
+def _experts(metadata: _Metadata, architecture: GgufArchitecture) -> dict[str, Any]:
+    """The `experts` section of a mixture; nothing for other models."""
+    number = metadata.whole("expert_count", 0)
+    if not number:
+        return {}
+    if architecture.experts is None:
+        raise ConfigError(
+            f"has {architecture.name}.expert_count {number}; headway reads no experts of "
+            f"{architecture.name}."
+        )
+    known = {
+        "first_dense": metadata.whole("leading_dense_block_count", 0),
+        "shared_ffn_size": metadata.whole("expert_shared_feed_forward_length", 0),
+        "routed_scale": metadata.number("expert_weights_scale", 1.0) or 1.0,
+        "normalize": bool(metadata.values.get(f"{architecture.name}.expert_weights_norm", True)),
+    }
+    gating = metadata.whole("expert_gating_func", 0)
+    if gating and gating != OF_EXPERTS[architecture.experts.form["router"]]:
+        raise ConfigError(f"has {architecture.name}.expert_gating_func {gating}.")
+    size = metadata.whole("expert_feed_forward_length", metadata.whole("feed_forward_length"))
+    if architecture.experts.own_length is False:
+        size = metadata.whole("feed_forward_length")
+    if architecture.name == "glm4moe":
+        known["shared_ffn_size"] = size * metadata.whole("expert_shared_count", 0)
+    section: dict[str, Any] = {
+        **{key: value for key, value in architecture.experts.form.items() if value is not ...},
+        **{key: value for key, value in known.items() if key in architecture.experts.free},
+        "num": number,
+        "per_token": metadata.whole("expert_used_count"),
+        "aux_loss": 0.0,
+    }
+    if architecture.experts.own_length:
+        section["ffn_size"] = size
+    return {"experts": section}
 
 
 def _scaling(file: GgufFile, metadata: _Metadata, head_size: int) -> dict[str, Any] | None:
@@ -290,12 +402,18 @@ def _scaling(file: GgufFile, metadata: _Metadata, head_size: int) -> dict[str, A
             f"has {metadata.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's."
         )
 
+    if metadata.number("rope.scaling.yarn_log_multiplier", 0.0):
+        raise ConfigError(
+            f"has {metadata.name}.rope.scaling.yarn_log_multiplier, which headway does not compute. "
+            "Give the Hugging Face folder."
+        )
     scaling: dict[str, Any] = {
         "kind": "yarn",
         "factor": factor,
         "original_max_seq_len": metadata.whole("rope.scaling.original_context_length"),
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+        "query_growth": metadata.number("attention.temperature_scale", 0.0),
     }
     # llama.cpp stores the attention factor relative to yarn's default.
     scale = metadata.number("rope.scaling.attn_factor", 1.0)

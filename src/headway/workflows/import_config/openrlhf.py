@@ -13,6 +13,7 @@ from headway.workflows.import_config.hugging_face import recompute
 from headway.workflows.import_config.policy import (
     counted,
     cut,
+    every,
     finish_policy,
     reward_model,
     rollouts_to_updates,
@@ -110,16 +111,6 @@ def output_folder(draft: ImportDraft, key: str, value: Any) -> None:
     if str(path.parent) != ".":
         draft.set("run.dir", str(path.parent))
     draft.write(key, value, "run.name", path.name or "run")
-
-
-def every(path: str) -> Rule:
-    """Steps between two events; -1: never."""
-
-    def rule(draft: ImportDraft, key: str, value: Any) -> None:
-        steps = integer(key, value)
-        draft.write(key, value, path, steps if steps > 0 else None)
-
-    return rule
 
 
 def lora(draft: ImportDraft, key: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.config.kinds import kind_names
 from headway.rollout.config import MOST_KEPT
-from headway.workflows.import_config.rules import ImportDraft, Rule, number
+from headway.workflows.import_config.rules import ImportDraft, Rule, integer, number
 
 PROMPT_TOKENS = 512
 """Room for a prompt where a file gives none."""
@@ -56,6 +56,16 @@ def cut(path: str) -> Rule:
             draft.tell(key, value, "missing", f"{path}: {MOST_KEPT}", note)
         else:
             draft.write(key, value, path, value)
+
+    return rule
+
+
+def every(path: str) -> Rule:
+    """Rollouts between two events; 0 and below mean never."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        steps = integer(key, value)
+        draft.write(key, value, path, steps if steps > 0 else None)
 
     return rule
 

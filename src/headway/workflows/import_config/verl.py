@@ -14,6 +14,7 @@ from headway.errors import ConfigError
 from headway.workflows.import_config.policy import (
     counted,
     cut,
+    every,
     finish_policy,
     reward_model,
     rollouts_to_updates,
@@ -170,16 +171,6 @@ def loggers(draft: ImportDraft, key: str, value: Any) -> None:
             draft.tell(key, name, "automatic", note="the console is always on")
         else:
             tracker(draft, key, name, name)
-
-
-def every(path: str) -> Rule:
-    """Rollouts between two events; 0 and below: never."""
-
-    def rule(draft: ImportDraft, key: str, value: Any) -> None:
-        steps = integer(key, value)
-        draft.write(key, value, path, steps if steps > 0 else None)
-
-    return rule
 
 
 def total_steps(draft: ImportDraft, key: str, value: Any) -> None:

@@ -1,14 +1,20 @@
 """The loss of sampled answers: TRL's own numbers, the formulas written out with plain autograd, and however a step is packed and cut."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.policy_steps import floats, policy_step, wave_engine
+from support.policy_steps import (
+    GOLDEN,
+    SHIFT,
+    answers_of,
+    config_of,
+    floats,
+    policy_step,
+    wave_engine,
+)
 from support.trl_pairs import MODEL, wave
 from torch import Tensor
 
@@ -18,50 +24,13 @@ from headway.model.transformer import Transformer
 from headway.rollout.rows import StepRows, TrainedAnswer, answer_step
 from headway.tasks.grpo import Config
 
-GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "trl" / "policy.json").read_text())
 DRAWN = DrawnFrom(GOLDEN["temperature"], None)
 LONGEST: int = GOLDEN["longest"]
-SHIFT: float = GOLDEN["reference_shift"]
 SHAPES = {
     "a row each": StepRows(16, 2, 1),
     "packed": StepRows(32, 9, 1),
     "packed, in one microbatch": StepRows(24, 9, 8),
 }
-
-
-def config_of(case: dict[str, Any]) -> Config:
-    """The settings that are TRL's of a case."""
-    algorithm = case["loss_type"]
-    if case.get("level") == "sequence":
-        algorithm = "gspo"
-    settings: dict[str, Any] = {"algorithm": algorithm, "beta": case.get("beta", 0.0)}
-    if "epsilon" in case:
-        settings["clip_low"] = case["epsilon"]
-    if "epsilon_high" in case:
-        settings["clip_high"] = case["epsilon_high"]
-    return Config(
-        **settings,
-        entropy=case.get("entropy_coef", 0.0),
-        importance_cap=GOLDEN["importance_cap"],
-    )
-
-
-def answers_of(entry: dict[str, Any]) -> list[TrainedAnswer]:
-    cut = entry["case"].get("cut", [])
-    old = entry.get("old", [None] * len(GOLDEN["answers"]))
-    return [
-        TrainedAnswer(
-            tuple(prompt),
-            tuple(answer),
-            floats(entry["sampled"][number]),
-            advantage,
-            None if old[number] is None else floats(old[number]),
-            has_loss=number not in cut,
-        )
-        for number, (prompt, answer, advantage) in enumerate(
-            zip(GOLDEN["prompts"], GOLDEN["answers"], GOLDEN["advantages"], strict=True)
-        )
-    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
