@@ -32,7 +32,24 @@ TOKENS = {
     "vision_start_token_id": 58,
     "vision_end_token_id": 59,
 }
+QWEN3_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+HYBRID = {
+    **TEXT, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 7, "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+    },
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"text_config": HYBRID, "vision_config": QWEN3_VISION, **TOKENS},
+    "qwen3_5_moe": {
+        "text_config": {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                        "shared_expert_intermediate_size": 12},
+        "vision_config": QWEN3_VISION, **TOKENS,
+    },
     "llava": {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP, "image_token_index": 60},
     "llava_next": {"text_config": {**TEXT, "model_type": "mistral", "sliding_window": 5}, "vision_config": CLIP, "image_token_index": 60},
     "llava_onevision": {"text_config": {**TEXT, "model_type": "qwen2"}, "vision_config": SIGLIP, "image_token_index": 60},

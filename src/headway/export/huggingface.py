@@ -27,6 +27,7 @@ from headway.checkpoint.stored_model import check_vocabulary, find_model_of_fami
 from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
 from headway.model.families.base import (
+    HfPiece,
     family_for,
     family_of,
     pieces_of,
@@ -35,7 +36,7 @@ from headway.model.families.base import (
 )
 from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates
-from headway.model.layout import GATES, num_parameters, param_specs
+from headway.model.layout import GATES, ParamSpec, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
 from headway.model.loading.native_vision import trained_parts, without_tower
 from headway.model.loading.other_parts import OtherParts, text_config
@@ -291,7 +292,7 @@ def _write_shards(
         num_files = 1
     files = [
         {whole_names.get(name, name): shape for name, shape in shapes.items()}
-        for shapes in _plan_files(config, dtype, limit)
+        for shapes in _plan_files(config, dtype, limit, whole_names)
     ]
     num_files += len(files)
     names = [WEIGHTS]
@@ -310,7 +311,7 @@ def _write_shards(
         for file_name, shapes in zip(names, files, strict=parts is None):
             writer = opened.enter_context(StreamedFile(folder / file_name, shapes, dtype, MARK))
             writer_of |= dict.fromkeys(shapes, writer)
-        for text_name, value in _exported_tensors(config, weights):
+        for text_name, value in _exported_tensors(config, weights, whole_names):
             name = whole_names.get(text_name, text_name)
             writer_of[name].write(name, converted(name, value, dtype))
             advance(value.numel())
@@ -329,13 +330,15 @@ def _write_shards(
         )
 
 
-def _plan_files(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
+def _plan_files(
+    config: ModelConfig, dtype: Dtype, limit: int, stored: Collection[str] = ()
+) -> list[dict[str, tuple[int, ...]]]:
     """Name and shape of the tensors of each file: as many as fit into `limit` bytes, in the order
     of the model.
     """
     files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for name, shape in _exported_shapes(config).items():
+    for name, shape in _exported_shapes(config, stored).items():
         tensor_bytes = WIDTHS[dtype] * prod(shape)
         # A tensor larger than the limit gets a file of its own.
         if files[-1] and size + tensor_bytes > limit:
@@ -346,15 +349,30 @@ def _plan_files(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str,
     return files
 
 
-def _exported_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _exported_pieces(
+    config: ModelConfig, spec: ParamSpec, stored: Collection[str]
+) -> tuple[HfPiece, ...]:
+    """The tensors that a parameter is written to: those of the family's usual form, or, in a model
+    with other parts, those that its text part was read from (`stored`; none elsewhere)."""
+    family = family_of(config.family)
+    if stored:
+        pieces = pieces_of(family, spec, config, stored)
+        # What was read from blocks is not written as blocks.
+        if all(piece.scales is None for piece in pieces):
+            return pieces
+    return pieces_of(family, spec, config)
+
+
+def _exported_shapes(
+    config: ModelConfig, stored: Collection[str] = ()
+) -> dict[str, tuple[int, ...]]:
     """Name and shape of every exported tensor, in the order of the model.
 
     `_exported_tensors` makes the tensors themselves by the same pieces: the two must agree.
     """
-    family = family_of(config.family)
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in param_specs(config):
-        pieces = pieces_of(family, spec, config)
+        pieces = _exported_pieces(config, spec, stored)
         for piece in pieces:
             if piece.join is not None:
                 shapes[piece.name] = piece.join.shapes[piece.name]
@@ -399,17 +417,18 @@ def _with_zero_biases(
 
 
 def _exported_tensors(
-    config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    stored: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as the family stores them.
+    """The weights as the family stores them, or as `stored` has them (`_exported_pieces`).
 
     A tensor that the family joins from several parameters comes with the last of them. Every
     parameter of the config must come once, in its shape.
     """
     import torch
 
-    family = family_of(config.family)
-    shapes = _exported_shapes(config)
+    shapes = _exported_shapes(config, stored)
     specs = {spec.name: spec for spec in param_specs(config)}
     # Name of an exported tensor -> the parts of it that have come, by where they begin in it.
     waiting: dict[str, dict[int, torch.Tensor]] = {}
@@ -422,7 +441,7 @@ def _exported_tensors(
             f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
         )
 
-        pieces = pieces_of(family, spec, config)
+        pieces = _exported_pieces(config, spec, stored)
         join = pieces[0].join
         if join is not None:
             parts_of_join = joining.setdefault(join.ours, {})

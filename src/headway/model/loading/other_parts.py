@@ -60,6 +60,8 @@ KNOWN = (
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_vl",
     "smolvlm",
     "video_llava",

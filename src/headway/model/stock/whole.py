@@ -49,10 +49,8 @@ class WholeClass:
         inner, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state
         )
-        # What is joined of another part stays as it is in the folder; of the text part, headway
-        # would have to join it.
+        # What is joined of another part stays as it is in the folder. Of the text part, the family
+        # reads it as in a folder of the text model alone: as one of several, such as an expert.
         if pattern is not None and inner.startswith(self.text_prefix):
-            raise ConfigError(
-                f"{self.class_name} joins or cuts {name} of its text part, which headway does not."
-            )
+            inner, _ = rename_source_key(name, self._renamings, [], self._prefix, self._state)
         return inner

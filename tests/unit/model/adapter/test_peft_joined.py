@@ -27,11 +27,22 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 40,
     "max_seq_len": 32,
 }
+HYBRID = {
+    "linear_attention.key_heads": 2,
+    "linear_attention.value_heads": 4,
+    "linear_attention.key_head_dim": 5,
+    "linear_attention.value_head_dim": 6,
+    "linear_attention.layers": "[0]",
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"num_kv_heads": 2},
     "glm4": {"num_kv_heads": 2, "head_dim": 8, "qkv_bias": True},
     "gpt2": {"num_kv_heads": None},
+    "qwen3_next": {"num_kv_heads": 2, "head_dim": 8, **HYBRID},
+    "qwen3_5": {"num_kv_heads": 2, "head_dim": 8, **HYBRID},
 }
+MIXTURES = ("qwen3_next",)
+"""PEFT takes every feed-forward of these classes for fused experts, also where a model has none."""
 TARGETS = [("all",), ("q_proj", "v_proj", "*.1.mlp.up_proj", "down_proj")]
 
 
@@ -165,7 +176,7 @@ def test_dora_keeps_our_names_where_files_join_linears(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in MIXTURES])
 def test_peft_loads_them_over_the_stock_class(
     family: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from headway.model.paged_rows import PagedRows
 pytest.importorskip("transformers", minversion="5.0")
 NATIVE = {
     "gemma4": "transformers", "exaone4_5": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
+    "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
 }  # fmt: skip
 
 
@@ -66,7 +67,9 @@ def test_logits_and_greedy_text_are_those_of_the_whole_model_on_text(
     wanted = model(input_ids=tokens).logits
     position = torch.arange(12).expand(2, -1)
     ours = loaded.model.logits(loaded.model.hidden_states(tokens, position))
-    assert (ours - wanted).abs().max() < 1e-5
+    # Chunks and single steps of the same rule round differently, in transformers too.
+    allowed = 1e-5 if loaded.config.linear_attention is None else 1e-4
+    assert (ours - wanted).abs().max() < allowed
 
     # Token by token, without the cache of transformers: the whole model sees text alone.
     text = tokens
@@ -96,6 +99,27 @@ def test_an_export_is_the_whole_model_again(whole: tuple[Any, Path], tmp_path: P
     assert type(again) is type(model)
     assert torch.equal(again.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
     assert (tmp_path / "out/preprocessor_config.json").is_file()
+
+
+def test_stacked_experts_of_a_whole_model_are_written_stacked_again(tmp_path: Path) -> None:
+    """As the files of a whole model may have them; transformers itself writes them one by one."""
+    model = build_whole("qwen3_5_moe")
+    model.save_pretrained(tmp_path / "whole")
+    given = tmp_path / "whole/model.safetensors"
+    values = load_file(given)
+    kept = {name: value for name, value in values.items() if ".experts." not in name}
+    stacked = {
+        name: value.contiguous()
+        for name, value in model.state_dict().items()
+        if ".experts." in name
+    }
+    save_file({**kept, **stacked}, given, metadata={"format": "pt"})
+
+    export_model(tmp_path / "whole", tmp_path / "out")
+    before = tensors(tmp_path / "whole")
+    after = tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def small(tmp_path: Path) -> Path:
