@@ -53,7 +53,7 @@ BATCH = {
     "rows": {"rows": 2, "micro_rows": 1},
     "rows_per_rank": {"rows_per_rank": 1, "accumulate": 2},
 }
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 272,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -129,6 +129,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("pairs.jsonl", pairs),
         ("prompts.jsonl", prompts),
         ("redpajama.jsonl", texts),
+        ("long.jsonl", texts),
         (sample, texts),
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -189,6 +190,10 @@ def test_a_node_recipe_trains_and_leaves_a_model(
     assert model.tokenizer_folder is not None
     if recipe.model.no_rope_layers:
         assert model.config.no_rope_layers == (3, 4, 5)
+    if name == "extend-base":
+        assert model.config.rope_theta == 1e7, "the base of the last stage"
+    if name == "extend-yarn":
+        assert model.config.rope_scaling == recipe.model.rope_scaling
     if name.startswith("prulong"):
         assert GATES in dict(model.weights())
 
