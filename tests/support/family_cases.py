@@ -152,6 +152,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "n_shared_experts": 2,
         },
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
+            "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3,
+        },
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 20, "use_bias": True}),
     "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 1}),
     "minimax_m2": ("MiniMaxM2", {"head_dim": 20, "rotary_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2}),

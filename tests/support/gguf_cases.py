@@ -38,6 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "head_dim": 24},
     "smollm3": {"no_rope_layers": (3,)},
     "mixtral": {"experts": {"num": 5, "per_token": 2, "aux_loss": 0.0}, "tie_embeddings": False},
+    "qwen2_moe": {
+        "qkv_bias": True, "tie_embeddings": False,
+        "experts": {
+            "num": 5, "per_token": 2, "ffn_size": 32, "shared_ffn_size": 48, "shared_gate": True, "normalize": False, "aux_loss": 0.0,
+        },
+    },
     "qwen3_moe": {"qk_norm": True, "head_dim": 24, "experts": {"num": 5, "per_token": 2, "ffn_size": 32, "aux_loss": 0.0}},
     "olmoe": {
         "qk_norm": True, "qk_norm_over": "projection", "tie_embeddings": False, "num_kv_heads": 4,

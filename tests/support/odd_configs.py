@@ -21,6 +21,14 @@ ROUTED: dict[str, Any] = {
     "moe_intermediate_size": 20,
 }
 ODD: dict[str, list[dict[str, Any]]] = {
+    "qwen2_moe": [
+        {**EXPERTS, "shared_expert_intermediate_size": 28, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {
+            **EXPERTS, "shared_expert_intermediate_size": 36, "qkv_bias": False, "use_sliding_window": True, "sliding_window": 5,
+            "max_window_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+        },
+        {**EXPERTS, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
+    ],
     "seed_oss": [
         {"head_dim": 20},
         {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},

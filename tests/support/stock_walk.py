@@ -190,6 +190,19 @@ def _has_parts(config_class: Any) -> bool:
     return bool(config_class.sub_configs) and config_class.model_type != "dbrx"
 
 
+def usable() -> list[str]:
+    """Those whose small random model headway reads."""
+    return [kind for kind in kinds() if _reads(kind)]
+
+
+def _reads(kind: str) -> bool:
+    try:
+        Wrapping().read(config_of(kind).to_dict(), Path())
+    except HeadwayError:
+        return False
+    return True
+
+
 def judge(kind: str) -> Verdict:
     """Use and train one class, or say why not."""
     import transformers

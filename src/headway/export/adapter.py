@@ -5,6 +5,7 @@ adapter_config.json and adapter_model.safetensors.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
     from headway.model.config import ModelConfig
 
+log = logging.getLogger("headway")
+
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 FOLDER = "adapter"
 """The adapter folder inside a run's final/."""
 
@@ -57,6 +61,15 @@ def write_adapter(
     # ADAPTER is a part of the name of every low-rank matrix.
     fully_trained = [name for name in values if ADAPTER not in name]
     settings = adapter_settings(config, model, fully_trained, base)
+    confused = taken_for_experts(config, model)
+    if confused:
+        log.warning(
+            "%s: with transformers 5, PEFT takes the adapter of %s and others like it for those of "
+            "experts and computes another model. headway reads them; for PEFT export the merged "
+            "model.",
+            out,
+            confused[0],
+        )
 
     # Cloned: safetensors refuses tensors that share memory, as views of one parameter do.
     tensors = {
@@ -70,6 +83,15 @@ def write_adapter(
             json.dumps(settings, indent=2) + "\n", encoding="utf-8"
         )
         write_digests(folder)
+
+
+def taken_for_experts(config: AdapterConfig, model: ModelConfig) -> list[str]:
+    """Linears of a mixture outside of its experts whose names PEFT 0.21 reads as those of experts:
+    of dense layers, shared experts."""
+    if model.experts is None:
+        return []
+    paths = config.modules(model)
+    return [path for path in paths if path.rpartition(".")[2] in EXPERT_NAMES]
 
 
 def export_adapter(

@@ -291,7 +291,7 @@ def _check_experts(config: ModelConfig, architecture: GgufArchitecture) -> None:
         )
     for key, value in architecture.experts.form.items():
         # A rate moves the biases in training; a file has the biases alone.
-        is_same = getattr(experts, key) == value
+        is_same = value is ... or getattr(experts, key) == value
         if key == "bias_rate":
             is_same = (getattr(experts, key) is None) == (value is None)
         if not is_same:
@@ -459,7 +459,7 @@ def _end_values(source: StoredModel, tokenizer: Tokenizer) -> dict[str, Any]:
 def stored_type(spec: ParamSpec, config: ModelConfig, kind: str) -> str:
     """The type one tensor is stored as in a file of a kind."""
     # Routers and positions are small, and decide much.
-    is_router = spec.name.endswith(".mlp.gate.weight")
+    is_router = spec.name.endswith((".mlp.gate.weight", ".mlp.shared_gate.weight"))
     if not spec.is_matrix or kind == "f32" or is_router or spec.name == POSITIONS:
         return "f32"
     if kind in ("f16", "bf16"):

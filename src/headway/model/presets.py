@@ -134,6 +134,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "glm4": {"norm_placement": "both", "rope_interleaved": True, "rotary_fraction": 0.5},
+    "qwen2_moe": {"qkv_bias": True, "experts": {"shared_ffn_size": 1408, "shared_gate": True, "aux_layers": "pooled"}},
     "glm4_moe": {
         "rotary_fraction": 0.5,
         "experts": {"router": "sigmoid", "first_dense": 1, "bias_rate": 0.001, "aux_loss": 0.0},

@@ -375,7 +375,7 @@ def _experts(metadata: _Metadata, architecture: GgufArchitecture) -> dict[str, A
     if architecture.name == "glm4moe":
         known["shared_ffn_size"] = size * metadata.whole("expert_shared_count", 0)
     section: dict[str, Any] = {
-        **architecture.experts.form,
+        **{key: value for key, value in architecture.experts.form.items() if value is not ...},
         **{key: value for key, value in known.items() if key in architecture.experts.free},
         "num": number,
         "per_token": metadata.whole("expert_used_count"),

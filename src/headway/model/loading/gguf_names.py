@@ -45,6 +45,7 @@ class GgufExperts:
     """How an architecture computes mixtures; settings of ExpertsConfig that it fixes."""
 
     form: Mapping[str, Any]
+    """Settings that its code always has; ... = any."""
     free: frozenset[str] = frozenset()
     """Settings that its metadata has."""
     own_length: bool = True
@@ -122,6 +123,16 @@ ARCHITECTURES = {
         GgufArchitecture("qwen2", "qwen2", any_head_size=False),
         GgufArchitecture("qwen3", "qwen3", form={"qk_norm": True}),
         GgufArchitecture("smollm3", "smollm3", permuted=True),
+        GgufArchitecture(
+            "qwen2moe",
+            "qwen2_moe",
+            any_head_size=False,
+            ties=False,
+            experts=GgufExperts(
+                {**PLAIN_EXPERTS, "normalize": False, "shared_gate": True, "shared_ffn_size": ...},
+                frozenset(("shared_ffn_size",)),
+            ),
+        ),
         GgufArchitecture(
             "qwen3moe",
             "qwen3_moe",
@@ -293,6 +304,7 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
