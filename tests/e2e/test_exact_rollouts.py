@@ -60,6 +60,8 @@ WAYS = {
     "bf16": ("precision=bf16",),
     "recomputed": ("memory.recompute=true", "batch.micro_rows=1"),
     "recomputed in parts": ("memory.recompute=selective",),
+    "lora": ("adapter.rank=4", "optim.lr=1e-2", "objective.beta=0.1"),
+    "dora": ("adapter.rank=4", "adapter.kind=dora", "optim.lr=1e-2"),
     "a reference": ("objective.beta=0.1", "objective.kl_in=reward"),
 }
 
@@ -80,6 +82,14 @@ def test_no_bit_differs_and_the_journal_has_what_the_sampler_recorded(
     recorded = [answer.logprobs for batch in journal_of(folder / "runs/plain") for answer in batch.answers]  # fmt: skip
     assert sum(map(len, recorded)) > 300
     assert all((values < 0).all() for values in recorded)
+
+
+def test_merged_adapters_have_the_gradients_of_updates_beside_the_weights(folder: Path) -> None:
+    adapter = ("adapter.rank=4", "optim.lr=1e-2", "steps=3")
+    exact = run(folder, "merged", *adapter)
+    plain = run(folder, "beside", *adapter, "rollout.exact=false")
+    for got, expected in zip(exact, plain, strict=True):
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,7 +157,9 @@ def test_a_sampler_whose_weights_differ_by_one_rounding_ends_the_run(
 
 REFUSED = {
     "rollout.ahead is 1": ("rollout.ahead=1",),
-    "adapter is set": ("adapter.rank=4",),
+    "adapter.base is quantised": ("adapter.rank=4", "adapter.base=nf4"),
+    "adapter.dropout is above 0": ("adapter.rank=4", "adapter.dropout=0.1"),
+    "precision is bf16": ("adapter.rank=4", "precision=bf16"),
     "parallel.tensor is 2": ("parallel.tensor=2",),
     "parallel.pipeline is 2": ("parallel.pipeline=2",),
     "kernels.attention is reference": ("kernels.attention=reference",),

@@ -86,7 +86,7 @@ LINKS = {
         "runs/rated", "runs/tuned",
         "models/llama-3.1-8b-instruct", "models/qwen2.5-7b", "M", "hf/internlm", "models/tiny",
     ),
-    "deep": ("models/qwen2.5-3b", "runs/nope-stage1", "runs/nope-stage2"),
+    "deep": ("models/qwen2.5-3b", "runs/nope-stage1", "runs/nope-stage2", "runs/extend-yarn"),
     "deep3": ("runs/nope3-stage2",),
     "mixture": ("models/mixture",),
     "whole": ("models/whole",),

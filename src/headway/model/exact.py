@@ -11,7 +11,7 @@ inference engine each change theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.kernels.exact_attention import KEYS, attend_documents, attend_one, attend_piece
 from headway.kernels.row_blocks import ROWS, by_rows, place_matters, row_logits
+from headway.model.adapter.lora import AdaptedLinear
 
 if TYPE_CHECKING:
     from headway.model.transformer import Transformer
@@ -30,8 +31,11 @@ def make_exact(model: Transformer) -> None:
     """Let a model compute in blocks of fixed size from now on."""
     for block in model.blocks().values():
         block.core = attend_documents
+        adapted = [module for module in block.modules() if isinstance(module, AdaptedLinear)]
+        for linear in adapted:
+            linear.is_merged = True
         for method in model.BLOCK_METHODS:
-            setattr(block, method, _token_wise(getattr(block, method)))
+            setattr(block, method, _token_wise(getattr(block, method), adapted))
     if hasattr(model.model, "norm"):
         norm = model.model.norm
         # An instance attribute: hooks of engines on the module stay where they are.
@@ -39,8 +43,11 @@ def make_exact(model: Transformer) -> None:
     model.is_exact = True
 
 
-def _token_wise(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors [B,T,...] that is called with [1,ROWS,...]."""
+def _token_wise(
+    function: Callable[..., Any], adapted: Sequence[AdaptedLinear] = ()
+) -> Callable[..., Any]:
+    """A function of tensors [B,T,...] that is called with [1,ROWS,...]. `adapted`: linears that
+    merge their updates once for all of these calls."""
 
     def call(*tensors: Tensor) -> Any:
         shape = tensors[0].shape[:2]
@@ -51,7 +58,11 @@ def _token_wise(function: Callable[..., Any]) -> Callable[..., Any]:
                 return result[0]
             return tuple(x[0] for x in result)
 
-        results = by_rows(of_block, *(x.flatten(0, 1) for x in tensors))
+        try:
+            results = by_rows(of_block, *(x.flatten(0, 1) for x in tensors))
+        finally:
+            for linear in adapted:
+                linear.merged = None
         # Copies: FSDP puts hooks on what a block returns, which a view would lose.
         results = [x.unflatten(0, shape).clone() for x in results]
         if len(results) == 1:

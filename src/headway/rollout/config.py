@@ -114,7 +114,7 @@ class RolloutConfig(Section):
     exact: bool = setting(
         False,
         "Sampler and trainer compute the log-probability of every sampled token in the same bits; "
-        "a difference ends the run. Slower. On CPUs, of plain transformers with full weights.",
+        "a difference ends the run. Slower. On CPUs, of plain transformers; docs/rl.md lists what works.",
         on_resume="fixed",
     )
     valid_samples: int = setting(

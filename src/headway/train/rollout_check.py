@@ -86,11 +86,16 @@ def check_rollouts(recipe: Recipe) -> None:
 def _check_exact(recipe: Recipe) -> None:
     """Refuse what has no form in which sampler and trainer compute the same bits."""
     parallel = recipe.parallel
+    adapter = recipe.adapter
     unfit = {
         f"rollout.ahead is {recipe.rollout.ahead}: answers are of older weights": (
             recipe.rollout.ahead > 0
         ),
-        "adapter is set: the sampler has it merged into the weights": recipe.adapter is not None,
+        "adapter.base is quantised": adapter is not None and adapter.base is not None,
+        "adapter.dropout is above 0": adapter is not None and adapter.dropout > 0,
+        "adapter is set: the sampler has it merged in fp32, and precision is bf16": (
+            adapter is not None and recipe.precision == "bf16"
+        ),
         f"parallel.tensor is {parallel.tensor}": parallel.tensor > 1,
         f"parallel.pipeline is {parallel.pipeline}": parallel.pipeline > 1,
         f"parallel.context is {parallel.context}": parallel.context > 1,

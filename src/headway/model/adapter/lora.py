@@ -67,11 +67,19 @@ class AdaptedLinear(nn.Linear):
         self.drop: Callable[[Tensor, float], Tensor] = F.dropout
         self.over_inputs: Callable[[Tensor], Tensor] | None = None
         """The sum over ranks that hold some of the inputs each; None: all inputs are here."""
+        self.is_merged = False
+        """Compute one product with `effective`, as a sampler does with merged weights."""
+        self.merged: Tensor | None = None
+        """`effective`, while the blocks of one pass are computed; who sets `is_merged` resets it."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
         if self.is_off:
             return self._base(x, self.bias if self.adds_bias else None)
+        if self.is_merged:
+            if self.merged is None:
+                self.merged = self.effective
+            return F.linear(x, self.merged, self.bias)
         if self.dropout and self.training:
             dropped = self.drop(x, self.dropout)
         else:

@@ -97,7 +97,10 @@ def test_an_export_is_the_whole_model_again(whole: tuple[Any, Path], tmp_path: P
     )
     tokens = torch.randint(3, 50, (1, 9), generator=torch.Generator().manual_seed(2))
     assert type(again) is type(model)
-    assert torch.equal(again.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    # The same bytes; where they lie in memory may change the last bit of a product.
+    torch.testing.assert_close(
+        again.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits, atol=1e-6, rtol=1e-6
+    )
     assert (tmp_path / "out/preprocessor_config.json").is_file()
 
 
