@@ -229,7 +229,9 @@ def second_half(folder: Path, setting: Setup, group: RankGroup) -> list[float]:
 def test_a_run_continues_with_another_number_of_ranks_to_a_row(
     before: tuple[str, int, int], after: tuple[str, int, int], tmp_path: Path
 ) -> None:
-    right = [loss for loss, *_ in right_of(True, ())[0]]
+    gated = setup("ddp", 1, gated=True).objective
+    assert isinstance(gated, HeadSparsity)
+    right = [loss for loss, *_ in right_of(gated, ())[0]]
     for (strategy, context, ranks), half, expected in (
         (before, first_half, right[:2]),
         (after, second_half, right[2:]),

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from headway.tasks.base import Loss, Term
+from headway.tasks.base import Loss, TaskNeeds, Term
 from headway.tasks.next_token import Config as NextToken
 
 
@@ -31,4 +31,4 @@ class Spare:
 
 def spare(since: int = 10**9) -> Any:
     """What `Setup.objective` takes."""
-    return SimpleNamespace(build=lambda: Spare(since), rules=())
+    return SimpleNamespace(build=lambda: Spare(since), rules=(), needs=TaskNeeds())

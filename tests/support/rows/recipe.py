@@ -76,6 +76,7 @@ ROWS: dict[str, Row] = {
     "model.rope_scaling.beta_fast": (YARN, 32.0, 2.0, loss_numbers),
     "model.rope_scaling.beta_slow": (YARN, 1.0, 0.1, loss_numbers),
     "model.rope_scaling.attention_factor": (YARN, None, 2.0, loss_numbers),
+    "model.rope_scaling.query_growth": ((*YARN, "model.rope_scaling.original_max_seq_len=4"), 0.0, 0.5, loss_numbers),
     "model.rope_scaling.truncate": (YARN, True, False, loss_numbers),
     "model.no_rope_layers": ((), [], [1], loss_numbers),
     "model.rope_scaling.short_factor": (LONGROPE, [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0], loss_numbers),
