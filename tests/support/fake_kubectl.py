@@ -119,13 +119,13 @@ elif words[0] == "logs":
     for path in pods(name):
         log = path.removesuffix(".json") + ".log"
         pod = os.path.basename(path).removesuffix(".json")
-        lines = open(log).read().splitlines() if os.path.exists(log) else []
-        shown = lines if tail is None else lines[max(0, len(lines) - tail):]
         if "--follow" in words:
             while read(path)["phase"] == "Running":
                 time.sleep(0.05)
-            shown = open(log).read().splitlines()[len(lines):]
-        for line in shown:
+        lines = open(log).read().splitlines() if os.path.exists(log) else []
+        # Every line has a time of its own; --since-time is given in whole seconds, so it leaves out none here.
+        stamped = [f"2026-01-01T00:00:00.{{number:09d}}Z {{line}}" for number, line in enumerate(lines)]
+        for line in stamped if tail is None else stamped[max(0, len(lines) - tail):]:
             print("[pod/" + pod + "/headway] " + line)
 elif words[0] == "patch":
     path = find(words[2])

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,14 +166,23 @@ class K8sTarget:
         """The lines of every pod, with its name in front."""
         cluster = _Cluster.of(handle)
         name = handle.ids["job"]
-        words = ["logs", "-l", f"{JOBSET_LABEL}={name}", "--prefix"]
-        words += [f"--max-log-requests={MAX_PODS}"]
-        yield from cluster.lines(*words, f"--tail={lines}", "--ignore-errors")
-        while follow and self.status(handle).state not in (*FINAL, "unknown"):
+        words = ["logs", "-l", f"{JOBSET_LABEL}={name}", "--prefix", "--timestamps"]
+        words += [f"--max-log-requests={MAX_PODS}", "--ignore-errors"]
+        shown = _ShownLines()
+
+        began = _utc_now()
+        yield from shown.new(cluster.lines(*words, f"--tail={lines}"))
+        while follow:
+            # Asked before the lines are: what a job prints before its end is shown then.
+            ended = self.status(handle).state in (*FINAL, "unknown")
+            since = f"--since-time={began}"
+            began = _utc_now()
+            if ended:
+                yield from shown.new(cluster.lines(*words, since))
+                return
             # kubectl returns when the pods end; those of the next start are other ones. A pod that
             # is not ready yet has no log, which is no error here.
-            began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            yield from cluster.lines(*words, "--follow", f"--since-time={began}", "--ignore-errors")
+            yield from shown.new(cluster.lines(*words, "--follow", since))
             time.sleep(POLL_SECONDS)
 
     def cancel(self, handle: JobHandle) -> None:
@@ -197,6 +206,32 @@ class K8sTarget:
         write_atomic(mark, f"{name}\n")
         patch = json.dumps({"spec": {"suspend": True}})
         cluster.call("patch", "jobset", name, "--type=merge", "-p", patch)
+
+
+class _ShownLines:
+    """Which lines of a job's pods were shown already: calls of kubectl overlap, so that no line
+    falls between two of them."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+        """By pod and container, the time stamp of the newest line shown."""
+
+    def new(self, lines: Iterable[str]) -> Iterator[str]:
+        """Those not shown before, without their time stamps. A line is `[POD/CONTAINER] TIME TEXT`
+        with times of one width, so that their order is that of their letters."""
+        newest: dict[str, str] = {}
+        for line in lines:
+            pod, _, stamped = line.partition(" ")
+            stamp, _, text = stamped.partition(" ")
+            if stamp > self._last.get(pod, ""):
+                # Several lines of one call may share a time.
+                newest[pod] = stamp
+                yield f"{pod} {text}"
+        self._last |= newest
+
+
+def _utc_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def kubectl_words(context: str | None, namespace: str | None) -> list[str]:

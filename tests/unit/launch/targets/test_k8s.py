@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from headway.launch.k8s_manifest import (
     make_manifest,
     manifest_text,
 )
-from headway.launch.targets.base import FILE, Job, read_handle
+from headway.launch.targets import k8s
+from headway.launch.targets.base import FILE, Job, JobStatus, State, read_handle
 from headway.launch.targets.k8s import K8sTarget, plan_k8s
 from headway.train.config import Recipe
 from headway.train.k8s_config import K8sConfig
@@ -139,6 +141,27 @@ def test_a_job_trains_to_its_end_and_its_lines_have_the_pod_in_front(folder: Pat
     )
     with pytest.raises(LaunchError, match="is done, so there is nothing to cancel"):
         target.cancel(handle)
+
+
+def test_lines_between_two_calls_of_kubectl_are_shown_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = "[pod/node-0/headway]"
+    printed = [f"{pod} 2026-01-01T00:00:0{second}.000000000Z line {second}" for second in range(6)]
+    answers = {"--tail=1": printed[1:2], "--follow": printed[:4]}
+
+    def lines(cluster: object, *words: str) -> Iterator[str]:
+        key = next((word for word in words if word in answers), "")
+        yield from answers.get(key, printed)
+
+    states: list[State] = ["running", "done"]
+    monkeypatch.setattr(k8s._Cluster, "lines", lines)
+    monkeypatch.setattr(k8s, "POLL_SECONDS", 0.0)
+    target = K8sTarget(SETTINGS)
+    handle = target.submit(job(folder))
+    monkeypatch.setattr(K8sTarget, "status", lambda *_: JobStatus(states.pop(0)))
+    shown = list(target.logs(handle, lines=1, follow=True))
+    assert shown == [f"{pod} line {second}" for second in range(1, 6)]
 
 
 def test_two_nodes_train_together(folder: Path) -> None:
