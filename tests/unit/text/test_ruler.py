@@ -112,7 +112,9 @@ def test_a_prompt_without_files_is_rulers_word_for_word() -> None:
     case = written("ruler_niah_single_1", None, units=4)
     (key,) = {key for _, key, _ in NEEDLE.findall(case.prompt)}
     (value,) = case.answers
-    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    noise = (
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    )
     lines = case.prompt.split("\n")
     assert lines[0] == (
         "A special magic number is hidden within the following text. Make sure to memorize it. "
@@ -157,7 +159,9 @@ def test_common_words_occur_as_often_as_rulers(
 
 
 def test_more_common_words_than_the_lists_have_need_the_large_list(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs 7000 different words .* have 6000.*english_words"):
+    with pytest.raises(
+        ConfigError, match=r"needs 7000 different words .* have 6000.*english_words"
+    ):
         written("ruler_cwe", folder, units=7000)
 
 
