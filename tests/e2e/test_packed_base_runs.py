@@ -81,4 +81,3 @@ def test_a_run_from_it_is_the_run_from_the_plain_folder(
     expected = dict(find_model(folder / f"{name}-b").weights())
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[key], value) for key, value in expected.items())
-    assert "its weights are quantised" in (folder / f"{name}-a" / "train.log").read_text()

@@ -14,11 +14,13 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families.base import (
+    WRAPPED,
     HfPiece,
     family_for,
     family_of,
@@ -37,12 +39,13 @@ from headway.model.loading.other_parts import (
     text_config,
 )
 from headway.model.loading.packed_groups import (
-    CODES,
+    PACKING,
     GroupFile,
     GroupFormat,
     Packed,
     group_format,
     parts_files,
+    parts_names,
     with_weights,
 )
 from headway.model.loading.unsupported import named_format, pointer, quantised
@@ -129,7 +132,7 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
     if reason is not None and not is_read:
         raise ConfigError(f"{path}: {reason}")
 
-    hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    hf_config = {key: value for key, value in hf_config.items() if key != PACKING}
     try:
         whole = hf_config
         if has_other_parts(whole):
@@ -140,9 +143,13 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
             config = wrapping.read(hf_config, folder)
         if has_other_parts(whole):
             check_logits(whole, config)
-        return config
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
+
+    # A class of transformers may store matrices as [in, out], which a square one does not show.
+    if config.family == WRAPPED and reason is not None and packing(folder) is not None:
+        raise ConfigError(f"{path}: {reason}")
+    return config
 
 
 def _readable_quantisation(hf_config: dict[str, Any]) -> tuple[str, ...]:
@@ -634,15 +641,21 @@ def other_parts(folder: Path) -> OtherParts | None:
     hf_config = read_json(folder / CONFIG)
     if not has_other_parts(hf_config):
         return None
-    parts = find_other_parts(folder, hf_config, _stored(folder))
-    # They are kept as they are, and what is written beside them says nothing of packing.
-    packed = next((name for name in parts.others if name.endswith(f".{CODES}")), None)
-    if packed is not None:
+    form = group_format(hf_config, folder)
+    if form is None:
+        return find_other_parts(folder, hf_config, _stored(folder))
+
+    # Names in the class are those of weights. What is written with the parts later is plain.
+    hf_config = {key: value for key, value in hf_config.items() if key != PACKING}
+    stored, packed = with_weights(_stored(folder), form, folder)
+    parts = find_other_parts(folder, hf_config, stored)
+    kept = next((name for name in parts.others if name in packed), None)
+    if kept is not None:
         raise ConfigError(
-            f"{folder}: {packed} is packed and no part of the text model; headway reads packed weights of the layers of the "
-            "text part alone. Give the model they were made from."
+            f"{folder}: {kept} is packed ({form.description}) and no part of the text model; headway keeps such parts as they "
+            "are and reads packed weights of the text model alone. Give the model they were made from."
         )
-    return parts
+    return replace(parts, names=parts_names(parts.names, packed))
 
 
 def _tensors(folder: Path) -> dict[str, str]:

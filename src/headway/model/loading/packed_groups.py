@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 OLDER_CONFIG = "quantize_config.json"
 """Where older GPTQ folders have their settings."""
-KEY = "quantization_config"
+PACKING = "quantization_config"
+"""The key of config.json that describes it."""
 SUFFIX = ".safetensors"
 WEIGHT = ".weight"
 CODES = "qweight"
@@ -91,8 +92,8 @@ def group_format(config: Mapping[str, Any], folder: Path) -> GroupFormat | None:
 
     Variants that are not read are refused.
     """
-    settings = config.get(KEY)
-    where = f"{folder / CONFIG}: {KEY}."
+    settings = config.get(PACKING)
+    where = f"{folder / CONFIG}: {PACKING}."
     if settings is None and (folder / OLDER_CONFIG).is_file():
         settings = {"quant_method": "gptq", **read_object(folder / OLDER_CONFIG, ConfigError)}
         where = f"{folder / OLDER_CONFIG}: "
@@ -215,6 +216,18 @@ def with_weights(
 def parts_files(packed: Packed) -> set[str]:
     """All files that hold a part of a weight."""
     return {file for parts in packed.values() for file in parts.values()}
+
+
+def parts_names(names: Mapping[str, str], packed: Packed) -> dict[str, str]:
+    """New names of tensors -> old names, with the parts in place of packed weights."""
+    renamed: dict[str, str] = {}
+    for new, old in names.items():
+        if old not in packed:
+            renamed[new] = old
+            continue
+        for kind in packed[old]:
+            renamed[f"{new.removesuffix(WEIGHT)}.{kind}"] = f"{old.removesuffix(WEIGHT)}.{kind}"
+    return renamed
 
 
 class Parts(NamedTuple):

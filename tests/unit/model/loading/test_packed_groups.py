@@ -1,6 +1,7 @@
 """AWQ and GPTQ folders are read as the whole numbers, zeros and scales that they hold, bit for bit, and other variants are refused in one line."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,19 @@ def quantise_config(folder: Path, how: Packing) -> None:
     path.write_text(json.dumps(config | {"quantization_config": how.settings()}))
 
 
+def pack_one(folder: Path, ending: str, how: Packing) -> tuple[str, torch.Tensor]:
+    """Pack the matrix of a folder whose name ends so; its name and exact values."""
+    stored = load_file(folder / "model.safetensors")
+    name = next(name for name in stored if name.endswith(ending))
+    outputs, inputs = stored.pop(name).shape
+    parts, exact = packed_matrix(outputs, inputs, how, torch.Generator().manual_seed(2))
+    module = name.removesuffix(".weight")
+    stored |= {f"{module}.{kind}": part for kind, part in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    quantise_config(folder, how)
+    return name, exact
+
+
 def change(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -117,17 +131,7 @@ def test_parts_of_a_joined_matrix_are_cut_from_the_packed_whole(tmp_path: Path) 
 def test_experts_that_are_packed_one_by_one_are_stacked(tmp_path: Path) -> None:
     config = CONFIG.with_(family="mixtral", experts={"num": 4, "per_token": 2})
     plain = written(config, tmp_path / "plain")
-    # Their names end otherwise than those of projections.
-    stored = load_file(plain / "model.safetensors")
-    matrix = "model.layers.1.block_sparse_moe.experts.2.w1"
-    how = Packing("awq")
-    parts, exact = packed_matrix(48, 32, how, torch.Generator().manual_seed(1))
-    del stored[matrix + ".weight"]
-    save_file(
-        stored | {f"{matrix}.{kind}": part for kind, part in parts.items()},
-        plain / "model.safetensors",
-    )
-    quantise_config(plain, how)
+    _, exact = pack_one(plain, "layers.1.block_sparse_moe.experts.2.w1.weight", Packing("awq"))
     assert torch.equal(read(plain)["model.layers.1.mlp.experts.gate_proj.weight"][2], exact)
 
 
@@ -186,6 +190,16 @@ def test_an_export_is_plain_and_holds_the_same_weights(gptq: Path, tmp_path: Pat
     exported = load_file(tmp_path / "out/model.safetensors")
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], value) for name, value in weights.items())
+
+
+def test_one_line_says_that_weights_are_dequantised(
+    gptq: Path, plain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "headway"):
+        read(plain)
+        read(gptq)
+    (line,) = caplog.messages
+    assert "quantised (GPTQ, 4 bits, groups of 16) and are dequantised" in line
 
 
 def test_the_doctor_says_how_weights_are_stored_and_what_comes_of_them(gptq: Path) -> None:
@@ -280,16 +294,9 @@ def test_a_family_that_stores_weights_transposed_is_refused(tmp_path: Path) -> N
         CONFIG.with_(family="gpt2", num_kv_heads=4, qkv_bias=True, **FAMILY_SHAPES["gpt2"]),
         tmp_path / "plain",
     )
-    how = Packing("gptq", group_size=-1)
-    stored = load_file(plain / "model.safetensors")
-    matrix = "transformer.h.0.attn.c_proj"
-    rows, columns = stored.pop(f"{matrix}.weight").shape
-    assert rows == columns, "its shape does not tell which way it lies"
-    parts, _ = packed_matrix(rows, columns, how, torch.Generator().manual_seed(0))
-    stored |= {f"{matrix}.{kind}": part for kind, part in parts.items()}
-    save_file(stored, plain / "model.safetensors")
-    quantise_config(plain, how)
-    with pytest.raises(CheckpointError, match=rf"{matrix}\.weight is packed, and .*\[in, out\]"):
+
+    name, _ = pack_one(plain, "h.0.attn.c_proj.weight", Packing("gptq", group_size=-1))
+    with pytest.raises(CheckpointError, match=rf"{name} is packed, and .*\[in, out\]"):
         read(plain)
 
 
@@ -300,3 +307,52 @@ def test_packed_pickles_are_refused(plain: Path, gptq: Path) -> None:
     torch.save(stored, gptq / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"in GPTQ are read from safetensors"):
         read(gptq)
+
+
+def test_a_class_of_transformers_takes_no_packed_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "stablelm",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).family == "transformers"
+    quantise_config(tmp_path, Packing("awq"))
+    with pytest.raises(ConfigError, match=r"the weights are quantised \(AWQ\)"):
+        read_config(tmp_path)
+
+
+def test_a_packed_text_part_is_read_and_exported_plain_in_the_whole_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    from support.whole_cases import build_whole
+
+    folder = tmp_path / "whole"
+    build_whole("llava").save_pretrained(folder)
+    name, exact = pack_one(folder, "layers.1.mlp.up_proj.weight", Packing("awq"))
+    head, exact_head = pack_one(folder, "lm_head.weight", Packing("awq"))
+    weights = read(folder)
+    assert torch.equal(weights["model.layers.1.mlp.up_proj.weight"], exact)
+    assert torch.equal(weights["lm_head.weight"], exact_head)
+
+    export_model(folder, tmp_path / "out", dtype="float32")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    exported: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        exported |= load_file(file)
+    assert torch.equal(exported[name], exact)
+    assert torch.equal(exported[head], exact_head)
+
+
+def test_a_packed_vision_tower_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    from support.whole_cases import build_whole
+
+    build_whole("llava").save_pretrained(tmp_path)
+    name, _ = pack_one(tmp_path, "linear_1.weight", Packing("awq"))
+    with pytest.raises(ConfigError, match=rf"{name} is packed \(AWQ.*no part of the text model"):
+        read(tmp_path)
