@@ -14,7 +14,6 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -262,7 +261,8 @@ def _open_all(folder: Path, where: Locations, opened: ExitStack) -> dict[str, An
     files = {name: _open(folder / name, opened) for name in sorted(names)}
     parts = other_parts(folder)
     if parts is not None:
-        files = {name: _renamed(file, parts.names) for name, file in files.items()}
+        stored_names = _stored_names(folder, parts)
+        files = {name: _renamed(file, stored_names) for name, file in files.items()}
     form = packing(folder)
     if form is not None:
         # Pickles hold no packed weight, but may hold other tensors.
@@ -655,7 +655,15 @@ def other_parts(folder: Path) -> OtherParts | None:
             f"{folder}: {kept} is packed ({form.description}) and no part of the text model; headway keeps such parts as they "
             "are and reads packed weights of the text model alone. Give the model they were made from."
         )
-    return replace(parts, names=parts_names(parts.names, packed))
+    return parts
+
+
+def _stored_names(folder: Path, parts: OtherParts) -> Mapping[str, str]:
+    """Name of every tensor in a folder of the text model -> the name of the one that is stored."""
+    form = packing(folder)
+    if form is None:
+        return parts.names
+    return parts_names(parts.names, with_weights(_stored(folder), form, folder)[1])
 
 
 def _tensors(folder: Path) -> dict[str, str]:
@@ -665,7 +673,7 @@ def _tensors(folder: Path) -> dict[str, str]:
     parts = other_parts(folder)
     if parts is None:
         return stored
-    return {name: stored[whole] for name, whole in parts.names.items()}
+    return {name: stored[whole] for name, whole in _stored_names(folder, parts).items()}
 
 
 def _stored(folder: Path) -> dict[str, str]:
