@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
-    from headway.model.state_mixer import StateMixer
     from headway.model.head_gates import GateDraw
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
+    from headway.model.state_mixer import StateMixer
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """torch's norms, in models of users and of transformers; headway's own say what they are in

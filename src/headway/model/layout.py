@@ -357,9 +357,7 @@ def short_convolution_specs(
     if short.bias:
         bias = in_groups("bias")
         specs.append(
-            replace(
-                taps, name=prefix + "conv.bias", shape=shape[:1], start="zero", groups=bias
-            )
+            replace(taps, name=prefix + "conv.bias", shape=shape[:1], start="zero", groups=bias)
         )
     return specs + linear.of(prefix + "out_proj", (shape[1], shape[0]), "row")
 

@@ -62,8 +62,8 @@ class CacheShape:
     """The experts of every position are stored beside its keys and values."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
-        """The full heads of a layer, and its rings; every KV head is in one of them. A layer with
-        linear attention has neither."""
+        """The full heads of a layer, and its rings; every KV head is in one of them. A layer with a
+        state has neither."""
         if self.config.has_state(layer):
             return (), []
         full: list[int] = []
@@ -122,8 +122,8 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what one slot has besides pages, in all layers: rings, and states of linear
-        attention."""
+        """Bytes of what one slot has besides pages, in all layers: rings, and states of
+        layers."""
         entries = 0
         states = 0
         for layer in range(self.config.num_layers):

@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
-    from headway.model.state_mixer import StateMixer
     from headway.model.head_gates import GateDraw
     from headway.model.latent_attention import LatentAttention
+    from headway.model.state_mixer import StateMixer
     from headway.model.vision import PictureTensors
 
 

@@ -145,7 +145,7 @@ def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if linear is not None and linear.key_heads % size:
         yield f"{beginning} model.linear_attention.key_heads={linear.key_heads}"
     if model.short_convolution is not None and model.convolved % size:
-        yield f"{beginning} the {model.convolved} channels of model.short_convolution"
+        yield f"{beginning} model.short_convolution.channels={model.convolved}"
     if model.kv_heads % size and size % model.kv_heads:
         yield f"{beginning} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
     if layout.sequence and (case.seq_len // layout.context) % size:

@@ -32,6 +32,8 @@ convolution with t taps and H heads of widths k and v, in chunks of C tokens:
 
     (t + 3) M + 5 H k + 6 H v + 6 H C + H k v / C        one M more in 16 bits
 
+A short convolution keeps (t + 1) M in fp32, one M more in 16 bits, and 4 M of the compute dtype.
+
 Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
 product reads whole tokens, so the norm's result is whole on every rank.
 """

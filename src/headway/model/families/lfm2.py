@@ -101,7 +101,7 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
             given[key] = given.pop(old)
     settings = shared.validate_hf_config(given, DEFAULTS)
     settings["rms_norm_eps"] = settings["norm_eps"]
-    settings["rope_parameters"] = _rope(settings)
+    shared.default_theta(settings, THETA)
     return shared.model_config(
         "lfm2",
         settings,
@@ -113,14 +113,6 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
             "layers": _convolutions(settings),
         },
     )
-
-
-def _rope(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The rotary settings, with the family's base where a file gives none."""
-    sections = (settings["rope_parameters"], settings["rope_scaling"], settings)
-    if any((section or {}).get("rope_theta") is not None for section in sections):
-        return settings["rope_parameters"]
-    return {**(settings["rope_parameters"] or {}), "rope_theta": THETA}
 
 
 def _inner_width(settings: Mapping[str, Any]) -> int:
