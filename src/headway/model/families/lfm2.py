@@ -107,11 +107,7 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
         settings,
         ffn_size=_inner_width(settings),
         qk_norm=True,
-        short_convolution={
-            "taps": settings["conv_L_cache"],
-            "bias": settings["conv_bias"],
-            "layers": _convolutions(settings),
-        },
+        short_convolution=_read_convolutions(settings),
     )
 
 
@@ -131,8 +127,8 @@ def _inner_width(settings: Mapping[str, Any]) -> int:
     return -(-int(factor * width) // multiple) * multiple
 
 
-def _convolutions(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers with a convolution; None where every fourth one has attention."""
+def _read_convolutions(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Our section of the convolutions; None where every layer has attention."""
     count = settings["num_hidden_layers"]
     if count > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers is {count}; a model may have {MAX_LAYERS} layers.")
@@ -154,22 +150,19 @@ def _convolutions(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
             )
     convolutions = tuple(layer for layer, kind in enumerate(types) if kind == CONVOLUTION)
     if not convolutions:
-        raise ConfigError(
-            "layer_types names no conv layer; headway reads models of this family that have one."
-        )
-    if convolutions == tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY):
         return None
-    return convolutions
+    by_default = tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY)
+    return {
+        "taps": settings["conv_L_cache"],
+        "bias": settings["conv_bias"],
+        "layers": None if convolutions == by_default else convolutions,
+    }
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The LFM2 config.json of a ModelConfig."""
     short = config.short_convolution
-    if short is None:
-        raise ConfigError(
-            "model.short_convolution is null; a Hugging Face lfm2 model has it. Use another family."
-        )
-    if config.convolved != config.hidden_size:
+    if short is not None and config.convolved != config.hidden_size:
         raise ConfigError(
             f"model.short_convolution.channels is {short.channels}, which the config.json of a "
             "Hugging Face lfm2 model cannot express; it is always model.hidden_size there."
@@ -191,11 +184,10 @@ def write(config: ModelConfig) -> dict[str, Any]:
     )
     written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
     written["norm_eps"] = written.pop("rms_norm_eps")
-    types = [CONVOLUTION if short.has(layer) else FULL for layer in range(config.num_layers)]
-    return {
-        **written,
-        "conv_L_cache": short.taps,
-        "conv_bias": short.bias,
-        "block_auto_adjust_ff_dim": False,
-        "layer_types": types,
-    }
+    written["block_auto_adjust_ff_dim"] = False
+    written["layer_types"] = [
+        CONVOLUTION if config.has_state(layer) else FULL for layer in range(config.num_layers)
+    ]
+    if short is not None:
+        written |= {"conv_L_cache": short.taps, "conv_bias": short.bias}
+    return written

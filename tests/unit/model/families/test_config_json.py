@@ -207,7 +207,6 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
         ({"block_ff_dim": 600}, 512),
         ({"intermediate_size": 385, "block_multiple_of": 1}, 256),
         ({"intermediate_size": 100, "block_multiple_of": 20, "block_ffn_dim_multiplier": 1.3}, 100),
-        ({"intermediate_size": 100, "block_ffn_dim_multiplier": None}, 66),
         ({"intermediate_size": 100, "block_auto_adjust_ff_dim": False}, 100),
     ],
 )
@@ -368,7 +367,6 @@ def test_settings_of_the_model_that_contradict_each_other_are_refused(
         ),
         ({"model_type": "gemma3", "text_config": 3}, "text_config is 3"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0"),
-        ({"model_type": "lfm2"}, "names no conv layer"),
         ({"model_type": "lfm2", "layer_types": ["conv"]}, "layer_types names 1 layers"),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "mamba"]},
