@@ -611,7 +611,8 @@ class ModelConfig(Section):
                 )
 
     def _states_fit(self) -> None:
-        """The settings agree with layers that have a state, and with gates on softmax attention."""
+        """The settings agree with layers that have a state, and with gates on softmax
+        attention."""
         if self.attention_gate and self.parallel_block:
             raise ValueError(
                 "attention_gate is given with parallel_block, whose attention has no gate. Remove "

@@ -143,8 +143,8 @@ class CacheShape:
 
     @property
     def has_states(self) -> bool:
-        """The state of a slot stands behind its last token and cannot go back: rings can, states of
-        layers cannot."""
+        """Whether layers have a state, which stands behind a slot's last token and, unlike rings, cannot
+        go back."""
         return self.config.has_states
 
     @property

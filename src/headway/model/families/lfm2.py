@@ -167,11 +167,6 @@ def write(config: ModelConfig) -> dict[str, Any]:
             f"model.short_convolution.channels is {short.channels}, which the config.json of a "
             "Hugging Face lfm2 model cannot express; it is always model.hidden_size there."
         )
-    if config.head_size * config.num_heads != config.hidden_size:
-        raise ConfigError(
-            f"model.head_dim is {config.head_size}, which the config.json of a Hugging Face lfm2 "
-            "model cannot express; it is always hidden_size / num_heads there."
-        )
     shared.require(
         config,
         "lfm2",
