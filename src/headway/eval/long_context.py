@@ -27,7 +27,9 @@ from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
-from headway.text.long_tasks import Case, fit, smallest
+from headway.text import ruler
+from headway.text.long_tasks import Case, Generator, find_task, fit, smallest
+from headway.text.ruler_files import RulerFiles
 
 if TYPE_CHECKING:
     from headway.eval.perplexity import EvalDocument
@@ -145,15 +147,21 @@ class LongCase:
 
 def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
     """The cases of a plan; each leaves room for its answer inside the length."""
+    plan = plan.resolved()
     ids_of = prompts_of(tokenizer, plan)
+    files = RulerFiles(plan.questions.ruler_data)
     cases: list[LongCase] = []
     for task in plan.tasks:
         for length in plan.lengths:
+            generator = _generator(task, length, tokenizer, files)
             for depth in plan.questions.depths:
                 for sample in range(plan.questions.samples):
                     seed = (plan.questions.seed, length, depth, sample)
                     # The room for the answer must be known before the prompt is fitted to the rest.
-                    answer_tokens = _answer_tokens(smallest(task, depth, seed), tokenizer)
+                    answer_tokens = generator.answer_tokens
+                    if answer_tokens is None:
+                        shortest = smallest(task, depth, seed, generator)
+                        answer_tokens = _answer_tokens(shortest, tokenizer)
                     case, _ = fit(
                         task,
                         lambda case: len(ids_of(case)),
@@ -161,22 +169,32 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
                         depth,
                         seed,
                         room=answer_tokens,
+                        generator=generator,
                     )
                     cases.append(LongCase(task, length, depth, case, ids_of(case), answer_tokens))
     return cases
 
 
+def _generator(task: str, length: int, tokenizer: Tokenizer, files: RulerFiles) -> Generator:
+    """How cases of a task are made for a length."""
+    if task in ruler.NAMES:
+        return ruler.generator(task, length, lambda text: len(tokenizer.encode(text)), files)
+    return Generator(find_task(task))
+
+
 def plan_notes(plan: LongPlan) -> list[str]:
     """Limits of what the numbers mean."""
+    notes = ruler.notes(plan.tasks, plan.questions.ruler_data)
     whole = plan.whole()
     if not whole:
-        return []
+        return notes
     lengths = ", ".join(map(str, whole))
     return [
+        *notes,
         f"--chunk-tokens is {plan.questions.chunk_tokens}, not smaller than the length of "
         f"{lengths} tokens: prompts are read in one chunk and "
         "nothing is evicted meanwhile, so the KV footprint is about 100 % under any masks. Give a "
-        "smaller chunk, or leave it out."
+        "smaller chunk, or leave it out.",
     ]
 
 
@@ -272,6 +290,7 @@ def evaluate_long(
     cases = make_cases(loaded.tokenizer, plan)
     prompts = prompts_in_words(loaded.tokenizer, plan)
     notes = plan_notes(plan)
+    plan = plan.resolved()
     # Baselines are many, and their masks are all of one size.
     chosen = [variant for variant in variants if variant.kind in ("full", "masks")]
     log.info(
@@ -327,6 +346,9 @@ def _load_or_measure(
     if results_dir is None:
         return _measure(loaded.with_masks(variant.masks), variant, plan, cases, texts)
 
+    # Files may change under the same plan; other prompts follow from it.
+    if any(task in ruler.NAMES for task in plan.tasks):
+        texts_key += _prompts_key(cases)
     key = _key(loaded, variant, plan, texts_key)
     file = results_dir / f"{variant.name.replace(' ', '-')}.json"
     if file.is_file():
@@ -355,10 +377,19 @@ def _texts_key(texts: Iterable[EvalDocument]) -> str:
     return digest.hexdigest()
 
 
+def _prompts_key(cases: Sequence[LongCase]) -> str:
+    """A hash of the ids of all prompts."""
+    digest = hashlib.sha256()
+    for case in cases:
+        digest.update(np.asarray([len(case.ids), *case.ids], np.int64).tobytes())
+    return digest.hexdigest()
+
+
 def _key(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, texts_key: str) -> str:
     """A hash of what a variant's numbers depend on: plan, masks, weights, texts and device.
 
-    The prompts are not in it: they follow from the plan and the model's tokenizer.
+    The prompts are not in it, but those made of files: they follow from the plan and the model's
+    tokenizer.
     """
     # Sums instead of all weights: any training step changes them, and they cost little.
     weights = [str(float(parameter.float().sum())) for parameter in loaded.model.parameters()]

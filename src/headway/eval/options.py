@@ -6,7 +6,7 @@ A module of its own, because the command line imports it for every help, without
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headway.config.options import (
 from headway.errors import ConfigError
 from headway.infer.generate_options import GenerateOptions
 from headway.infer.sampling import Sampling
+from headway.text import ruler
 from headway.text.long_tasks import find_task, task_names
 from headway.text.record_keys import KEYS_HELP, KEYS_METAVAR, KeyMap
 
@@ -213,8 +214,16 @@ class LongQuestions:
     )
     bos: bool | None = option(None, *BOS)
     """Of prompts and of texts. A template has its own."""
+    ruler_data: Path | None = option(
+        None, "A folder with the essays, word lists and question sets of RULER's tasks."
+    )
 
     def __post_init__(self) -> None:
+        if self.ruler_data is not None and not self.ruler_data.is_dir():
+            raise ConfigError(
+                f"--ruler-data is {str(self.ruler_data)!r}, which is not a folder. Give a folder "
+                "with RULER's files."
+            )
         if not self.depths or len(set(self.depths)) < len(self.depths):
             raise not_different("--depths", self.depths)
         if any(not 0 <= depth <= 1 for depth in self.depths):
@@ -262,8 +271,8 @@ class LongPlan:
 
     tasks: tuple[str, ...] = option(
         ...,
-        "Tasks, comma separated; default: all. needle_* hide numbers, passkey, key_value, "
-        "variable_tracking, common_words.",
+        "Tasks, comma separated; default: all of headway's. needle_* hide numbers, passkey, "
+        "key_value, variable_tracking, common_words; ruler is all of RULER's, ruler_vt one.",
         written=None,
         read=_long_tasks,
     )
@@ -282,9 +291,22 @@ class LongPlan:
         if not self.lengths or len(set(self.lengths)) < len(self.lengths):
             raise not_different("--lengths", self.lengths)
         for task in self.tasks:
-            find_task(task)
+            if task.startswith(ruler.GROUP):
+                ruler.check(task, self.tasks, self.questions.ruler_data)
+            else:
+                find_task(task)
         if min(self.lengths) < 1:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
+
+    def resolved(self) -> LongPlan:
+        """With RULER's tasks by their names, those whose files are there."""
+        tasks: list[str] = []
+        for task in self.tasks:
+            if task == ruler.GROUP:
+                tasks += ruler.available(self.questions.ruler_data)
+            else:
+                tasks.append(task)
+        return replace(self, tasks=tuple(tasks))
 
     def chunk(self, length: int) -> int:
         """Tokens of a prompt of this length that go through the model at once."""
@@ -301,4 +323,9 @@ class LongPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"tasks": self.tasks, "lengths": self.lengths, **asdict(self.questions)}
+        questions = asdict(self.questions)
+        # Left out where it says nothing: results are found by these values.
+        folder = questions.pop("ruler_data")
+        if folder is not None:
+            questions["ruler_data"] = str(folder)
+        return {"tasks": self.tasks, "lengths": self.lengths, **questions}

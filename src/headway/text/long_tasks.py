@@ -13,7 +13,7 @@ Stored results (long_context.py) are found by the plan, not by the prompts: a ch
 does not make them invalid.
 
 The needle, variable and word tasks are of the kinds of RULER (Hsieh et al. 2024, arXiv 2404.06654).
-Their words and sizes are headway's.
+Their words and sizes are headway's; ruler.py has RULER's own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Case:
     """The answer ends before one of these."""
     answer_start: str = ""
     """How the prompt ends: the beginning of the answer, which in a chat is the assistant's."""
+    any_answer: bool = False
+    """One of the answers is enough: the score is 1 where any is found."""
 
     @property
     def question(self) -> str:
@@ -56,10 +58,23 @@ class Case:
         """Share of the answers that a text holds."""
         # Models write answers with capitals of their own.
         lower = text.lower()
-        return sum(answer.lower() in lower for answer in self.answers) / len(self.answers)
+        found = [answer.lower() in lower for answer in self.answers]
+        if self.any_answer:
+            return float(any(found))
+        return sum(found) / len(found)
 
 
 Write = Callable[[random.Random, int, float], Case]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """How cases of a task are made."""
+
+    write: Write
+    least_units: int = LEAST_UNITS
+    answer_tokens: int | None = None
+    """Tokens that an answer may have; None: as many as the expected answers need."""
 
 
 def task_names() -> list[str]:
@@ -74,9 +89,13 @@ def find_task(name: str) -> Write:
     return TASKS[name]
 
 
-def smallest(task: str, depth: float, seed: Sequence[float | str]) -> Case:
+def smallest(
+    task: str, depth: float, seed: Sequence[float | str], generator: Generator | None = None
+) -> Case:
     """The shortest case of a task: its answers are as long as those of longer ones."""
-    return find_task(task)(random.Random(_key(task, seed)), LEAST_UNITS, depth)
+    if generator is None:
+        generator = Generator(find_task(task))
+    return generator.write(random.Random(_key(task, seed)), generator.least_units, depth)
 
 
 def _key(task: str, seed: Sequence[float | str]) -> str:
@@ -90,20 +109,25 @@ def fit(
     depth: float,
     seed: Sequence[float | str],
     room: int = 0,
+    generator: Generator | None = None,
 ) -> tuple[Case, int]:
     """About the longest case that leaves `room` in `length` tokens, and its number of tokens.
 
     `count` counts the tokens of a case. Counting takes long, so the units are estimated from the
     tokens per unit so far, and corrected a few times. The same seed gives the same case.
+    `generator`: of a task that is not in TASKS.
     """
-    write = find_task(task)
+    if generator is None:
+        generator = Generator(find_task(task))
+    write = generator.write
     key = _key(task, seed)
 
     def write_units(units: int) -> tuple[Case, int]:
         case = write(random.Random(key), units, depth)
         return case, count(case)
 
-    units = LEAST_UNITS
+    least = generator.least_units
+    units = least
     best, tokens = write_units(units)
     if tokens + room > length:
         raise ConfigError(
@@ -112,8 +136,8 @@ def fit(
         )
 
     limit = length - room
-    _, more_tokens = write_units(2 * LEAST_UNITS)
-    per_unit = max(LEAST_TOKENS_PER_UNIT, (more_tokens - tokens) / LEAST_UNITS)
+    _, more_tokens = write_units(2 * least)
+    per_unit = max(LEAST_TOKENS_PER_UNIT, (more_tokens - tokens) / least)
     for _ in range(MAX_FIT_STEPS):
         step = int((limit - tokens) / per_unit)
         if step < 1:
@@ -213,7 +237,12 @@ INTRODUCTION = (
 
 def needle(key: str, value: str) -> str:
     """The sentence that hides a number."""
-    return f"One of the special magic numbers for {key} is: {value}."
+    return needle_of("numbers", key, value)
+
+
+def needle_of(kind: str, key: str, value: str) -> str:
+    """The sentence that hides a value of another kind."""
+    return f"One of the special magic {kind} for {key} is: {value}."
 
 
 def case(lines: list[str], asked: str, values: Sequence[str], depth: float) -> Case:

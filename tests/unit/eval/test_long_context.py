@@ -276,6 +276,57 @@ def test_questions_are_asked_in_a_chat_template_and_the_answer_begins_behind_it(
         assert len(asked.ids) + asked.new_tokens <= 1600
 
 
+def test_rulers_tasks_are_chosen_by_one_name_and_what_is_left_out_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = str(write_model(tmp_path / "model", CONFIG.with_(max_seq_len=8192)))
+    arguments = ["--model", model, "--tasks", "ruler,key_value", "--lengths", "3000", "--depths", "0", "--samples", "1"]  # fmt: skip
+    code = main(["eval", "long", "--device", "cpu", *arguments, "--json"])
+    assert code == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    tasks = [cell["task"] for cell in result["variants"][0]["cells"]]
+    assert tasks == result["plan"]["tasks"]
+    assert tasks == [
+        "ruler_niah_single_1",
+        "ruler_niah_multikey_2",
+        "ruler_niah_multikey_3",
+        "ruler_vt",
+        "ruler_fwe",
+        "key_value",
+    ]
+    assert set(result["critical"]) == set(tasks)
+    left_out, names = result["notes"]
+    assert "left out: ruler_niah_single_2" in left_out
+    assert left_out in captured.err
+    assert "own words" in names
+
+
+def test_results_of_rulers_tasks_are_measured_again_when_their_files_change(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = str(write_model(tmp_path / "model", CONFIG.with_(max_seq_len=2048)))
+    folder = tmp_path / "files"
+    folder.mkdir()
+    arguments = [
+        "--model", model, "--tasks", "ruler_niah_single_2", "--lengths", "1k", "--depths", "0", "--samples", "1",
+        "--ruler-data", str(folder), "--out", str(tmp_path / "report"), "--json",
+    ]  # fmt: skip
+    told = run(capsys, *arguments, code=2)
+    assert "ruler_niah_single_2, which needs PaulGrahamEssays.json in the folder" in told
+    keys: list[str] = []
+    for text in ("A line. " * 40, "A line. " * 40, "Other words. " * 40):
+        (folder / "PaulGrahamEssays.json").write_text(json.dumps({"text": text}))
+        run(capsys, *arguments)
+        keys.append(json.loads((tmp_path / "report/parts/full.json").read_text())["key"])
+    assert keys[0] == keys[1]
+    assert keys[0] != keys[2]
+
+
+def test_plans_without_rulers_files_are_stored_under_the_same_values_as_before() -> None:
+    assert "ruler_data" not in LongPlan(("key_value",), (256,)).to_json()
+
+
 def chat_tokenizer(template: str | None) -> Tokenizer:
     """A tokenizer that adds no begin token, with a chat template."""
     return byte_tokenizer("<|im_start|>", "<|im_end|>").with_chat_template(template)
@@ -312,6 +363,10 @@ def test_texts_and_prompts_begin_as_the_model_expects(
     ("wrong", "said"),
     [
         (["--tasks", "needle"], "--tasks holds 'needle'; there are common_words"),
+        (["--tasks", "ruler_x"], "--tasks holds 'ruler_x'; of RULER there are ruler, ruler_niah"),
+        (["--tasks", "ruler,ruler_vt"], "--tasks holds ruler and ruler_vt; ruler holds it already"),
+        (["--tasks", "ruler_qa_1"], "--tasks holds ruler_qa_1, which needs squad.json"),
+        (["--ruler-data", "nowhere"], "--ruler-data is 'nowhere', which is not a folder"),
         (["--lengths", "4q"], "--lengths holds '4q'"),
         (["--lengths", "1k"], "--lengths holds 1024; the model's max_seq_len is 512"),
         (["--depths", "2"], "--depths is 2.0"),

@@ -224,8 +224,12 @@ class StockModel(Model):
         mask = causal_mask(tokens.shape[0], tokens.shape[1], tokens.device)
         return self(tokens, position, self._pass(mask))
 
-    def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
+    def cached_forward(
+        self, compiler: Compiler | None = None, *, keeps_routes: bool = False
+    ) -> CachedForward:
         """Nothing is compiled."""
+        # Routers of a class have no place in headway's config, so nobody asks for their choices.
+        assert not keeps_routes
 
         def forward(
             tokens: Tensor,
