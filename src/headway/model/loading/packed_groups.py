@@ -230,7 +230,7 @@ def parts_names(names: Mapping[str, str], packed: Packed) -> dict[str, str]:
     return renamed
 
 
-class Parts(NamedTuple):
+class PackedParts(NamedTuple):
     """The tensors of one weight."""
 
     codes: torch.Tensor
@@ -239,7 +239,7 @@ class Parts(NamedTuple):
     group_of: torch.Tensor | None
 
 
-def dequantised(name: str, parts: Parts, form: GroupFormat) -> torch.Tensor:
+def dequantised(name: str, parts: PackedParts, form: GroupFormat) -> torch.Tensor:
     """fp32 [out, in] of a weight's parts, whose shapes fit each other."""
     import torch
 
@@ -284,7 +284,7 @@ def _zeros(words: torch.Tensor, form: GroupFormat, outputs: int) -> torch.Tensor
     return (zeros + form.zero_offset) & ((1 << form.bits) - 1)
 
 
-def _groups(name: str, parts: Parts, form: GroupFormat, inputs: int) -> torch.Tensor:
+def _groups(name: str, parts: PackedParts, form: GroupFormat, inputs: int) -> torch.Tensor:
     """The group of every input, int64 [in]."""
     import torch
 
@@ -329,7 +329,7 @@ class GroupFile:
             kind: self.file_of(file).get_tensor(f"{module}.{kind}")
             for kind, file in self.packed[name].items()
         }
-        tensors = Parts(parts[CODES], parts[ZEROS], parts[SCALES], parts.get(GROUP_OF))
+        tensors = PackedParts(parts[CODES], parts[ZEROS], parts[SCALES], parts.get(GROUP_OF))
         try:
             return dequantised(name, tensors, self.form)
         except CheckpointError as error:

@@ -19,7 +19,7 @@ from headway.model.config import ModelConfig
 from headway.model.families.base import family_of, pieces_of
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import check_weights, read_config, read_weights
-from headway.model.loading.packed_groups import GroupFormat, Parts, dequantised
+from headway.model.loading.packed_groups import GroupFormat, PackedParts, dequantised
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -152,7 +152,7 @@ def test_a_group_index_of_another_order_changes_the_result(plain: Path, gptq: Pa
 
 
 def test_a_zero_of_the_first_format_wraps_around() -> None:
-    parts = Parts(
+    parts = PackedParts(
         torch.zeros(1, 8, dtype=torch.int32),
         torch.full((1, 1), -1, dtype=torch.int32),  # 15 in every place: a zero of 16 is 0
         torch.ones(1, 8),
