@@ -49,6 +49,9 @@ SHAPES: dict[str, ModelConfig] = {
         max_seq_len=96, family="qwen3_5", norm="rmsnorm1p", qk_norm=True, attention_gate=True, rotary_fraction=0.5,
         linear_attention={"key_heads": 2, "value_heads": 4, "key_head_dim": 6, "value_head_dim": 5, "layers": (0,)},
     ),
+    "short convolution": CONFIG.with_(
+        max_seq_len=96, family="lfm2", qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": (0,)},
+    ),
     "experts, biases and sinks": CONFIG.with_(
         max_seq_len=96, family="gpt_oss", attention_sinks=True, qkv_bias=True, output_bias=True,
         experts={"num": 4, "per_token": 2, "ffn_size": 16, "router_bias": True, "bias": True, "swiglu_limit": 0.8},

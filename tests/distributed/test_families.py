@@ -38,6 +38,7 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
             "granite",
             "gpt_oss",
             "qwen3_5",
+            "lfm2",
             "ministral3",
             "glm4_moe",
             "minimax_m2",
@@ -53,7 +54,17 @@ def test_families_on_every_axis_train_like_one_process() -> None:
     listed = trials(
         2,
         whole,
-        ("deepseek", "gemma2", "olmo2", "cohere2", "gpt2", "gpt_oss", "qwen3_5", "qwen3_next"),
+        (
+            "deepseek",
+            "gemma2",
+            "olmo2",
+            "cohere2",
+            "gpt2",
+            "gpt_oss",
+            "qwen3_5",
+            "qwen3_next",
+            "lfm2",
+        ),
     )
     listed += trials(
         2,
@@ -67,13 +78,16 @@ def test_families_on_every_axis_train_like_one_process() -> None:
             "minimax_m2",
             "qwen3_5",
             "qwen3_next",
+            "lfm2",
         ),
         adapter=LORA,
     )
     listed += trials(
-        2, {"pipeline": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2", "qwen3_5")
+        2,
+        {"pipeline": 2},
+        ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2", "qwen3_5", "lfm2"),
     )
-    hybrids = ("qwen3_5", "qwen3_next")
+    hybrids = ("qwen3_5", "qwen3_next", "lfm2")
     listed += trials(2, {"zero1": {"size": 1}}, hybrids)
     listed += trials(2, {}, hybrids, memory={"recompute": 1.0})
     listed += trials(2, {"strategy": "fsdp"}, hybrids, memory={"recompute": "selective"})

@@ -32,7 +32,7 @@ def masked_forward(
     kept = {}
     for layer, block in enumerate(model.model.layers.values()):
         assert isinstance(block, Block)
-        if block.linear_attn is not None:
+        if block.stateful is not None:
             continue  # no heads to mask: its own core, over the whole document
         kept[block] = block.core
         full = torch.zeros(1, 1, 1, dtype=torch.bool)

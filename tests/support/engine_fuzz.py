@@ -55,6 +55,8 @@ HYBRID = MODEL.with_(
     },
 )
 """The same with a layer of linear attention: its state cannot go back, and it has no masks."""
+CONVOLUTION = MODEL.with_(qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": (0,)})
+"""The same with a layer of a short convolution."""
 MASKS = {
     "dense": None,
     "masks": HeadMasks(((True, False), (False, False)), window=6, sinks=2),
@@ -140,7 +142,7 @@ class FuzzModels:
 
     def __init__(self, folder: Path, config: ModelConfig = MODEL) -> None:
         self.config = config
-        self.is_hybrid = config.linear_attention is not None
+        self.is_hybrid = config.has_states
         self.kinds: tuple[str, ...] = ("dense",) if self.is_hybrid else tuple(MASKS)
         self.weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
         self.tokenizer = byte_tokenizer()

@@ -134,6 +134,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 20,
+            "block_ffn_dim_multiplier": 1.3, "norm_eps": 1e-4, "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2 plain": ("Lfm2", {"full_attn_idxs": [0], "block_auto_adjust_ff_dim": False, "conv_L_cache": 2, "num_key_value_heads": 1}),
     "seed_oss": ("SeedOss", {"head_dim": 20, "attention_out_bias": True, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "ministral3": (
         "Ministral3",

@@ -33,6 +33,14 @@ ODD: dict[str, list[dict[str, Any]]] = {
         {"head_dim": 20},
         {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ],
+    "lfm2": [
+        {"layer_types": ["conv", "conv", "full_attention"], "conv_bias": True, "conv_L_cache": 5, "block_multiple_of": 7, "head_dim": 20},
+        {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "conv_L_cache": 2, "tie_word_embeddings": False},
+        {
+            "layer_types": ["conv"] * 3, "num_key_value_heads": 1, "block_ffn_dim_multiplier": 1.7, "block_multiple_of": 10,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    ],
     "ministral3": [
         {"head_dim": 20, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
         {

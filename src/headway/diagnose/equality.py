@@ -118,6 +118,11 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
         }
         shape["num_layers"] = layers = 2
 
+    if model.short_convolution is not None:
+        short = model.short_convolution.model_dump()
+        shape["short_convolution"] = {**short, "channels": None, "layers": (0,)}
+        shape["num_layers"] = layers = 2
+
     return model.with_(**deterministic, **shape), f"a small random {model.family}"
 
 

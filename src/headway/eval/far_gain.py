@@ -62,8 +62,9 @@ def check_far_model(loaded: LoadedModel) -> None:
         reason = "a model that a class of transformers computes"
     elif config.latent_attention is not None:
         reason = "a model with latent attention"
-    elif config.linear_attention is not None:
-        reason = "a model with linear attention"
+    elif config.state_section is not None:
+        kind = config.state_section[0].replace("_", " ")
+        reason = f"a model with {kind}"
     if reason is not None:
         raise ConfigError(
             f"--model is {loaded.path}: {reason} has no KV heads that could be limited to a "

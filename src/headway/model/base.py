@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
     from headway.model.config import ModelConfig
-    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
     from headway.model.moe import ExpertCall
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
+    from headway.model.state_mixer import StateMixer
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """torch's norms, in models of users and of transformers; headway's own say what they are in
@@ -86,9 +86,9 @@ class AttentionCache(Protocol):
         ...
 
     def mix(
-        self, layer: int, mixer: GatedDeltaNet, mixed: Tensor, controls: Tensor, z: Tensor
+        self, layer: int, mixer: StateMixer, mixed: Tensor, controls: Tensor, z: Tensor
     ) -> Tensor:
-        """o [B,T,H,V] of a layer with linear attention, whose `project` gave the tensors: new tokens
+        """o [B,T,H,V] of a layer that has a state, whose `project` gave the tensors: new tokens
         behind the state that the cache holds, which becomes the state behind them."""
         ...
 

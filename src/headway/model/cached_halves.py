@@ -75,8 +75,8 @@ class CachedHalves:
         """`keeps_routes`: `post_attention` of a layer with a mixture of experts also returns the
         experts of every token."""
         attention = block.mixer
-        self.linear_attn = block.linear_attn
-        """The layer's linear attention, whose core the cache runs; None: it has keys and values."""
+        self.stateful = block.stateful
+        """A mixer with a state, whose core the cache runs; None: the layer has keys and values."""
         keeps_routes = keeps_routes and not isinstance(block.mlp, FeedForward)
         post_attention = block.post_attention_chosen if keeps_routes else block.post_attention
         compiled = compiler or _uncompiled

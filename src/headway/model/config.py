@@ -5,7 +5,8 @@ headway reads them: layers are built from them, parameters laid out, FLOPs and b
 Defaults are neutral: a setting that a family does not have changes nothing. Imports without torch.
 """
 
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 from pydantic import field_validator, model_validator
 
@@ -103,7 +104,73 @@ class LatentAttentionConfig(Section):
         return self.kv_rank + self.rope_head_dim
 
 
-class LinearAttentionConfig(Section):
+class StateShape(NamedTuple):
+    """What a layer that has a state keeps of one sequence, in place of keys and values."""
+
+    inputs: tuple[int, int]
+    """(taps - 1, channels) of its convolution, in the model's dtype"""
+    memory: tuple[int, int, int]
+    """(heads, key channels, value channels) of its delta rule, in fp32; zeros without one"""
+
+    @property
+    def input_size(self) -> int:
+        """Numbers of `inputs`."""
+        return prod(self.inputs)
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers of `memory`."""
+        return prod(self.memory)
+
+
+class StateLayersConfig(Section):
+    """Layers with a state of fixed size in place of softmax attention: which ones."""
+
+    layers: tuple[int, ...] | None = setting(
+        None, "Layers (from 0) of this kind; null = all but every fourth one."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_as_tuple(cls, data: Any) -> Any:
+        # Values of a config.json are validated as Python values, where a strict tuple accepts no
+        # list.
+        if isinstance(data, dict) and isinstance(data.get("layers"), list):
+            return {**data, "layers": tuple(data["layers"])}
+        return data
+
+    @model_validator(mode="after")
+    def _layers_differ(self) -> "StateLayersConfig":
+        layers = self.layers
+        if layers is not None and (len(set(layers)) != len(layers) or any(i < 0 for i in layers)):
+            raise ValueError(
+                f"layers is {list(layers)}; it must list different layers, counted from 0"
+            )
+        return self
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, is of this kind."""
+        if self.layers is None:
+            return (layer + 1) % FULL_EVERY != 0
+        return layer in self.layers
+
+
+class ShortConvolutionConfig(StateLayersConfig):
+    """Gated short convolutions in some layers, in place of softmax attention: a token sees itself
+    and a few before it, each channel by itself."""
+
+    taps: int = setting(
+        3, "Tokens that the convolution sees, with its own (conv_L_cache).", ge=2, le=64
+    )
+    channels: int | None = setting(
+        None, "Channels of the convolution and its gates; null = hidden_size.", gt=0
+    )
+    bias: bool = setting(
+        False, "Biases on the convolution and on the projections around it (conv_bias)."
+    )
+
+
+class LinearAttentionConfig(StateLayersConfig):
     """Linear attention in some layers, in place of softmax attention (Gated DeltaNet): a state of
     fixed size for each value head, whatever the length of the text.
 
@@ -124,18 +191,6 @@ class LinearAttentionConfig(Section):
     taps: int = setting(
         4, "Tokens that the convolution sees, with its own (linear_conv_kernel_dim).", ge=2, le=64
     )
-    layers: tuple[int, ...] | None = setting(
-        None, "Layers (from 0) with linear attention; null = all but every fourth one."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _list_as_tuple(cls, data: Any) -> Any:
-        # Values of a config.json are validated as Python values, where a strict tuple accepts no
-        # list.
-        if isinstance(data, dict) and isinstance(data.get("layers"), list):
-            return {**data, "layers": tuple(data["layers"])}
-        return data
 
     @model_validator(mode="after")
     def _fits(self) -> "LinearAttentionConfig":
@@ -144,18 +199,7 @@ class LinearAttentionConfig(Section):
                 f"value_heads is {self.value_heads}; it must be a multiple of "
                 f"key_heads={self.key_heads}"
             )
-        layers = self.layers
-        if layers is not None and (len(set(layers)) != len(layers) or any(i < 0 for i in layers)):
-            raise ValueError(
-                f"layers is {list(layers)}; it must list different layers, counted from 0"
-            )
         return self
-
-    def has(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has linear attention."""
-        if self.layers is None:
-            return (layer + 1) % FULL_EVERY != 0
-        return layer in self.layers
 
     @property
     def key_width(self) -> int:
@@ -171,11 +215,6 @@ class LinearAttentionConfig(Section):
     def mixed_width(self) -> int:
         """Channels of queries, keys and values together: what the convolution reads."""
         return 2 * self.key_width + self.value_width
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of the state of one sequence in one layer, without those of the convolution."""
-        return self.value_heads * self.key_head_dim * self.value_head_dim
 
 
 def with_form(data: dict[str, Any]) -> dict[str, Any]:
@@ -302,6 +341,9 @@ class ModelConfig(Section):
     )
     linear_attention: LinearAttentionConfig | None = setting(
         None, "Linear attention with a state (Gated DeltaNet) in some layers; null = in none."
+    )
+    short_convolution: ShortConvolutionConfig | None = setting(
+        None, "Gated short convolutions in place of attention in some layers; null = in none."
     )
     attention_gate: bool = setting(
         False,
@@ -437,6 +479,8 @@ class ModelConfig(Section):
         widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
         if self.linear_attention is not None:
             widest = max(widest, self.linear_attention.mixed_width)
+        if self.short_convolution is not None:
+            widest = max(widest, self.convolved)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers "
@@ -446,7 +490,7 @@ class ModelConfig(Section):
             )
 
         self._latent_fits()
-        self._linear_fits()
+        self._states_fit()
         self._positions_fit()
 
         if self.parallel_block and self.norm_placement != "before":
@@ -566,30 +610,34 @@ class ModelConfig(Section):
                     f"latent_attention is given with {key}={getattr(self, key)}; it must be {shown}"
                 )
 
-    def _linear_fits(self) -> None:
-        """The settings agree with layers of linear attention, and with gates on softmax
+    def _states_fit(self) -> None:
+        """The settings agree with layers that have a state, and with gates on softmax
         attention."""
-        linear = self.linear_attention
         if self.attention_gate and self.parallel_block:
             raise ValueError(
                 "attention_gate is given with parallel_block, whose attention has no gate. Remove "
                 "one of them"
             )
-        if linear is None:
+        given = self.state_section
+        if given is None:
             return
-        for key in ("latent_attention", "head_gates", "parallel_block", "attention_sinks"):
+        others = ["latent_attention", "head_gates", "parallel_block", "attention_sinks"]
+        section, state_layers = given
+        if section == "linear_attention":
+            others.append("short_convolution")
+        for key in others:
             if getattr(self, key):
                 raise ValueError(
-                    f"linear_attention is given with {key}, which is for models whose layers all "
+                    f"{section} is given with {key}, which is for models whose other layers all "
                     "have softmax attention. Remove one of them"
                 )
         if "num_layers" not in self.model_fields_set:
             return
-        kinds = {linear.has(layer) for layer in range(self.num_layers)}
-        too_high = [layer for layer in linear.layers or () if layer >= self.num_layers]
+        kinds = {state_layers.has(layer) for layer in range(self.num_layers)}
+        too_high = [layer for layer in state_layers.layers or () if layer >= self.num_layers]
         if too_high or True not in kinds:
             raise ValueError(
-                f"linear_attention has layers {list(linear.layers or ())}; it must name layers from "
+                f"{section} has layers {list(state_layers.layers or ())}; it must name layers from "
                 f"0 to {self.num_layers - 1}"
             )
 
@@ -669,6 +717,7 @@ class ModelConfig(Section):
             "head_gates",
             "latent_attention",
             "linear_attention",
+            "short_convolution",
             "rope_local_theta",
             "hf_config",
         )
@@ -806,14 +855,45 @@ class ModelConfig(Section):
         """`active_ffn` of an average layer."""
         return sum(map(self.active_ffn, range(self.num_layers))) / self.num_layers
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention with a state, no keys that a cache would store."""
-        return self.linear_attention is not None and self.linear_attention.has(layer)
+    @property
+    def state_section(self) -> tuple[str, StateLayersConfig] | None:
+        """The section that gives some layers a state in place of softmax attention, with its name;
+        None: no layer has one."""
+        if self.linear_attention is not None:
+            return "linear_attention", self.linear_attention
+        if self.short_convolution is not None:
+            return "short_convolution", self.short_convolution
+        return None
 
     @property
-    def linear_share(self) -> float:
-        """The share of layers with linear attention."""
-        return sum(map(self.is_linear, range(self.num_layers))) / self.num_layers
+    def has_states(self) -> bool:
+        """Whether some layers have a state in place of softmax attention."""
+        return self.state_section is not None
+
+    @property
+    def state_shape(self) -> StateShape:
+        """The state of one sequence in one of these layers."""
+        linear = self.linear_attention
+        if linear is not None:
+            heads = (linear.value_heads, linear.key_head_dim, linear.value_head_dim)
+            return StateShape((linear.taps - 1, linear.mixed_width), heads)
+        assert self.short_convolution is not None, "no layer of this model has a state"
+        return StateShape((self.short_convolution.taps - 1, self.convolved), (0, 0, 0))
+
+    @property
+    def convolved(self) -> int:
+        """Channels of a short convolution."""
+        assert self.short_convolution is not None, "only layers with one have its channels"
+        return self.short_convolution.channels or self.hidden_size
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer has a state, no keys that a cache would store."""
+        return self.state_section is not None and self.state_section[1].has(layer)
+
+    @property
+    def state_share(self) -> float:
+        """The share of layers with a state."""
+        return sum(map(self.has_state, range(self.num_layers))) / self.num_layers
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""

@@ -11,49 +11,26 @@ Qwen 3.5 have it. It has a state of fixed size instead of keys and values of all
 
     g = -exp(A_log) softplus(a + dt_bias)      b = sigmoid(b)
 
-The parts before and after the two middle lines have no memory and trace as graphs
-(`Block.pre_attention`, `post_attention`); those two are the layer's core. It begins anew at every
-document, so packed documents compute what they compute alone. In a cache, the state behind a
-sequence's last token is all that the next one needs (`MixerState`).
+The two middle lines are the layer's core (state_mixer.py).
 
 Shapes: B rows, T tokens, D width, G key heads, H value heads, K and V their widths, S segments.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.kernels.delta_rule import delta_rule, delta_step
-from headway.kernels.segments import Segments
 from headway.kernels.short_convolution import convolution_step, last_inputs, short_convolution
-from headway.model.layers import join_linears
+from headway.model.state_mixer import MixerState, ShortConvolution, StateMixer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.kernels.attention import AttentionMask
+    from headway.kernels.segments import Segments
     from headway.model.config import ModelConfig
-
-
-class MixerState(NamedTuple):
-    """What a layer keeps of some sequences."""
-
-    inputs: Tensor
-    """[S,taps - 1,M]: the last inputs of the convolution"""
-    memory: Tensor
-    """fp32 [S,H,K,V]: the state of the delta rule"""
-
-
-class ShortConvolution(nn.Module):
-    """The taps of each channel."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
 
 
 class GatedNorm(nn.Module):
@@ -71,7 +48,7 @@ class GatedNorm(nn.Module):
         return (x32 * scale * self.weight.float() * F.silu(z.float())).to(z.dtype)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(StateMixer):
     """The parameters of one layer, and its three parts: `project`, `mix`, `output`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -95,21 +72,9 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(linear.value_head_dim, config.norm_eps)
         self.out_proj = nn.Linear(linear.value_width, width, bias=False)
 
-        # A block reads and sets these on any attention; this kind uses neither.
-        self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-        self.sinks: nn.Parameter | None = None
-        self.joined: tuple[Tensor, Tensor | None] | None = None
-        """Weights of all projections of the stream in one tensor, after `fuse`."""
-
-    @property
-    def _projections(self) -> list[nn.Linear]:
+    def projections(self) -> list[nn.Linear]:
         """Those of the stream."""
         return [self.q_proj, self.k_proj, self.v_proj, self.z_proj, self.b_proj, self.a_proj]
-
-    def fuse(self) -> None:
-        """Compute all projections of the stream in one product; for inference."""
-        if self.joined is None:
-            self.joined = join_linears(self._projections)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mixed [B,T,M], g and b fp32 [B,T,2,H] and z [B,T,H,V] of x [B,T,D]; positions (cos and sin)
@@ -117,33 +82,10 @@ class GatedDeltaNet(nn.Module):
 
         Head counts follow the weights, which are a slice of the whole on a tensor-parallel rank.
         """
-        if self.joined is None:
-            q, k, v, z, b, a = (projection(x) for projection in self._projections)
-        else:
-            sizes = [projection.out_features for projection in self._projections]
-            q, k, v, z, b, a = F.linear(x, *self.joined).split(sizes, dim=-1)
-
+        q, k, v, z, b, a = self.projected(x)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
         controls = torch.stack((g, b.float().sigmoid()), dim=-2)
         return torch.cat((q, k, v), dim=-1), controls, z.unflatten(-1, (-1, self.value_head_dim))
-
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        *,
-        window: int | None = None,
-    ) -> Tensor:
-        """o [B,T,H,V], gated and normed: the core of the layer, in the place of attention's.
-
-        q, k and v are the three that `project` gives: mixed, g and b, z. Windows of softmax layers
-        are not for this one.
-        """
-        segments = Segments.of_mask(mask)
-        o, _ = self.mix_segments(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), segments, None)
-        return o.view(v.shape)
 
     def mix_segments(
         self,

@@ -19,7 +19,8 @@ the average,
     streaming head        as a window of window + sinks
 
 A layer of linear attention meets a state instead, whatever the length: read under the key, changed,
-read under the query, 2 each per number of the state, and the taps of its convolution, 2 each.
+read under the query, 2 each per number of the state, and the taps of its convolution, 2 each. A
+layer of a short convolution has these taps alone.
 
 Packed documents are not known here: a document that begins inside of a row sees less than that.
 Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without
@@ -62,11 +63,14 @@ SLOTS = {
     "z_proj": 1,
     "b_proj": 1,
     "a_proj": 1,
+    "c_proj": 1,
+    "x_proj": 1,
     "A_log": 2,
     "dt_bias": 2,
     "q_conv": CORE,
     "k_conv": CORE,
     "v_conv": CORE,
+    "conv": CORE,
     "o_gate": 5,
     "out_proj": 5,
     "o_proj": 5,
@@ -183,7 +187,7 @@ def token_flops(
     for layer in range(config.num_layers):
         # Backward has two products of the same size for each of the forward's.
         passes = 3 if first < (layer, CORE) else 1
-        if config.is_linear(layer):
+        if config.has_state(layer):
             attention += passes * state_flops(config)
             causal += passes * state_flops(config)
             continue
@@ -199,10 +203,10 @@ def token_flops(
 
 
 def state_flops(config: ModelConfig) -> float:
-    """FLOPs of one token in the core of a layer with linear attention, forward alone."""
-    linear = config.linear_attention
-    assert linear is not None
-    return 3 * 2.0 * linear.state_size + 2.0 * linear.taps * linear.mixed_width
+    """FLOPs of one token in the core of a layer that has a state, forward alone."""
+    shape = config.state_shape
+    kept, channels = shape.inputs
+    return 3 * 2.0 * shape.memory_size + 2.0 * (kept + 1) * channels
 
 
 def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:

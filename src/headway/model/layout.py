@@ -322,10 +322,44 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
 
 
 def mixer_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
-    """The parameters of a layer's attention, of either kind; `prefix` is that of the layer."""
-    if config.is_linear(layer):
+    """The parameters of a layer's attention of any kind, or of its convolution; `prefix` is that of
+    the layer."""
+    if not config.has_state(layer):
+        return attention_specs(config, prefix + "self_attn.", layer)
+    if config.linear_attention is not None:
         return linear_attention_specs(config, prefix + "linear_attn.", layer)
-    return attention_specs(config, prefix + "self_attn.", layer)
+    return short_convolution_specs(config, prefix + "short_conv.", layer)
+
+
+def short_convolution_specs(
+    config: ModelConfig, prefix: str = "", layer: int = 0
+) -> list[ParamSpec]:
+    """The parameters of a layer's short convolution (gated_convolution.py); a rank has some of its
+    channels."""
+    short = config.short_convolution
+    assert short is not None
+    shape = (config.convolved, config.hidden_size)
+    linear = _Linear(layer, bias=short.bias)
+    taps = ParamSpec(
+        prefix + "conv.weight",
+        (config.convolved, 1, short.taps),
+        "column",
+        layer,
+        start="uniform",
+        groups=in_groups("taps"),
+    )
+    specs = [
+        *linear.of(prefix + "b_proj", shape, "column"),
+        *linear.of(prefix + "c_proj", shape, "column"),
+        *linear.of(prefix + "x_proj", shape, "column"),
+        taps,
+    ]
+    if short.bias:
+        bias = in_groups("bias")
+        specs.append(
+            replace(taps, name=prefix + "conv.bias", shape=shape[:1], start="zero", groups=bias)
+        )
+    return specs + linear.of(prefix + "out_proj", (shape[1], shape[0]), "row")
 
 
 def linear_attention_specs(

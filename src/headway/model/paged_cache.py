@@ -7,7 +7,7 @@ A sequence that runs has a slot. Position p of a slot is stored, in each layer,
                                every layer
     streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so
                                that a few can be taken back
-    linear attention           nowhere: the slot has a state of fixed size (state_layer.py)
+    layers with a state        nowhere: the slot has one of fixed size (state_layer.py)
 
 Pages may be shared by sequences with the same beginning (`PagePool`); rings and states are state, of
 which snapshots are kept (`StateBlocks`). All memory is allocated at the start.
@@ -38,7 +38,7 @@ from headway.model.paged_layer import LayerPages, PrefillPiece, PrefillPlan, Rin
 from headway.model.state_layer import LayerState, state_bytes
 
 if TYPE_CHECKING:
-    from headway.model.delta_net import GatedDeltaNet
+    from headway.model.state_mixer import StateMixer
 
 ROUTE_DTYPE = torch.int16
 """Of numbers of experts (MAX_EXPERTS fits)."""
@@ -62,9 +62,9 @@ class CacheShape:
     """The experts of every position are stored beside its keys and values."""
 
     def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
-        """The full heads of a layer, and its rings; every KV head is in one of them. A layer with
-        linear attention has neither."""
-        if self.config.is_linear(layer):
+        """The full heads of a layer, and its rings; every KV head is in one of them. A layer with a
+        state has neither."""
+        if self.config.has_state(layer):
             return (), []
         full: list[int] = []
         rings: dict[tuple[int, int, int | None], list[int]] = {}
@@ -122,32 +122,30 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what one slot has besides pages, in all layers: rings, and states of linear
-        attention."""
+        """Bytes of what one slot has besides pages, in all layers: rings, and states of
+        layers."""
         entries = 0
         states = 0
         for layer in range(self.config.num_layers):
             _, rings = self.groups(layer)
             entries += sum(len(ring.heads) * ring.indices for ring in rings)
-            if self.config.is_linear(layer):
-                assert self.config.linear_attention is not None
-                states += state_bytes(self.config.linear_attention, self.dtype)
+            if self.config.has_state(layer):
+                states += state_bytes(self.config.state_shape, self.dtype)
         return entries * self._entry_bytes + states
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of the state for rows of a batch that take no part."""
-        linear = self.config.linear_attention
-        if linear is None:
+        if not self.config.has_states:
             return 0
-        layers = sum(map(self.config.is_linear, range(self.config.num_layers)))
-        return layers * state_bytes(linear, self.dtype)
+        layers = sum(map(self.config.has_state, range(self.config.num_layers)))
+        return layers * state_bytes(self.config.state_shape, self.dtype)
 
     @property
     def has_states(self) -> bool:
-        """The state of a slot stands behind its last token and cannot go back: rings can, states of
-        linear attention cannot."""
-        return self.config.linear_attention is not None
+        """Whether layers have a state, which stands behind a slot's last token and, unlike rings, cannot
+        go back."""
+        return self.config.has_states
 
     @property
     def _entry_bytes(self) -> int:
@@ -195,12 +193,11 @@ class PagedCache:
         blocks = slots + snapshots if needs_state else 0
         self.layers: dict[int, LayerPages] = {}
         self.layer_states: dict[int, LayerState] = {}
-        """Of layers with linear attention, by number as those with pages."""
+        """Of layers that have a state, by number as those with pages."""
         for layer in range(shape.config.num_layers):
-            if shape.config.is_linear(layer):
-                assert shape.config.linear_attention is not None
+            if shape.config.has_state(layer):
                 self.layer_states[layer] = LayerState(
-                    shape.config.linear_attention, slots, blocks, device, shape.dtype
+                    shape.config.state_shape, slots, blocks, device, shape.dtype
                 )
                 continue
             full, rings = shape.groups(layer)
@@ -315,7 +312,7 @@ class PagedDecode:
     def mix(
         self,
         layer: int,
-        mixer: GatedDeltaNet,
+        mixer: StateMixer,
         mixed: torch.Tensor,
         controls: torch.Tensor,
         z: torch.Tensor,
@@ -354,7 +351,7 @@ class PagedPrefill:
     def mix(
         self,
         layer: int,
-        mixer: GatedDeltaNet,
+        mixer: StateMixer,
         mixed: torch.Tensor,
         controls: torch.Tensor,
         z: torch.Tensor,

@@ -1,8 +1,8 @@
-"""What a cache holds of one layer of linear attention: a state for each block, in place of keys and
-values. `paged_cache.py` keeps track of slots, pages and lengths.
+"""What a cache holds of one layer that has a state (delta_net.py, gated_convolution.py): one for each
+block, in place of keys and values. `paged_cache.py` keeps track of slots, pages and lengths.
 
     inputs    [blocks + 1, taps - 1, M]     the last inputs of the convolution, in the cache's type
-    memory    fp32 [blocks + 1, H, K, V]    the state of the delta rule
+    memory    fp32 [blocks + 1, H, K, V]    the state of the delta rule; H = 0 without one
 
 Block n is the state of slot n; further blocks are snapshots (`StateBlocks`). The last one is for rows
 of a decoding batch that take no part. A sequence that begins ignores what its slot held before.
@@ -21,17 +21,16 @@ import torch
 
 from headway.kernels.segments import Segments
 from headway.model.cache_blocks import to_device
-from headway.model.delta_net import GatedDeltaNet, MixerState
+from headway.model.state_mixer import MixerState, StateMixer
 
 if TYPE_CHECKING:
-    from headway.model.config import LinearAttentionConfig
+    from headway.model.config import StateShape
     from headway.model.paged_layer import PrefillPiece
 
 
-def state_bytes(linear: LinearAttentionConfig, dtype: torch.dtype) -> int:
+def state_bytes(shape: StateShape, dtype: torch.dtype) -> int:
     """Bytes of the state of one sequence in one layer."""
-    inputs = (linear.taps - 1) * linear.mixed_width * dtype.itemsize
-    return inputs + linear.state_size * torch.float32.itemsize
+    return shape.input_size * dtype.itemsize + shape.memory_size * torch.float32.itemsize
 
 
 class LayerState:
@@ -39,7 +38,7 @@ class LayerState:
 
     def __init__(
         self,
-        linear: LinearAttentionConfig,
+        shape: StateShape,
         slots: int,
         blocks: int,
         device: torch.device,
@@ -47,10 +46,8 @@ class LayerState:
     ) -> None:
         self._slots = slots
         self._idle = blocks
-        heads = (linear.value_heads, linear.key_head_dim, linear.value_head_dim)
-        inputs = (blocks + 1, linear.taps - 1, linear.mixed_width)
-        self.inputs = torch.zeros(inputs, device=device, dtype=dtype)
-        self.memory = torch.zeros((blocks + 1, *heads), device=device)
+        self.inputs = torch.zeros((blocks + 1, *shape.inputs), device=device, dtype=dtype)
+        self.memory = torch.zeros((blocks + 1, *shape.memory), device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +61,7 @@ class LayerState:
 
     def step(
         self,
-        mixer: GatedDeltaNet,
+        mixer: StateMixer,
         mixed: torch.Tensor,
         controls: torch.Tensor,
         z: torch.Tensor,
@@ -80,7 +77,7 @@ class LayerState:
 
     def prefill(
         self,
-        mixer: GatedDeltaNet,
+        mixer: StateMixer,
         mixed: torch.Tensor,
         controls: torch.Tensor,
         z: torch.Tensor,

@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
-    from headway.model.delta_net import GatedDeltaNet
     from headway.model.head_gates import GateDraw
     from headway.model.latent_attention import LatentAttention
+    from headway.model.state_mixer import StateMixer
     from headway.model.vision import PictureTensors
 
 
@@ -136,13 +136,18 @@ class Block(nn.Module):
         # In the order of the forward. `post_attention_layernorm` is Llama's name for the norm
         # that the feed-forward reads; the norm of attention's output is `post_self_attn_layernorm`.
         self.input_layernorm = norm_if(before)
-        # A layer has one of the two; `mixer` is either.
+        # A layer has one of the three; `mixer` is that one.
         self.linear_attn = None
+        self.short_conv = None
         self.self_attn = None
-        if config.is_linear(layer):
+        if config.has_state(layer) and config.linear_attention is not None:
             from headway.model.delta_net import GatedDeltaNet
 
             self.linear_attn = GatedDeltaNet(config)
+        elif config.has_state(layer):
+            from headway.model.gated_convolution import GatedConvolution
+
+            self.short_conv = GatedConvolution(config)
         else:
             self.self_attn = build_attention(config, layer)
         self.post_self_attn_layernorm = norm_if(after)
@@ -170,7 +175,7 @@ class Block(nn.Module):
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
         # Gates stay: only the kernels of the two branches change.
-        if self.linear_attn is not None:
+        if self.stateful is not None:
             return
         if isinstance(self.core, GatedCore):
             self.core = replace(self.core, backend=backend)
@@ -178,16 +183,23 @@ class Block(nn.Module):
             self.core = self._core(backend)
 
     @property
-    def mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
-        """What brings tokens together: attention of one kind or the other."""
+    def stateful(self) -> StateMixer | None:
+        """What has a state in place of softmax attention; None: the layer has softmax attention."""
         if self.linear_attn is not None:
             return self.linear_attn
+        return self.short_conv
+
+    @property
+    def mixer(self) -> Attention | LatentAttention | StateMixer:
+        """What brings tokens together: attention of one kind or the other, or a convolution."""
+        if self.stateful is not None:
+            return self.stateful
         assert self.self_attn is not None
         return self.self_attn
 
     def _core(self, backend: str) -> AttentionCore:
-        if self.linear_attn is not None:
-            return self.linear_attn.mix
+        if self.stateful is not None:
+            return self.stateful.mix
         if self.softcap is None:
             return partial(attend, backend=backend)
         return partial(attend, backend=backend, rule=ScoreRule(self.softcap))
@@ -209,8 +221,8 @@ class Block(nn.Module):
         return settings
 
     def pre_attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]; with linear
-        attention what its core takes in their place (delta_net.py)."""
+        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]; with a state
+        what its core takes in their place (state_mixer.py)."""
         return self.mixer.project(self.attention_input(x), cos, sin)
 
     def attention_input(self, x: Tensor) -> Tensor:
@@ -701,8 +713,8 @@ class Transformer(Model):
             for layer, block_halves in enumerate(halves):
                 pre_attention, post_attention, expand = block_halves.of(tokens)
                 q, k, v = pre_attention(x, cos, sin)
-                if block_halves.linear_attn is not None:
-                    o = cache.mix(layer, block_halves.linear_attn, q, k, v)
+                if block_halves.stateful is not None:
+                    o = cache.mix(layer, block_halves.stateful, q, k, v)
                 else:
                     o = cache.attend(layer, q, k, v, position, block_halves.sinks, expand)
                 x = post_attention(x, o)

@@ -167,9 +167,9 @@ def _context(case: LayoutCase) -> Iterator[str]:
     if context == 1:
         return
     is_set = f"parallel.context is {context}"
-    if model.linear_attention is not None:
+    if model.state_section is not None:
         yield (
-            f"{is_set} and model.linear_attention is given: its state passes through a whole row, "
+            f"{is_set} and model.{model.state_section[0]} is given: its state passes through a whole row, "
             "which a rank does not have. Use context 1."
         )
     ring = ring_ranks(context, model.kv_heads, case.parallel.tensor)

@@ -8,7 +8,7 @@ The broken rules, or the first of them with the nearest layout that works, go ou
     expert        divides the data ranks and the experts of a layer; divides the shard group or is
                   a multiple of it
     pipeline      at most one stage per layer
-    context       not with linear attention; divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of
+    context       not with layers that have a state; divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of
                   a row per rank
     strategy      fsdp has no pipeline
     experts       a model with experts has neither pipeline nor context
@@ -144,6 +144,8 @@ def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
     linear = model.linear_attention
     if linear is not None and linear.key_heads % size:
         yield f"{beginning} model.linear_attention.key_heads={linear.key_heads}"
+    if model.short_convolution is not None and model.convolved % size:
+        yield f"{beginning} model.short_convolution.channels={model.convolved}"
     if model.kv_heads % size and size % model.kv_heads:
         yield f"{beginning} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
     if layout.sequence and (case.seq_len // layout.context) % size:
@@ -223,9 +225,10 @@ def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:
 def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if layout.context == 1:
         return
-    if case.model.linear_attention is not None:
+    given = case.model.state_section
+    if given is not None:
         yield (
-            f"parallel.context is {layout.context} and model.linear_attention is given; its state "
+            f"parallel.context is {layout.context} and model.{given[0]} is given; its state "
             "passes through a whole row, which has no context axis"
         )
     beginning = f"parallel.context is {layout.context}; it must divide"

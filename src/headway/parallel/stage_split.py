@@ -136,7 +136,7 @@ def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, f
         if model.experts is not None and model.is_mixture(layer):
             matrices += model.hidden_size * model.experts.num  # the router
         # 6 FLOPs a weight: 2 in forward, 4 in backward; as many for a channel and a visible token.
-        if model.is_linear(layer):
+        if model.has_state(layer):
             costs.append(6.0 * matrices + 3.0 * state_flops(model))
             continue
         _, visible = visible_tokens(seq_len, model.window_of(layer))

@@ -17,7 +17,7 @@ from headway.model.flops import visible_tokens
 from headway.model.layout import mixer_specs
 from headway.parallel.config import MemoryConfig
 from headway.plan.job import PlanJob, head_trains
-from headway.plan.memory import STATE_BYTES, linear_core
+from headway.plan.memory import STATE_BYTES, state_core
 from headway.plan.rates import (
     ELEMENTWISE,
     LAUNCH,
@@ -86,7 +86,7 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
     window = job.model.window_of(layer)
     trains = layer in job.trained_layers
     mixture = job.model.is_mixture(layer)
-    linear = job.model.is_linear(layer)
+    has_state = job.model.has_state(layer)
 
     # Most layers of a model take the same time: everything their time depends on is in the key.
     layout = job.layout
@@ -96,7 +96,7 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
         recompute,
         trains,
         mixture,
-        linear,
+        has_state,
         job.rows,
         layout.tensor,
         layout.sequence,
@@ -142,14 +142,10 @@ def _layer(
     attention, attention_backward = attention_seconds(
         gpu, job.software.attention, flops, row_length, model.head_size
     )
-    if model.linear_attention is not None and model.is_linear(layer):
+    if model.has_state(layer):
         # Plain torch, which memory limits: what the core keeps is written and read.
         query = key = 0.0
-        core_bytes = (
-            job.compute_bytes
-            * tokens
-            * linear_core(model.linear_attention, tensor, job.compute_bytes)
-        )
+        core_bytes = job.compute_bytes * tokens * state_core(model, tensor, job.compute_bytes)
         attention = 2 * core_bytes / (gpu.bandwidth * ELEMENTWISE)
         attention_backward = 2 * attention
 
@@ -199,7 +195,7 @@ def _layer(
 
 def _attention_products(model: ModelConfig, tensor: int, layer: int) -> list[tuple[float, float]]:
     """(outputs, inputs) of attention's matrices on one rank; q, k and v in one product."""
-    if model.latent_attention is None and not model.is_linear(layer) and not model.attention_gate:
+    if model.latent_attention is None and not model.has_state(layer) and not model.attention_gate:
         query = model.num_heads * model.head_size / tensor
         key = model.kv_heads * model.head_size / min(tensor, model.kv_heads)
         return [(query + 2 * key, model.hidden_size), (model.hidden_size, query)]

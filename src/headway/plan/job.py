@@ -98,7 +98,7 @@ class SamplerCopy:
             return self.cache_bytes_given
         positions = 0
         for layer in range(self.model.num_layers):
-            if self.model.is_linear(layer):
+            if self.model.has_state(layer):
                 continue
             window = self.model.window_of(layer)
             positions += self.tokens if window is None else min(self.tokens, window)
@@ -106,12 +106,11 @@ class SamplerCopy:
         vectors = 2 if self.model.latent_attention is None else 1
         width = self.model.cached_heads * self.model.cached_size
         states = 0
-        linear = self.model.linear_attention
-        if linear is not None:
+        if self.model.has_states:
             # A state of fixed size, in fp32, and the last inputs of the convolution.
-            inputs = (linear.taps - 1) * linear.mixed_width * compute_bytes
-            layers = sum(map(self.model.is_linear, range(self.model.num_layers)))
-            states = layers * (inputs + 4 * linear.state_size)
+            shape = self.model.state_shape
+            layers = sum(map(self.model.has_state, range(self.model.num_layers)))
+            states = layers * (shape.input_size * compute_bytes + 4 * shape.memory_size)
         return self.at_once * (positions * vectors * width * compute_bytes + states)
 
 

@@ -32,6 +32,8 @@ convolution with t taps and H heads of widths k and v, in chunks of C tokens:
 
     (t + 3) M + 5 H k + 6 H v + 6 H C + H k v / C        one M more in 16 bits
 
+A short convolution keeps (t + 1) M in fp32, one M more in 16 bits, and 4 M of the compute dtype.
+
 Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
 product reads whole tokens, so the norm's result is whole on every rank.
 """
@@ -317,8 +319,8 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     """Elements of the compute dtype that one block keeps for one token (the table at the top of
     this file)."""
     model = job.model
-    # Of an average layer: those with linear attention have neither queries nor keys of this kind.
-    softmax_share = 1 - model.linear_share
+    # Of an average layer: those with a state have neither queries nor keys of this kind.
+    softmax_share = 1 - model.state_share
     query = softmax_share * model.num_heads * model.head_size / job.tensor
     key = softmax_share * model.kv_heads * model.head_size / min(job.tensor, model.kv_heads)
     ffn = model.ffn_size / job.tensor
@@ -348,10 +350,8 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
         kept += _mixture_extra(job, ffn_tensors * ffn)
     if model.qk_norm:
         kept += query + key
-    if model.linear_attention is not None:
-        kept += model.linear_share * linear_core(
-            model.linear_attention, job.tensor, job.compute_bytes
-        )
+    if model.has_states:
+        kept += model.state_share * state_core(model, job.tensor, job.compute_bytes)
     if model.attention_gate:
         # the gate and its product with what attention gives; the stream is normed once more
         kept += 2 * query + softmax_share * (width + (2 if in_fp32 else 4) * stream)
@@ -379,9 +379,20 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     return kept + small_bytes / job.compute_bytes
 
 
-def linear_core(linear: LinearAttentionConfig, tensor: int, compute_bytes: int) -> float:
-    """Elements of the compute dtype that a layer of linear attention keeps for one token in the
-    place of attention (the formula at the top of this file)."""
+def state_core(model: ModelConfig, tensor: int, compute_bytes: int) -> float:
+    """Elements of the compute dtype that a layer with a state keeps for one token in the place of
+    attention (the formulas at the top of this file)."""
+    if model.linear_attention is not None:
+        return _linear_core(model.linear_attention, tensor, compute_bytes)
+    assert model.short_convolution is not None
+    channels = model.convolved / tensor
+    copies = model.short_convolution.taps + 1 + (compute_bytes != 4)
+    # Both gates, what they gate, and the result are of the compute dtype.
+    return 4 * channels + 4 * copies * channels / compute_bytes
+
+
+def _linear_core(linear: LinearAttentionConfig, tensor: int, compute_bytes: int) -> float:
+    """The same of linear attention."""
     heads = linear.value_heads / tensor
     mixed = linear.mixed_width / tensor
     copies = linear.taps + 3 + (compute_bytes != 4)

@@ -74,6 +74,7 @@ SIZES = (
     "vocab_size",
     "latent_attention",
     "linear_attention",
+    "short_convolution",
     "attention_gate",
 )
 """Fields that decide shapes of parameters: a recipe may not change them in given weights."""

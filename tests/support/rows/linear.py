@@ -1,4 +1,4 @@
-"""Settings of linear attention."""
+"""Settings of linear attention and short convolutions."""
 
 from typing import Any
 
@@ -14,6 +14,7 @@ LINEAR = (
     "model.linear_attention.key_head_dim=8",
     "model.linear_attention.value_head_dim=8",
 )
+SHORT = ("model.vocab_size=64", "model.short_convolution.taps=3")
 
 
 def sizes(overrides: tuple[str, ...]) -> Any:
@@ -29,6 +30,10 @@ ROWS: dict[str, Row] = {
     "model.linear_attention.value_head_dim": (LINEAR, 8, 4, sizes),
     "model.linear_attention.taps": (LINEAR, 4, 3, sizes),
     "model.linear_attention.layers": (LINEAR, None, "[0]", sizes),
+    "model.short_convolution.taps": (SHORT, 3, 4, sizes),
+    "model.short_convolution.channels": (SHORT, None, 96, sizes),
+    "model.short_convolution.bias": (SHORT, False, True, sizes),
+    "model.short_convolution.layers": (SHORT, None, "[0]", sizes),
     "model.attention_gate": ((), False, True, built_run(parameter_shapes)),
     "model.experts.shared_gate": (
         ("model.experts.num=4", "model.experts.shared_ffn_size=8"),

@@ -134,7 +134,7 @@ def test_settings_of_other_attention_are_refused(changes: dict[str, object], pro
 
 def test_every_fourth_layer_has_softmax_attention_where_no_list_says_it() -> None:
     config = BASE.with_(num_layers=9, linear_attention={"key_heads": 2, "value_heads": 2})
-    linear = [config.is_linear(layer) for layer in range(9)]
+    linear = [config.has_state(layer) for layer in range(9)]
     assert linear == [True, True, True, False, True, True, True, False, True]
 
 

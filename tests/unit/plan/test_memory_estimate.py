@@ -147,6 +147,23 @@ def test_layers_of_linear_attention_keep_what_the_estimate_says(
     assert kept == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("taps", [2, 4])
+def test_layers_of_short_convolutions_keep_what_the_estimate_says(
+    dtype: torch.dtype, taps: int
+) -> None:
+    model = WIDE.with_(short_convolution={"taps": taps, "layers": (0, 2, 3)}, qk_norm=True)
+    engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
+    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
+    mask = mask_of(batch)
+    with LiveBytes() as live:
+        hidden = engine.model(batch.tokens, batch.position, mask)
+    kept = live.without([buffer.param for buffer in engine.buffers])
+    assert hidden.requires_grad
+    expected = moments(job_of(engine, model=model))["head"]["activations"]
+    assert kept == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
     from headway.parallel.recompute import recompute_method

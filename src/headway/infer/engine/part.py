@@ -59,11 +59,15 @@ class ModelPart:
                         "value_heads": linear.value_heads // self.group.size,
                     }
                 )
+            short = config.short_convolution
+            if short is not None:
+                short = short.model_copy(update={"channels": config.convolved // self.group.size})
             local_config = config.with_(
                 num_heads=config.num_heads // self.group.size,
                 num_kv_heads=len(range(config.kv_heads)[rank_heads]),
                 head_dim=config.head_size,
                 linear_attention=linear,
+                short_convolution=short,
             )
             local_masks = None
             if masks is not None:

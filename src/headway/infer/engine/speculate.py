@@ -402,9 +402,11 @@ def check_guesses(
 
 def check_speculation(loaded: LoadedModel, speculation: Speculation) -> None:
     """Refuse to guess with a model whose state cannot go back over a wrong guess."""
-    if loaded.config.linear_attention is not None:
+    given = loaded.config.state_section
+    if given is not None:
+        kind = given[0].replace("_", " ")
         raise ConfigError(
-            f"--speculate is {speculation.draft or 'ngram'} and the model has linear attention, "
+            f"--speculate is {speculation.draft or 'ngram'} and the model has {kind}, "
             "whose state cannot go back over a wrong guess. Leave --speculate out."
         )
 
@@ -416,9 +418,11 @@ def open_draft(path: str, loaded: LoadedModel) -> LoadedModel:
         raise ConfigError(
             f"--speculate is {path}, which takes pictures and sounds. Give a model of text."
         )
-    if draft.config.linear_attention is not None:
+    given = draft.config.state_section
+    if given is not None:
+        kind = given[0].replace("_", " ")
         raise ConfigError(
-            f"--speculate is {path}, which has linear attention: its state cannot go back over a "
+            f"--speculate is {path}, which has {kind}: its state cannot go back over a "
             "wrong guess. Give a model without, or ngram."
         )
     same = (

@@ -119,13 +119,17 @@ WHOLE += ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 # Of families with linear attention.
 WHOLE += ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
           "full_attention_interval", "shared_expert_intermediate_size")  # fmt: skip
+# Of families with short convolutions.
+WHOLE += ("conv_L_cache", "block_multiple_of")
+SWITCHES += ("conv_bias", "block_auto_adjust_ff_dim")
+LISTS += ("full_attn_idxs",)
 SWITCHES += ("rope_interleave",)
 WHOLE += ("rotary_dim", "moe_num_shared_experts", "moe_layer_start_index")
 SWITCHES += ("attention_out_bias", "use_qk_norm", "use_bias")
 NUMBERS += (
     "moe_norm_min", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "logit_scale", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor",
-    "rope_local_base_freq", "routed_scaling_factor",
+    "rope_local_base_freq", "routed_scaling_factor", "norm_eps", "block_ffn_dim_multiplier",
 )  # fmt: skip
 
 

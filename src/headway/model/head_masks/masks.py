@@ -90,10 +90,11 @@ class HeadMasks:
                 f"{what} is given for a model with latent attention, which has no KV heads to "
                 "mask. Leave it out."
             )
-        if config.linear_attention is not None:
+        if config.state_section is not None:
+            kind = config.state_section[0].replace("_", " ")
             raise ConfigError(
-                f"{what} is given for a model with linear attention, whose layers have no KV heads "
-                "to mask. Leave it out."
+                f"{what} is given for a model with {kind}, whose layers have no KV heads to mask. "
+                "Leave it out."
             )
         if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):
             raise ConfigError(

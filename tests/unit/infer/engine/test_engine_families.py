@@ -79,9 +79,12 @@ FAMILIES: dict[str, ModelConfig] = {
             "layers": [0, 2],
         },
     ),
+    "lfm2": BASE.with_(
+        family="lfm2", qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": [0, 2]}
+    ),
     "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
 }
-QUICK = ("mistral", "qwen2", "qwen3_5")
+QUICK = ("mistral", "qwen2", "qwen3_5", "lfm2")
 """Rings alone, rings and pages, states and pages; tests/unit/model/test_paged_cache.py has every family."""
 NEW = 64
 PROMPT = 17

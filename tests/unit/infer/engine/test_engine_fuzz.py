@@ -6,7 +6,17 @@ import time
 from pathlib import Path
 
 import pytest
-from support.engine_fuzz import HYBRID, FuzzModels, FuzzReport, RequestPool, fuzz, run_schedule
+from support.engine_fuzz import (
+    CONVOLUTION,
+    HYBRID,
+    FuzzModels,
+    FuzzReport,
+    RequestPool,
+    fuzz,
+    run_schedule,
+)
+
+from headway.model.config import ModelConfig
 
 FEATURES = 14
 DRILL_SECONDS = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "180"))
@@ -28,8 +38,11 @@ def test_every_feature_in_any_schedule_gives_the_plain_loops_answers(tmp_path: P
     assert min(report.features.values()) > 0
 
 
-def test_a_model_with_states_gives_the_plain_loops_answers_in_any_schedule(tmp_path: Path) -> None:
-    report = fuzz(FuzzModels(tmp_path, HYBRID), range(140, 145), 16, 8)
+@pytest.mark.parametrize("config", [HYBRID, CONVOLUTION], ids=["linear attention", "convolution"])
+def test_a_model_with_states_gives_the_plain_loops_answers_in_any_schedule(
+    tmp_path: Path, config: ModelConfig
+) -> None:
+    report = fuzz(FuzzModels(tmp_path, config), range(140, 145), 16, 8)
     assert report.differences == []
     assert report.preempted > 5
     assert report.cached_tokens > 0

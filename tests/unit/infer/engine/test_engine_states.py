@@ -1,11 +1,11 @@
-"""A model with linear attention in the engine: a state for each request, snapshots of it for shared prefixes, refusals."""
+"""A model with linear attention or a short convolution in the engine: a state for each request, snapshots of it for shared prefixes, refusals."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from support.byte_model import CONFIG, write_model
-from support.engine_fuzz import HYBRID
+from support.engine_fuzz import CONVOLUTION, HYBRID
 from support.initial_weights import initialize
 
 from headway.errors import ConfigError
@@ -13,18 +13,21 @@ from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.request import EngineOptions, EngineRequest, Speculation
 from headway.infer.load import LoadedModel, load_model
 from headway.model.base import build_model
-from headway.model.delta_net import GatedDeltaNet
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.paged_cache import CacheShape, PagedCache
+from headway.model.state_mixer import StateMixer
 
 PAGE = 4
 NEW = 12
 LONG = tuple(range(1, 24))
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    model = build_model(HYBRID.with_(media=None)).eval().requires_grad_(False)
+KINDS = {"linear attention": HYBRID, "short convolution": CONVOLUTION}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    model = build_model(KINDS[request.param].with_(media=None)).eval().requires_grad_(False)
     initialize(model, 4)
     return LoadedModel(model, model.config, None, Path(), frozenset())
 
@@ -79,7 +82,7 @@ def test_a_shared_beginning_gets_a_snapshot_when_it_is_read_a_second_time(
 def test_a_preempted_request_becomes_what_it_would_have_become(loaded: LoadedModel) -> None:
     shape = CacheShape(loaded.config, None, 96, PAGE, torch.float32)
     states = shape.idle_bytes + 7 * shape.state_bytes
-    engine = InferenceEngine(loaded, options(cache_bytes=states + 16 * shape.page_bytes))
+    engine = InferenceEngine(loaded, options(cache_bytes=states + 14 * shape.page_bytes))
     prompts = [LONG, (*LONG[:9], 50, 51), tuple(range(60, 90))]
     assert texts(engine, prompts) == [plain_text(loaded, prompt) for prompt in prompts]
     assert engine.stats().preempted > 0
@@ -104,18 +107,24 @@ def test_rows_that_take_no_part_change_no_snapshot(loaded: LoadedModel) -> None:
     )
     batch = cache.decode_batch(2)
     (state,) = cache.layer_states.values()
+    state.inputs.fill_(7.0)
     state.memory.fill_(7.0)
-    mixer = next(module for module in loaded.model.modules() if isinstance(module, GatedDeltaNet))
+    mixer = next(module for module in loaded.model.modules() if isinstance(module, StateMixer))
     hidden = torch.randn(2, 1, loaded.config.hidden_size)
     q, k, v = mixer.project(hidden, hidden, hidden)
     batch.mix(0, mixer, q, k, v)
+    assert (state.inputs[:-1] == 7.0).all()
     assert (state.memory[:-1] == 7.0).all()
 
 
 def test_bytes_of_a_cache_are_those_of_its_states_and_pages(loaded: LoadedModel) -> None:
     shape = CacheShape(loaded.config, None, 96, PAGE, torch.float32)
-    # One layer of each kind: (taps - 1) * (2 * 2 * 6 + 4 * 5) inputs and 4 * 6 * 5 numbers.
-    assert shape.state_bytes == 4 * (3 * 44 + 120)
+    # One layer of each kind: (taps - 1) * (2 * 2 * 6 + 4 * 5) inputs and 4 * 6 * 5 numbers; or the
+    # inputs of a short convolution alone.
+    expected = 4 * (3 * 44 + 120)
+    if loaded.config.short_convolution is not None:
+        expected = 4 * 3 * loaded.config.hidden_size
+    assert shape.state_bytes == expected
     assert shape.page_bytes == 2 * 2 * PAGE * 8 * 4
     engine = InferenceEngine(loaded, options())
     blocks = engine.cache.slots + len(engine.cache.states._free)
@@ -138,5 +147,7 @@ def test_a_model_with_states_guesses_for_none(loaded: LoadedModel, tmp_path: Pat
 
 def test_head_masks_are_refused(loaded: LoadedModel) -> None:
     masks = HeadMasks(((True, False), (False, True)), window=6, sinks=2)
-    with pytest.raises(ConfigError, match="linear attention, whose layers have no KV heads"):
+    with pytest.raises(
+        ConfigError, match=r"(attention|convolution), whose layers have no KV heads"
+    ):
         InferenceEngine(loaded.with_masks(masks), options())

@@ -40,6 +40,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"num_kv_heads": None},
     "qwen3_next": {"num_kv_heads": 2, "head_dim": 8, **HYBRID},
     "qwen3_5": {"num_kv_heads": 2, "head_dim": 8, **HYBRID},
+    "lfm2": {
+        "num_kv_heads": 2,
+        "short_convolution.layers": "[0]",
+        "short_convolution.bias": "true",
+    },
 }
 MIXTURES = ("qwen3_next",)
 """PEFT takes every feed-forward of these classes for fused experts, also where a model has none."""

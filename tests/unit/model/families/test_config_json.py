@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headway.config.load import validate
 from headway.errors import ConfigError
@@ -200,6 +201,37 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "width"),
+    [
+        ({}, 256),
+        ({"block_ff_dim": 600}, 512),
+        ({"intermediate_size": 385, "block_multiple_of": 1}, 256),
+        ({"intermediate_size": 100, "block_multiple_of": 20, "block_ffn_dim_multiplier": 1.3}, 100),
+        ({"intermediate_size": 100, "block_auto_adjust_ff_dim": False}, 100),
+    ],
+)
+def test_lfm2_has_the_inner_width_of_transformers(settings: dict[str, Any], width: int) -> None:
+    config = {"model_type": "lfm2", **SHAPE, "layer_types": ["conv", "full_attention"], **settings}
+    assert family_of("lfm2").read(config).ffn_size == width
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.Lfm2Config(**config)
+    with torch.device("meta"):
+        model = transformers.Lfm2ForCausalLM(reference)
+    assert model.model.layers[0].feed_forward.w1.out_features == width
+
+
+def test_published_lfm2_files_are_read_with_their_older_keys() -> None:
+    config = {
+        **SHAPE, "model_type": "lfm2", "full_attn_idxs": [1], "tie_embedding": False, "theta": 1000000.0, "block_use_swiglu": True,
+        "conv_dim": 32, "norm_eps": 1e-3,
+    }  # fmt: skip
+    read = family_of("lfm2").read(config)
+    assert read.short_convolution is not None
+    assert read.short_convolution.layers == (0,)
+    assert (read.tie_embeddings, read.rope_theta, read.norm_eps) == (False, 1e6, 1e-3)
+
+
+@pytest.mark.parametrize(
     ("family", "first", "sliding"),
     [("qwen2", 2, (2, 3)), ("qwen3", 1, (1, 2, 3)), ("qwen2", 3, (3,)), ("qwen2", 4, None)],
 )
@@ -335,6 +367,15 @@ def test_settings_of_the_model_that_contradict_each_other_are_refused(
         ),
         ({"model_type": "gemma3", "text_config": 3}, "text_config is 3"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0"),
+        ({"model_type": "lfm2", "layer_types": ["conv"]}, "layer_types names 1 layers"),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "mamba"]},
+            "layer_types holds 'mamba'; headway computes conv and full_attention",
+        ),
+        (
+            {"model_type": "lfm2", "full_attn_idxs": [1], "block_multiple_of": 0},
+            "block_multiple_of is 0",
+        ),
         (
             {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx is True",

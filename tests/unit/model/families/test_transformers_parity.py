@@ -248,7 +248,7 @@ def test_decoding_with_head_masks_is_the_forward_under_them(
     config = model.config
     if config.latent_attention is not None:
         return  # no KV heads: test_latent_attention.py has the refusal
-    if config.linear_attention is not None:
+    if config.has_states:
         return  # nor these: test_engine_states.py
     masks = HeadMasks(
         tuple(
