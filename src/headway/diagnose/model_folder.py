@@ -28,6 +28,7 @@ from headway.model.loading.huggingface import (
     PICKLED,
     PICKLED_INDEX,
     WEIGHTS,
+    packing,
     read_config,
     read_json,
     survey_weights,
@@ -273,7 +274,12 @@ def _examine_weights(report: ModelReport, config: ModelConfig) -> bool:
     for problem in survey.wrong[:SHOWN]:
         report.checks.append(Check("weights", "fail", problem))
     if not (survey.missing or survey.extra or survey.wrong):
-        report.checks.append(Check("weights", "ok", f"{survey.matched} parameters match"))
+        detail = f"{survey.matched} parameters match"
+        form = packing(report.folder)
+        if form is not None:
+            detail += f"; stored in {form.description}, dequantised while they are read: "
+            detail += "what is trained or written from them has 16 or 32 bits"
+        report.checks.append(Check("weights", "ok", detail))
     return True
 
 

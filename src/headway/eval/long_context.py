@@ -27,7 +27,7 @@ from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
-from headway.text import ruler
+from headway.text import longbench, ruler
 from headway.text.long_tasks import Case, Generator, find_task, fit, smallest
 from headway.text.ruler_files import RulerFiles
 
@@ -151,7 +151,13 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
     ids_of = prompts_of(tokenizer, plan)
     files = RulerFiles(plan.questions.ruler_data)
     cases: list[LongCase] = []
+    choices: list[longbench.ChoiceQuestion] = []
+    if plan.questions.longbench is not None and set(plan.tasks) & set(longbench.NAMES):
+        choices = longbench.read_questions(plan.questions.longbench)
     for task in plan.tasks:
+        if task in longbench.NAMES:
+            cases += _longbench_cases(task, choices, tokenizer, plan, ids_of)
+            continue
         for length in plan.lengths:
             generator = _generator(task, length, tokenizer, files)
             for depth in plan.questions.depths:
@@ -172,6 +178,30 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
                         generator=generator,
                     )
                     cases.append(LongCase(task, length, depth, case, ids_of(case), answer_tokens))
+    return cases
+
+
+def _longbench_cases(
+    task: str,
+    choices: list[longbench.ChoiceQuestion],
+    tokenizer: Tokenizer,
+    plan: LongPlan,
+    ids_of: Callable[[Case], list[int]],
+) -> list[LongCase]:
+    """Questions of one length class, cut to every length; as many as another task has cases."""
+    number = len(plan.questions.depths) * plan.questions.samples
+    questions = longbench.draw_questions(choices, task, number, plan.questions.seed)
+    cases: list[LongCase] = []
+    for length in plan.lengths:
+        for question in questions:
+            case = longbench.cut_case(
+                question,
+                length,
+                tokenizer.encode,
+                tokenizer.decode,
+                lambda case: len(ids_of(case)),
+            )
+            cases.append(LongCase(task, length, 0.0, case, ids_of(case), longbench.ANSWER_TOKENS))
     return cases
 
 
@@ -347,7 +377,7 @@ def _load_or_measure(
         return _measure(loaded.with_masks(variant.masks), variant, plan, cases, texts)
 
     # Files may change under the same plan; other prompts follow from it.
-    if any(task in ruler.NAMES for task in plan.tasks):
+    if any(task in (*ruler.NAMES, *longbench.NAMES) for task in plan.tasks):
         texts_key += _prompts_key(cases)
     key = _key(loaded, variant, plan, texts_key)
     file = results_dir / f"{variant.name.replace(' ', '-')}.json"

@@ -20,7 +20,7 @@ from headway.config.options import (
 from headway.errors import ConfigError
 from headway.infer.generate_options import GenerateOptions
 from headway.infer.sampling import Sampling
-from headway.text import ruler
+from headway.text import longbench, ruler
 from headway.text.long_tasks import find_task, task_names
 from headway.text.record_keys import KEYS_HELP, KEYS_METAVAR, KeyMap
 
@@ -217,8 +217,14 @@ class LongQuestions:
     ruler_data: Path | None = option(
         None, "A folder with the essays, word lists and question sets of RULER's tasks."
     )
+    longbench: Path | None = option(None, "data.json of LongBench v2, for its tasks.")
 
     def __post_init__(self) -> None:
+        if self.longbench is not None and not self.longbench.is_file():
+            raise ConfigError(
+                f"--longbench is {str(self.longbench)!r}, which is not a file. Give data.json of "
+                "LongBench v2."
+            )
         if self.ruler_data is not None and not self.ruler_data.is_dir():
             raise ConfigError(
                 f"--ruler-data is {str(self.ruler_data)!r}, which is not a folder. Give a folder "
@@ -272,7 +278,8 @@ class LongPlan:
     tasks: tuple[str, ...] = option(
         ...,
         "Tasks, comma separated; default: all of headway's. needle_* hide numbers, passkey, "
-        "key_value, variable_tracking, common_words; ruler is all of RULER's, ruler_vt one.",
+        "key_value, variable_tracking, common_words; ruler is all of RULER's, ruler_vt one; "
+        "longbench_v2 or longbench_v2_short.",
         written=None,
         read=_long_tasks,
     )
@@ -293,17 +300,21 @@ class LongPlan:
         for task in self.tasks:
             if task.startswith(ruler.GROUP):
                 ruler.check(task, self.tasks, self.questions.ruler_data)
+            elif task.startswith(longbench.GROUP):
+                longbench.check(task, self.tasks, self.questions.longbench)
             else:
                 find_task(task)
         if min(self.lengths) < 1:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
 
     def resolved(self) -> LongPlan:
-        """With RULER's tasks by their names, those whose files are there."""
+        """With the names of tasks for those of groups; of RULER's, those whose files are there."""
         tasks: list[str] = []
         for task in self.tasks:
             if task == ruler.GROUP:
                 tasks += ruler.available(self.questions.ruler_data)
+            elif task == longbench.GROUP:
+                tasks += longbench.NAMES
             else:
                 tasks.append(task)
         return replace(self, tasks=tuple(tasks))
@@ -324,8 +335,9 @@ class LongPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         questions = asdict(self.questions)
-        # Left out where it says nothing: results are found by these values.
-        folder = questions.pop("ruler_data")
-        if folder is not None:
-            questions["ruler_data"] = str(folder)
+        # Left out where they say nothing: results are found by these values.
+        for name in ("ruler_data", "longbench"):
+            path = questions.pop(name)
+            if path is not None:
+                questions[name] = str(path)
         return {"tasks": self.tasks, "lengths": self.lengths, **questions}

@@ -75,6 +75,8 @@ class Generator:
     least_units: int = LEAST_UNITS
     answer_tokens: int | None = None
     """Tokens that an answer may have; None: as many as the expected answers need."""
+    most_units: int | None = None
+    """What the texts that cases are made of are enough for; None: for any."""
 
 
 def task_names() -> list[str]:
@@ -140,6 +142,8 @@ def fit(
     per_unit = max(LEAST_TOKENS_PER_UNIT, (more_tokens - tokens) / least)
     for _ in range(MAX_FIT_STEPS):
         step = int((limit - tokens) / per_unit)
+        if generator.most_units is not None:
+            step = min(step, generator.most_units - units)
         if step < 1:
             break
         while step >= 1:
@@ -154,6 +158,11 @@ def fit(
             step = min(step - 1, int(step * 0.97 - (case_tokens - limit) / per_unit))
         else:
             break
+    if units == generator.most_units:
+        raise ConfigError(
+            f"--lengths holds {length}; {task} fills only {tokens + room} tokens with the files "
+            "there are. Give a smaller length, or more files (docs/long-context.md)."
+        )
     return best, tokens
 
 

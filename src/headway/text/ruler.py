@@ -163,7 +163,10 @@ def generator(task: str, length: int, count: Callable[[str], int], files: RulerF
         example = chain_example(count)
         return Generator(partial(write_chain, example), CHAIN, 30)
     if name == "cwe":
-        return Generator(partial(write_common, files, length < SHORT), 2 * COMMON, 120)
+        # More words than the lists have come from the large one alone.
+        most = max(len(files.listed_words), len(files.english_words))
+        write = partial(write_common, files, length < SHORT)
+        return Generator(write, 2 * COMMON, 120, most)
     if name == "fwe":
         vocabulary = max(4, (length - 50) // 50)
         return Generator(partial(write_frequent, vocabulary), 50, 50)

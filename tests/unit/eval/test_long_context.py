@@ -366,6 +366,7 @@ def test_texts_and_prompts_begin_as_the_model_expects(
         (["--tasks", "ruler_x"], "--tasks holds 'ruler_x'; of RULER there are ruler, ruler_niah"),
         (["--tasks", "ruler,ruler_vt"], "--tasks holds ruler and ruler_vt; ruler holds it already"),
         (["--tasks", "ruler_qa_1"], "--tasks holds ruler_qa_1, which needs squad.json"),
+        (["--longbench", "nowhere"], "--longbench is 'nowhere', which is not a file"),
         (["--ruler-data", "nowhere"], "--ruler-data is 'nowhere', which is not a folder"),
         (["--lengths", "4q"], "--lengths holds '4q'"),
         (["--lengths", "1k"], "--lengths holds 1024; the model's max_seq_len is 512"),

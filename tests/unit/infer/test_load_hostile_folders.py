@@ -192,7 +192,7 @@ def test_a_git_lfs_pointer_is_refused_with_the_command_that_fetches_it(
 
 
 @pytest.mark.parametrize(
-    ("method", "name"), [("awq", "AWQ"), ("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes")]
+    ("method", "name"), [("aqlm", "aqlm"), ("fp8", "FP8"), ("bitsandbytes", "bitsandbytes")]
 )
 def test_quantised_weights_are_refused_by_their_method(
     folder_without_weights: Path, method: str, name: str

@@ -165,6 +165,31 @@ def test_more_common_words_than_the_lists_have_need_the_large_list(folder: Path)
         written("ruler_cwe", folder, units=7000)
 
 
+def test_a_length_that_the_words_cannot_fill_is_refused_and_one_just_below_is_not(
+    tmp_path: Path,
+) -> None:
+    for kind in ("noun", "adjective", "verb"):
+        lines = "".join(f"{kind}{index}\n" for index in range(100))
+        (tmp_path / f"{kind}list.txt").write_text(lines)
+
+    def fitted(length: int) -> Case:
+        generator = ruler.generator("ruler_cwe", length, words_of, RulerFiles(tmp_path))
+        case, _ = fit(
+            "ruler_cwe",
+            # Long texts have more tokens per word than the short ones that estimates start from.
+            lambda case: words_of(case.prompt) + max(0, words_of(case.prompt) - 1500),
+            length,
+            0.0,
+            (0,),
+            generator=generator,
+        )
+        return case
+
+    assert words_of(fitted(4100).prompt) > 2600
+    with pytest.raises(ConfigError, match=r"ruler_cwe fills only \d+ tokens with the files"):
+        fitted(8000)
+
+
 def test_frequent_words_fall_with_the_square_of_their_rank() -> None:
     case = written("ruler_fwe", None, units=1000)
     coded = case.prompt.split("appeared coded words. ", 1)[1].split("\nQuestion")[0]

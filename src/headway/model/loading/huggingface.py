@@ -10,6 +10,7 @@ parameter; anything else is an error. All shapes are checked before the first te
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families.base import (
+    WRAPPED,
     HfPiece,
     family_for,
     family_of,
@@ -35,6 +37,16 @@ from headway.model.loading.other_parts import (
     has_other_parts,
     text_config,
 )
+from headway.model.loading.packed_groups import (
+    PACKING,
+    GroupFile,
+    GroupFormat,
+    Packed,
+    group_format,
+    parts_files,
+    parts_names,
+    with_weights,
+)
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
 from headway.runtime.digests import FolderDigests
@@ -45,6 +57,8 @@ if TYPE_CHECKING:
 
     from headway.model.config import ModelConfig
     from headway.model.families.transformers import Wrapping
+
+log = logging.getLogger("headway")
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -104,16 +118,20 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
     path = folder / CONFIG
     hf_config = read_json(path)
 
-    # A family reads the quantisation that it is published in, and 8-bit blocks are read for any
-    # family. For a class of transformers nothing is dequantised.
+    # A family reads the quantisation that it is published in, and 8-bit blocks and groups are read
+    # for any family. For a class of transformers nothing is dequantised.
     readable = ()
     if wrapping is None:
         readable = _readable_quantisation(hf_config)
     reason = quantised(hf_config, folder, readable)
-    if reason is not None and (wrapping is not None or block_size(hf_config) is None):
+    is_read = False
+    if reason is not None and wrapping is None:
+        is_blocks = block_size(hf_config) is not None
+        is_read = is_blocks or group_format(hf_config, folder) is not None
+    if reason is not None and not is_read:
         raise ConfigError(f"{path}: {reason}")
 
-    hf_config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+    hf_config = {key: value for key, value in hf_config.items() if key != PACKING}
     try:
         whole = hf_config
         if has_other_parts(whole):
@@ -124,9 +142,13 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
             config = wrapping.read(hf_config, folder)
         if has_other_parts(whole):
             check_logits(whole, config)
-        return config
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
+
+    # A class of transformers may store matrices as [in, out], which a square one does not show.
+    if config.family == WRAPPED and reason is not None and packing(folder) is not None:
+        raise ConfigError(f"{path}: {reason}")
+    return config
 
 
 def _readable_quantisation(hf_config: dict[str, Any]) -> tuple[str, ...]:
@@ -183,10 +205,19 @@ def read_weights(
     """
     where = _locations(folder, config)
     values = _read_all(folder, config, where)
+    form = packing(folder)
+    if form is not None:
+        log.info(
+            "%s: its weights are quantised (%s) and are dequantised while they are read; what is trained or written "
+            "from them has 16 or 32 bits",
+            folder,
+            form.description,
+        )
     # Files are read once: hashed while their tensors are taken.
     if digests is None:
         return values
-    return digests.through(sorted(_weight_files(where) | _scale_files(where)), values)
+    files = _weight_files(where) | _scale_files(where) | parts_files(_packed(folder))
+    return digests.through(sorted(files), values)
 
 
 def _weight_files(where: Locations) -> set[str]:
@@ -225,11 +256,22 @@ def _open_all(folder: Path, where: Locations, opened: ExitStack) -> dict[str, An
     scales = {}
     if block is not None:
         scales = without_scales(_tensors(folder))[1]
-    names = _weight_files(where) | _scale_files(where) | set(scales.values())
+    packed = _packed(folder)
+    names = _weight_files(where) | _scale_files(where) | set(scales.values()) | parts_files(packed)
     files = {name: _open(folder / name, opened) for name in sorted(names)}
     parts = other_parts(folder)
     if parts is not None:
-        files = {name: _renamed(file, parts.names) for name, file in files.items()}
+        stored_names = _stored_names(folder, parts)
+        files = {name: _renamed(file, stored_names) for name, file in files.items()}
+    form = packing(folder)
+    if form is not None:
+        # Pickles hold no packed weight, but may hold other tensors.
+        return {
+            name: file
+            if isinstance(file, _Pickled)
+            else GroupFile(file, form, packed, files.__getitem__, folder)
+            for name, file in files.items()
+        }
     if block is None:
         return files
 
@@ -271,6 +313,21 @@ def _blocks(folder: Path) -> BlockSize | None:
     if (folder / CONFIG).is_file():
         return block_size(read_json(folder / CONFIG))
     return None
+
+
+def packing(folder: Path) -> GroupFormat | None:
+    """The groups of whole numbers in which the weights of a folder are stored, if they are."""
+    if (folder / CONFIG).is_file():
+        return group_format(read_json(folder / CONFIG), folder)
+    return None
+
+
+def _packed(folder: Path) -> Packed:
+    """The packed weights of a folder and the files of their parts."""
+    form = packing(folder)
+    if form is None:
+        return {}
+    return with_weights(_tensors(folder), form, folder)[1]
 
 
 def _open(path: Path, opened: ExitStack) -> Any:
@@ -327,6 +384,14 @@ def _wrong_shapes(
                     continue
                 whole = dequantised
                 dtype = "BF16"
+
+            is_packed = isinstance(files[file], GroupFile) and piece.name in files[file].packed
+            if is_packed and piece.transposed:
+                yield (
+                    f"{folder / file}: {piece.name} is packed, and {CONFIG} is of a family that stores its weights "
+                    "as [in, out]; packed weights are read as [out, in]. Give the model they were made from."
+                )
+                continue
 
             # A message about a part names the whole tensor too, since that is what a file shows.
             shape = part_shape(whole, piece)
@@ -509,6 +574,10 @@ def _matched(folder: Path, config: ModelConfig) -> tuple[Locations, list[str], l
     files = _tensors(folder)
     if _blocks(folder) is not None:
         files = without_scales(files)[0]
+    form = packing(folder)
+    packed: Packed = {}
+    if form is not None:
+        files, packed = with_weights(files, form, folder)
 
     # First the parameters that are a part of a tensor, or made of several: the family knows how.
     where: Locations = {}
@@ -546,7 +615,23 @@ def _matched(folder: Path, config: ModelConfig) -> tuple[Locations, list[str], l
     # Some tools write a tied head as well.
     accepted = {spec.tied_to for spec in param_specs(config) if spec.tied_to is not None}
     extra = sorted(where.keys() - expected - accepted)
+    if packed:
+        zeros = [name for name in extra if _is_zero_bias(folder, where[name][0], packed)]
+        for name in zeros:
+            del where[name]
+        extra = [name for name in extra if name not in zeros]
     return where, missing, extra
+
+
+def _is_zero_bias(folder: Path, stored: StoredPiece, packed: Packed) -> bool:
+    """Whether a tensor is the bias of zeros that tools write beside each packed weight."""
+    name = stored.piece.name
+    module, _, leaf = name.rpartition(".")
+    if leaf != "bias" or f"{module}.weight" not in packed:
+        return False
+    with ExitStack() as opened:
+        files = _open_all(folder, {name: (stored,)}, opened)
+        return not bool(_read_piece(folder, files, stored).any())
 
 
 def other_parts(folder: Path) -> OtherParts | None:
@@ -556,7 +641,29 @@ def other_parts(folder: Path) -> OtherParts | None:
     hf_config = read_json(folder / CONFIG)
     if not has_other_parts(hf_config):
         return None
-    return find_other_parts(folder, hf_config, _stored(folder))
+    form = group_format(hf_config, folder)
+    if form is None:
+        return find_other_parts(folder, hf_config, _stored(folder))
+
+    # Names in the class are those of weights. What is written with the parts later is plain.
+    hf_config = {key: value for key, value in hf_config.items() if key != PACKING}
+    stored, packed = with_weights(_stored(folder), form, folder)
+    parts = find_other_parts(folder, hf_config, stored)
+    kept = next((name for name in parts.others if name in packed), None)
+    if kept is not None:
+        raise ConfigError(
+            f"{folder}: {kept} is packed ({form.description}) and no part of the text model; headway keeps such parts as they "
+            "are and reads packed weights of the text model alone. Give the model they were made from."
+        )
+    return parts
+
+
+def _stored_names(folder: Path, parts: OtherParts) -> Mapping[str, str]:
+    """Name of every tensor in a folder of the text model -> the name of the one that is stored."""
+    form = packing(folder)
+    if form is None:
+        return parts.names
+    return parts_names(parts.names, with_weights(_stored(folder), form, folder)[1])
 
 
 def _tensors(folder: Path) -> dict[str, str]:
@@ -566,7 +673,7 @@ def _tensors(folder: Path) -> dict[str, str]:
     parts = other_parts(folder)
     if parts is None:
         return stored
-    return {name: stored[whole] for name, whole in parts.names.items()}
+    return {name: stored[whole] for name, whole in _stored_names(folder, parts).items()}
 
 
 def _stored(folder: Path) -> dict[str, str]:
