@@ -54,7 +54,7 @@ def test_the_core_is_the_equation_of_its_head() -> None:
         assert torch.allclose(result[token], c[token] * y, atol=1e-6)
 
 
-def test_a_packed_row_of_a_layer_has_the_bits_of_its_documents_alone() -> None:
+def test_a_packed_row_of_a_convolution_has_the_bits_of_its_documents_alone() -> None:
     """Gates and convolution: what a layer does across tokens. Matrix products before and after it may round by the number of rows."""
     made = layer()
     whole = projected(made, sum(LENGTHS))
@@ -97,7 +97,7 @@ def test_tokens_one_by_one_and_in_pieces_have_the_bits_of_the_whole() -> None:
     assert torch.equal(torch.cat(outputs), whole)
 
 
-def test_what_one_document_holds_changes_no_bit_of_the_others() -> None:
+def test_no_convolution_reaches_into_another_document() -> None:
     model = Transformer(CONFIG)
     initialize(model, 5)
     batch = make_batch([[3, 1, 6, 2, 5]], seq_len=20, vocab=96)
@@ -118,7 +118,7 @@ def test_what_one_document_holds_changes_no_bit_of_the_others() -> None:
         ({"taps": 1}, "greater than or equal to 2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, object], problem: str) -> None:
+def test_sizes_that_no_convolution_has_are_refused(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         CONFIG.with_(short_convolution={**FAMILY_SHAPES["lfm2"]["short_convolution"], **changes})
 
@@ -145,7 +145,7 @@ def test_settings_of_other_layers_are_refused(key: str) -> None:
         ),
     ],
 )
-def test_layouts_that_cut_a_state_are_refused(
+def test_layouts_that_cut_a_convolution_are_refused(
     layout: Layout, channels: int | None, problem: str
 ) -> None:
     config = CONFIG.with_(short_convolution={"layers": (0,), "channels": channels})
