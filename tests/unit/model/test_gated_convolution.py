@@ -118,7 +118,9 @@ def test_no_convolution_reaches_into_another_document() -> None:
         ({"taps": 1}, "greater than or equal to 2"),
     ],
 )
-def test_sizes_that_no_convolution_has_are_refused(changes: dict[str, object], problem: str) -> None:
+def test_sizes_that_no_convolution_has_are_refused(
+    changes: dict[str, object], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         CONFIG.with_(short_convolution={**FAMILY_SHAPES["lfm2"]["short_convolution"], **changes})
 

@@ -107,7 +107,9 @@ def test_one_name_stands_for_all_classes(tmp_path: Path) -> None:
         ([entry(1, length="long")], "has no question of length short"),
     ],
 )
-def test_a_damaged_file_of_questions_is_one_clear_line(tmp_path: Path, entries: Any, said: str) -> None:
+def test_a_damaged_file_of_questions_is_one_clear_line(
+    tmp_path: Path, entries: Any, said: str
+) -> None:
     questions = LongQuestions(longbench=write(tmp_path, entries))
     with pytest.raises(ConfigError) as refused:
         make_cases(byte_tokenizer(), LongPlan(("longbench_v2_short",), (1000,), questions))
