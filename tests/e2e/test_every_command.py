@@ -218,6 +218,8 @@ def small_training(words: list[str]) -> list[str]:
             "batch={rows: 4, micro_rows: 4}",
             "model.aligner.dim=16" if recipe == "multimodal/align" else "data.seq_len=512",
         ]
+        if recipe == "multimodal/native":
+            more += ["multimodal.native.max_pixels=16384"]
     else:
         more += guide_workspace.FAST
         more += (

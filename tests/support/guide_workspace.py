@@ -18,9 +18,10 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from support.byte_model import byte_tokenizer
 from support.internlm_folder import write_optimizer, write_weights
+from support.packed_folders import Packing, pack_folder
 from support.runs import headway
 from support.small_video import film
-from support.whole_cases import CASES, TOKENS, build_whole
+from support.small_vision import build_vision, write_conversations, write_vision
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ROOT / "tests" / "support" / "imported"
@@ -90,6 +91,7 @@ LINKS = {
     "deep3": ("runs/nope3-stage2",),
     "mixture": ("models/mixture",),
     "whole": ("models/whole",),
+    "packed": ("models/NAME-GPTQ",),
     "gated": ("runs/sparsify-laptop", "runs/shorter", "runs/prulong-masks", "runs/prulong-weights", "runs/sparse"),
     "run": ("runs/my-run", "runs/NAME"),
     "policy": ("runs/grpo-laptop",),
@@ -111,6 +113,7 @@ def build(folder: Path) -> None:
     _write_stores()
     _write_imports()
     _write_media()
+    _write_pictures()
     _train_models()
     for name, places in LINKS.items():
         for link in places:
@@ -296,6 +299,7 @@ def _write_models() -> None:
     _write_model("qwen3", CONFIG.with_(family="qwen3", num_layers=6, qk_norm=True))
     _write_model("mixture", CONFIG.with_(family="mixtral", experts={"num": 4, "per_token": 2}))
     _write_whole_model()
+    pack_folder(Path("made/chat"), Path("made/packed"), Packing("gptq"))
     # A checkpoint of InternLM with its optimizer: one tensor rank, one stage, one zero rank.
     config = ModelConfig(**INTERNLM)
     weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
@@ -316,15 +320,11 @@ def _write_models() -> None:
 
 
 def _write_whole_model() -> None:
-    """A Qwen2.5-VL whose text part fits the tokenizer of the other models."""
-    case = CASES["qwen2_5_vl"]
-    text = {**case["text_config"], "vocab_size": CONFIG.vocab_size, "max_position_embeddings": 4096}
-    # Ids above those of the tokenizer: no text has them.
-    tokens = {name: 310 + number for number, name in enumerate(TOKENS)}
-    model = build_whole("qwen2_5_vl", {**case, "text_config": text, **tokens})
-    model.save_pretrained("made/whole")
-    for path in Path("made/templated").iterdir():
-        shutil.copy(path, "made/whole")
+    """A Qwen2.5-VL with the files of a published folder."""
+    folder = write_vision(Path("made/whole"), build_vision({"max_position_embeddings": 4096}))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**settings, "chat_template": TEMPLATE}), encoding="utf-8")
 
 
 def _write_recipes() -> None:
@@ -373,6 +373,13 @@ def _write_imports() -> None:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(IMPORTED / source, name)
     shutil.copytree(IMPORTED / "llamafactory-data", "llamafactory-data")
+
+
+def _write_pictures() -> None:
+    """Conversations about pictures alone, whose paths are relative to their file."""
+    path = write_conversations(Path("pictures"))
+    records = path.read_text(encoding="utf-8").replace("pictures/pictures/", "pictures/")
+    path.write_text(f"{records}\n" * 10, encoding="utf-8")
 
 
 def _write_media() -> None:
