@@ -82,6 +82,7 @@ def traced_step(
     return [(entry.action, entry.begin.host, entry.end.host) for entry in engine.runner.trace], peak
 
 
+@pytest.mark.slow
 def test_a_pipeline_runs_in_the_planned_order_with_the_planned_bubble_and_memory() -> None:
     def measure(group: RankGroup) -> dict[str, Any]:
         return {schedule: traced_step(group, schedule) for schedule in SCHEDULES}

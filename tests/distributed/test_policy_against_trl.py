@@ -39,6 +39,7 @@ def losses(settings: dict[str, Any], group: RankGroup) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_on_two_ranks_are_those_of_trl(layout: str) -> None:
     expected = [entry["loss"] for entry in GOLDEN["cases"]]

@@ -76,6 +76,7 @@ def all_layouts(folder: Path, group: RankGroup) -> list[tuple[str, str, Result]]
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     write_vision(tmp_path / "model")
     write_conversations(tmp_path)

@@ -109,6 +109,7 @@ def test_batches_that_change_and_packing_change_no_bit_of_an_answer(
         assert answer.logprobs.tobytes() == other.logprobs.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_bit_differs_on_two_ranks(folder: Path, plain: Records, strategy: str) -> None:
     records = run(folder, strategy, *STRATEGIES[strategy], world=2)

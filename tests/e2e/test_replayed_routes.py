@@ -138,6 +138,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_take_the_same_experts(folder: Path, whole: Records, layout: str) -> None:
     records = run(folder, layout, "mixture", *LAYOUTS[layout], world=2)

@@ -400,6 +400,7 @@ def test_the_reference_of_an_adapter_is_its_base_without_a_second_copy(
     assert max(record["agreement/mean"] for record in records) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_teacher_alone_brings_the_student_nearer(folder: Path) -> None:
     write_model(folder / "teacher", CONFIG.with_(max_seq_len=256, init_std=0.25))
     records = run(

@@ -73,6 +73,7 @@ def run_twice(folder: Path, tracker: str) -> tuple[Path, dict[int, float], str]:
     return recipe.run.folder, losses, next(iter(ids[0].values()))
 
 
+@pytest.mark.slow
 def test_wandb_offline_files_hold_the_same_numbers(tmp_path: Path) -> None:
     if not is_installed("wandb"):
         pytest.skip("wandb is not installed")

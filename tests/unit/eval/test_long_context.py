@@ -209,6 +209,7 @@ def test_by_default_masks_are_compared_with_random_draws_and_simple_choices(
     assert "--random-draws is 0" in told
 
 
+@pytest.mark.slow
 def test_a_comparison_is_measured_again_when_seed_or_text_change(
     capsys: pytest.CaptureFixture[str], comparison: Comparison
 ) -> None:

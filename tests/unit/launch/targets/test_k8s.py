@@ -164,6 +164,7 @@ def test_lines_between_two_calls_of_kubectl_are_shown_once(
     assert shown == [f"{pod} line {second}" for second in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_together(folder: Path) -> None:
     (folder / "cluster/start").touch()
     target = K8sTarget(SETTINGS.model_copy(update={"nodes": 2, "port": 23456}))
