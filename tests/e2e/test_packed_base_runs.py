@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.base_runs import logits, train_on_store
 from support.packed_folders import Packing, pack_folder, write_exact
 from support.runs import make_stores
 
 from headway.checkpoint.stored_model import find_model
-from headway.config.load import load
-from headway.infer.load import load_model
-from headway.kernels.attention import causal_mask
-from headway.train import train
-from headway.train.config import Recipe
 
 SHAPE = (
     "model.hidden_size=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=48", "model.vocab_size=64",
@@ -36,18 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def go(folder: Path, name: str, *more: str) -> dict[str, Any]:
-    settings = [
-        f"run.dir={folder}", f"run.name={name}", f"data.train=[{folder}/store0]", "data.seq_len=64", "data.tokenizer_unchecked=true",
-        "data.valid.fraction=0.1", f"data.cache_dir={folder}/cache", "batch.rows=4", "batch.micro_rows=2", "steps=3", "device=cpu", *more,
-    ]  # fmt: skip
-    return train(load(Recipe, None, settings))
-
-
-@torch.no_grad()
-def logits(path: Path) -> torch.Tensor:
-    model = load_model(path).model
-    tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(5))
-    return model.logits(model(tokens, torch.arange(20).expand(2, -1), causal_mask(2, 20)))
+    return train_on_store(folder, name, "steps=3", *more)
 
 
 def losses(run: Path) -> list[float]:

@@ -1,8 +1,6 @@
 """Learning from rewards as whole runs: sampler and trainer agree, every way of using answers does what it says, mistakes are one line."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from support.rollout_runs import (
     journal_of,
     rollout_recipe,
     sampled_ids,
+    train_with_a_spike,
     write_rollout_inputs,
 )
 from support.runs import headway
@@ -30,8 +29,6 @@ from headway.tasks.grpo import KEPT
 from headway.tasks.grpo import Config as PolicyConfig
 from headway.track.metrics_file import read_metrics
 from headway.train import train
-from headway.train.health import BadStep
-from headway.train.run import Run
 
 Records = list[dict[str, Any]]
 
@@ -125,19 +122,7 @@ def test_a_run_that_rolls_back_samples_the_batch_that_takes_the_place_of_the_ski
     folder: Path,
 ) -> None:
     recipe = rollout_recipe(folder, "back", "heal.on_spike=rollback", "checkpoint.every=1")
-    steps: list[int] = []
-
-    @contextmanager
-    def spoiled(run: Run) -> Iterator[None]:
-        def after_step(step: int) -> None:
-            steps.append(step)
-            if steps == [1, 2]:
-                run.healer.bad = BadStep(2, "spike", "a test says so")
-
-        run.on_step(after_step)
-        yield
-
-    train(recipe, hook=spoiled)
+    steps = train_with_a_spike(recipe)
     assert steps == [1, 2, 2, 3, 4]
     # The second batch was skipped: its answers are gone, and the third is of its weights.
     batches = [(sampled.batch, sampled.version) for sampled in journal_of(recipe.run.folder)]

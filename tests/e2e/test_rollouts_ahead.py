@@ -16,6 +16,7 @@ from support.rollout_runs import (
     journal_of,
     rollout_recipe,
     sampled_ids,
+    train_with_a_spike,
     write_rollout_inputs,
 )
 from support.runs import assert_same_run
@@ -26,7 +27,6 @@ from headway.rollout.sampler import PolicySampler
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.health import BadStep
 from headway.train.rollouts import Rollouts
 from headway.train.run import Run
 
@@ -213,19 +213,7 @@ def test_the_bound_on_the_difference_names_the_older_weights(folder: Path) -> No
 def test_a_rollback_uses_no_answers_of_the_weights_that_it_left(folder: Path) -> None:
     settings = ("heal.on_spike=rollback", "checkpoint.every=1", "rollout.ahead=1")
     recipe = rollout_recipe(folder, "back", *settings)
-    steps: list[int] = []
-
-    @contextmanager
-    def spoiled(run: Run) -> Iterator[None]:
-        def after_step(step: int) -> None:
-            steps.append(step)
-            if steps == [1, 2]:
-                run.healer.bad = BadStep(2, "spike", "a test says so")
-
-        run.on_step(after_step)
-        yield
-
-    train(recipe, hook=spoiled)
+    steps = train_with_a_spike(recipe)
     assert steps == [1, 2, 2, 3, 4]
     # The second batch was skipped. The third was drawn by the weights of update 1, to which the
     # run returned; all later ones are of the weights after that.

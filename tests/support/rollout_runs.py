@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from headway.export.huggingface import export_huggingface
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.rollout.journal import FILE, SampledBatch, read_journal
+from headway.train import train
 from headway.train.config import Recipe
+from headway.train.health import BadStep
+from headway.train.run import Run
 from support.byte_model import CONFIG, byte_tokenizer, write_model
 
 REWARD = """\
@@ -99,3 +104,21 @@ def journal_content(run: Path) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in record.items() if name != "seconds"} for record in records
     ]
+
+
+def train_with_a_spike(recipe: Recipe) -> list[int]:
+    """Train; the second step is called a spike. The steps in the order in which they were done."""
+    steps: list[int] = []
+
+    @contextmanager
+    def spoiled(run: Run) -> Iterator[None]:
+        def after_step(step: int) -> None:
+            steps.append(step)
+            if steps == [1, 2]:
+                run.healer.bad = BadStep(2, "spike", "a test says so")
+
+        run.on_step(after_step)
+        yield
+
+    train(recipe, hook=spoiled)
+    return steps

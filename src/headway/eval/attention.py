@@ -7,7 +7,7 @@ every layer, query head, length and depth goes out.
 
 The last position predicts the first token of the answer. A head's number is the sum of its weights
 there over the tokens of the answer in the needle, averaged over prompts. With T tokens, n of them
-the needle's, a head that attends to all tokens alike has n / T (`uniform`).
+the needle's, a head that attends to all tokens equally has n / T (`uniform`).
 
 The weights are those of the model's own pass: the queries and keys are taken where the layer hands
 them to its attention kernel, after RoPE and norms.
@@ -57,7 +57,7 @@ class HeadAttention:
     attention: float
     """Sum of the weights on the needle; the mean over prompts."""
     uniform: float
-    """What a head that attends to all tokens alike would have."""
+    """What a head that attends to all tokens equally would have."""
 
 
 @dataclass(frozen=True)

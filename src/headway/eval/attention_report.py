@@ -133,7 +133,7 @@ def report_lines(result: AttentionResult) -> Iterator[str]:
     yield (
         "A number is the share of a head's attention, at the position that predicts the answer, "
         "that lies on the answer's tokens in the needle. `uniform` is that of a head which attends "
-        "to all tokens alike."
+        "to all tokens equally."
     )
     yield ""
     yield "## By distance"

@@ -66,6 +66,16 @@ def test_what_is_kept_between_steps_is_what_the_engine_allocates(
     assert {kind: kinds[kind] / ROUND for kind in held} == pytest.approx(held, rel=0.02)
 
 
+def kept_by_a_forward(engine: Any) -> int:
+    """Bytes that live after an eager forward of two rows, beside the parameters."""
+    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
+    mask = mask_of(batch)
+    with LiveBytes() as live:
+        hidden = engine.model(batch.tokens, batch.position, mask)
+    assert hidden.requires_grad
+    return live.without([buffer.param for buffer in engine.buffers])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "memory", [{}, {"recompute": 0.5}, {"recompute": 1}, {"recompute": "selective"}]
@@ -74,12 +84,7 @@ def test_activations_are_those_that_live_after_an_eager_forward(
     dtype: torch.dtype, memory: dict[str, Any]
 ) -> None:
     engine = make_engine(RankGroup(), Setup(config=WIDE, dtype=dtype, freeze=(), memory=memory))
-    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
-    mask = mask_of(batch)
-    with LiveBytes() as live:
-        hidden = engine.model(batch.tokens, batch.position, mask)
-    kept = live.without([buffer.param for buffer in engine.buffers])
-    assert hidden.requires_grad
+    kept = kept_by_a_forward(engine)
     job = job_of(engine, memory=MemoryConfig.model_validate(memory))
     expected = moments(job)["head"]["activations"]
     assert kept == pytest.approx(expected, rel=0.05)
@@ -112,12 +117,7 @@ def test_latents_are_those_that_live_after_an_eager_forward(
 ) -> None:
     model = latent_model(q_rank)
     engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
-    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
-    mask = mask_of(batch)
-    with LiveBytes() as live:
-        hidden = engine.model(batch.tokens, batch.position, mask)
-    kept = live.without([buffer.param for buffer in engine.buffers])
-    assert hidden.requires_grad
+    kept = kept_by_a_forward(engine)
     expected = moments(job_of(engine, model=model))["head"]["activations"]
     assert kept == pytest.approx(expected, rel=0.02)
 
@@ -137,12 +137,7 @@ def test_layers_of_linear_attention_keep_what_the_estimate_says(
     }
     model = WIDE.with_(linear_attention=linear, attention_gate=True, qk_norm=True)
     engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
-    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
-    mask = mask_of(batch)
-    with LiveBytes() as live:
-        hidden = engine.model(batch.tokens, batch.position, mask)
-    kept = live.without([buffer.param for buffer in engine.buffers])
-    assert hidden.requires_grad
+    kept = kept_by_a_forward(engine)
     expected = moments(job_of(engine, model=model))["head"]["activations"]
     assert kept == pytest.approx(expected, rel=0.05)
 
@@ -154,12 +149,7 @@ def test_layers_of_short_convolutions_keep_what_the_estimate_says(
 ) -> None:
     model = WIDE.with_(short_convolution={"taps": taps, "layers": (0, 2, 3)}, qk_norm=True)
     engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
-    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
-    mask = mask_of(batch)
-    with LiveBytes() as live:
-        hidden = engine.model(batch.tokens, batch.position, mask)
-    kept = live.without([buffer.param for buffer in engine.buffers])
-    assert hidden.requires_grad
+    kept = kept_by_a_forward(engine)
     expected = moments(job_of(engine, model=model))["head"]["activations"]
     assert kept == pytest.approx(expected, rel=0.05)
 

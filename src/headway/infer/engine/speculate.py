@@ -400,11 +400,18 @@ def check_guesses(
     return pending
 
 
+def _kind_of_state(loaded: LoadedModel) -> str | None:
+    """What layers of a model with a state of fixed size are; None for other models."""
+    section = loaded.config.state_section
+    if section is None:
+        return None
+    return section[0].replace("_", " ")
+
+
 def check_speculation(loaded: LoadedModel, speculation: Speculation) -> None:
     """Refuse to guess with a model whose state cannot go back over a wrong guess."""
-    given = loaded.config.state_section
-    if given is not None:
-        kind = given[0].replace("_", " ")
+    kind = _kind_of_state(loaded)
+    if kind is not None:
         raise ConfigError(
             f"--speculate is {speculation.draft or 'ngram'} and the model has {kind}, "
             "whose state cannot go back over a wrong guess. Leave --speculate out."
@@ -418,9 +425,8 @@ def open_draft(path: str, loaded: LoadedModel) -> LoadedModel:
         raise ConfigError(
             f"--speculate is {path}, which takes pictures and sounds. Give a model of text."
         )
-    given = draft.config.state_section
-    if given is not None:
-        kind = given[0].replace("_", " ")
+    kind = _kind_of_state(draft)
+    if kind is not None:
         raise ConfigError(
             f"--speculate is {path}, which has {kind}: its state cannot go back over a "
             "wrong guess. Give a model without, or ngram."

@@ -9,7 +9,7 @@ each family lists its defaults.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +48,8 @@ OPTIONAL_ROPE_KEYS = {
     "longrope": ("factor", "attention_factor"),
 }
 ROPE_LISTS = ("short_factor", "long_factor")
+FULL = "full_attention"
+"""In `layer_types`, a layer whose tokens see all before them."""
 Keys = Mapping[str, str | tuple[str, ...]]
 """A family's table: a key of config.json -> the setting of ours that it is, or several that it
 switches together. Read both ways."""
@@ -357,30 +359,44 @@ def _as_json(value: Any) -> Any:
     return value
 
 
+def num_layers(settings: Mapping[str, Any]) -> int:
+    """How many layers a file says; more than a model may have are refused before anything is made
+    for each of them."""
+    count = settings["num_hidden_layers"]
+    if count > MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {count}; a model may have {MAX_LAYERS} layers.")
+    return count
+
+
+def layers_of_kind(types: Sequence[str], count: int, kind: str, where: str = "") -> tuple[int, ...]:
+    """The layers of a kind, of `layer_types` for so many layers; all others have full attention.
+
+    `where`: for which models this holds, as the end of the message's sentence.
+    """
+    if len(types) != count:
+        raise ConfigError(
+            f"layer_types names {len(types)} layers; there are num_hidden_layers={count}."
+        )
+    for name in types:
+        if name not in (kind, FULL):
+            raise ConfigError(
+                f"layer_types holds {name!r}; headway computes {kind} and {FULL}{where}."
+            )
+    return tuple(layer for layer, name in enumerate(types) if name == kind)
+
+
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     """sliding_window and window_layers of the families that choose per layer."""
-    layers = settings["num_hidden_layers"]
+    layers = num_layers(settings)
     window = settings["sliding_window"] if settings["use_sliding_window"] else None
-    if layers > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
     types = settings["layer_types"]
     if types is None:
         # The first layers are full, all behind them have the window.
         first = layers
         if window is not None:
             first = min(layers, settings["max_window_layers"] or 0)
-        types = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-    if len(types) != layers:
-        raise ConfigError(
-            f"layer_types names {len(types)} layers; there are num_hidden_layers={layers}."
-        )
-    for kind in types:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise ConfigError(
-                f"layer_types holds {kind!r}; headway computes sliding_attention and "
-                "full_attention."
-            )
-    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+        types = [FULL] * first + ["sliding_attention"] * (layers - first)
+    sliding = list(layers_of_kind(types, layers, "sliding_attention"))
     if sliding and window is None:
         raise ConfigError(
             "layer_types holds 'sliding_attention', but use_sliding_window is false or "

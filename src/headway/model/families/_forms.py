@@ -7,8 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import MAX_LAYERS, ModelConfig
-from headway.model.families._config_json import default_theta, own_name_or_none, read_rope, shown
+from headway.model.config import ModelConfig
+from headway.model.families._config_json import (
+    default_theta,
+    num_layers,
+    own_name_or_none,
+    read_rope,
+    shown,
+)
 from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 
@@ -102,9 +108,7 @@ def written_both_ropes(config: ModelConfig, written: Mapping[str, Any]) -> dict[
 
 def pattern(settings: Mapping[str, Any], period: int) -> list[str]:
     """`layer_types` where it is given, else every `period`-th layer is full."""
-    layers = settings["num_hidden_layers"]
-    if layers > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
+    layers = num_layers(settings)
     # Newer files list the kind of every layer; older ones have the period alone.
     if settings["layer_types"] is not None:
         return settings["layer_types"]

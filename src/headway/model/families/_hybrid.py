@@ -14,8 +14,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import FULL_EVERY, MAX_LAYERS, LinearAttentionConfig, ModelConfig
+from headway.model.config import FULL_EVERY, LinearAttentionConfig, ModelConfig
 from headway.model.families import _config_json as shared
+from headway.model.families._experts import expert_pieces
 from headway.model.families._forms import read_partial
 from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
@@ -45,7 +46,6 @@ ROTATED = 0.25
 THREE_ROWS = ("mrope_section", "mrope_interleaved")
 """Rotary keys for positions of pictures; a text has equal positions in all of their rows."""
 LINEAR = "linear_attention"
-FULL = "full_attention"
 FURTHER = "mtp."
 """Begins the names of layers that predict more tokens, which transformers leaves out too."""
 RENAMED = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_gate"}
@@ -79,9 +79,7 @@ def read_hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _linear_layers(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The layers with linear attention; None where every fourth one has softmax attention."""
-    count = settings["num_hidden_layers"]
-    if count > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {count}; a model may have {MAX_LAYERS} layers.")
+    count = shared.num_layers(settings)
     types = settings["layer_types"]
     if types is None:
         every = settings["full_attention_interval"]
@@ -89,17 +87,8 @@ def _linear_layers(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
             return None
         if every < 1:
             raise ConfigError(f"full_attention_interval is {every}; it must be at least 1.")
-        types = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
-    if len(types) != count:
-        raise ConfigError(
-            f"layer_types names {len(types)} layers; there are num_hidden_layers={count}."
-        )
-    for kind in types:
-        if kind not in (LINEAR, FULL):
-            raise ConfigError(
-                f"layer_types holds {kind!r}; headway computes {LINEAR} and {FULL} in this family."
-            )
-    linear = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
+        types = [shared.FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
+    linear = shared.layers_of_kind(types, count, LINEAR, " in this family")
     if linear == tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY):
         return None
     return linear
@@ -135,7 +124,7 @@ def written_hybrid(config: ModelConfig, model_type: str, architecture: str) -> d
     assert linear is not None
     written = shared.settings_of(config, model_type, architecture, shared.ATTENTION_BIAS)
     fraction = config.rotary_fraction
-    types = [LINEAR if linear.has(layer) else FULL for layer in range(config.num_layers)]
+    types = [LINEAR if linear.has(layer) else shared.FULL for layer in range(config.num_layers)]
     return {
         **written,
         **shared.written_keys(LINEAR_KEYS, linear),
@@ -148,6 +137,18 @@ def written_hybrid(config: ModelConfig, model_type: str, architecture: str) -> d
 def further_layers(stored: Collection[str], config: ModelConfig) -> set[str]:
     """Tensors of layers that predict more tokens."""
     return {name for name in stored if name.startswith(FURTHER)}
+
+
+def mixture_pieces(
+    spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None, *, by_head: bool
+) -> tuple[HfPiece, ...]:
+    """`hybrid_pieces`, and where the files keep the experts of a mixture."""
+    # Taps are stacked as experts are, and are none.
+    if "taps" not in spec.groups:
+        experts = expert_pieces(spec, config, stored)
+        if experts:
+            return experts
+    return hybrid_pieces(spec, config, by_head=by_head)
 
 
 def hybrid_pieces(spec: ParamSpec, config: ModelConfig, *, by_head: bool) -> tuple[HfPiece, ...]:

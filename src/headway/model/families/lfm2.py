@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import FULL_EVERY, MAX_LAYERS, ModelConfig
+from headway.model.config import FULL_EVERY, ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
@@ -22,7 +22,6 @@ from headway.model.layout import ParamSpec
 MODEL_TYPE = "lfm2"
 ARCHITECTURE = "Lfm2ForCausalLM"
 CONVOLUTION = "conv"
-FULL = "full_attention"
 THETA = 1_000_000.0
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -129,26 +128,14 @@ def _inner_width(settings: Mapping[str, Any]) -> int:
 
 def _read_convolutions(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Our section of the convolutions; None where every layer has attention."""
-    count = settings["num_hidden_layers"]
-    if count > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {count}; a model may have {MAX_LAYERS} layers.")
+    count = shared.num_layers(settings)
     types = settings["layer_types"]
     if types is None:
         full = settings["full_attn_idxs"]
         if full is None:
             full = range(count)
-        types = [FULL if layer in full else CONVOLUTION for layer in range(count)]
-    if len(types) != count:
-        raise ConfigError(
-            f"layer_types names {len(types)} layers; there are num_hidden_layers={count}."
-        )
-    for kind in types:
-        if kind not in (CONVOLUTION, FULL):
-            raise ConfigError(
-                f"layer_types holds {kind!r}; headway computes {CONVOLUTION} and {FULL} in this "
-                "family."
-            )
-    convolutions = tuple(layer for layer, kind in enumerate(types) if kind == CONVOLUTION)
+        types = [shared.FULL if layer in full else CONVOLUTION for layer in range(count)]
+    convolutions = shared.layers_of_kind(types, count, CONVOLUTION, " in this family")
     if not convolutions:
         return None
     by_default = tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY)
@@ -181,7 +168,8 @@ def write(config: ModelConfig) -> dict[str, Any]:
     written["norm_eps"] = written.pop("rms_norm_eps")
     written["block_auto_adjust_ff_dim"] = False
     written["layer_types"] = [
-        CONVOLUTION if config.has_state(layer) else FULL for layer in range(config.num_layers)
+        CONVOLUTION if config.has_state(layer) else shared.FULL
+        for layer in range(config.num_layers)
     ]
     if short is not None:
         written |= {"conv_L_cache": short.taps, "conv_bias": short.bias}

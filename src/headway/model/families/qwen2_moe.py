@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import MAX_LAYERS, ModelConfig
+from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families._experts import (
     expert_pieces,
@@ -82,9 +82,7 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 def _layer_types(settings: Mapping[str, Any]) -> list[str]:
     """Of a file that does not list them: every second one of the first layers has the window."""
-    layers = settings["num_hidden_layers"]
-    if layers > MAX_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
+    layers = shared.num_layers(settings)
     kinds = ["full_attention"] * layers
     if settings["use_sliding_window"]:
         for layer in range(0, min(layers, settings["max_window_layers"] or 0), 2):

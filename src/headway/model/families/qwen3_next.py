@@ -8,7 +8,6 @@ from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _hybrid as hybrid
 from headway.model.families._experts import (
-    expert_pieces,
     one_name,
     read_dense_layers,
     read_experts,
@@ -50,10 +49,7 @@ def pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None
 ) -> tuple[HfPiece, ...]:
     """The tensors of attention and of experts."""
-    if "taps" in spec.groups:
-        return hybrid.hybrid_pieces(spec, config, by_head=True)
-    found = expert_pieces(spec, config, stored)
-    return found or hybrid.hybrid_pieces(spec, config, by_head=True)
+    return hybrid.mixture_pieces(spec, config, stored, by_head=True)
 
 
 def read(hf_config: Mapping[str, Any]) -> ModelConfig:
