@@ -1,13 +1,12 @@
 """`python -m headway` and the `headway` command."""
 
-import sys
-
 from headway.cli import main
+from headway.runtime.process import end_process
 
 
 def run() -> None:
     """Entry point of the installed command."""
-    sys.exit(main())
+    end_process(main())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 from headway.errors import LaunchError, first_line
 from headway.parallel.mesh import Mesh
 from headway.runtime.heartbeat import Heartbeat
-from headway.runtime.process import Process
+from headway.runtime.process import Process, remember_group
 
 # Newer versions of torch have new names for these two and warn at the old ones.
 reduce_scatter_tensors = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -321,6 +321,7 @@ def start_group(
     kinds = "gloo"
     if backend == "nccl":
         kinds = "cpu:gloo,cuda:nccl"
+    remember_group()
     try:
         dist.init_process_group(
             kinds,

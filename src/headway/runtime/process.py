@@ -11,6 +11,7 @@ however that happens, so that nothing keeps a GPU.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -25,10 +26,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from headway.config.user_code import UserFiles
 from headway.errors import LaunchError, first_line
+from headway.runtime.output import flush_streams
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -389,6 +391,32 @@ def _end_with(parent: int) -> None:
     # The parent may have ended before the kernel was asked.
     if os.getppid() != parent:
         os._exit(1)
+
+
+_group_was_started = False
+"""Whether this process has joined a process group."""
+
+
+def remember_group() -> None:
+    """This process joins a process group, so `end_process` leaves out the interpreter's shutdown."""
+    global _group_was_started
+    _group_was_started = True
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process of a command with this exit code.
+
+    A process that was one of several ranks leaves out the interpreter's shutdown. Threads of gloo
+    live as long as anything refers to a group, hold tensors that belong to Python, and abort the
+    process if they drop one while the interpreter goes down: finished work would count as failed.
+    """
+    if _group_was_started:
+        # What the shutdown does before it takes the interpreter apart, in its order.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        flush_streams()
+        os._exit(code)
+    sys.exit(code)
 
 
 def kill_at_step() -> int | None:

@@ -1,6 +1,8 @@
 """Every launcher's variables name the same process; half-set or wrong ones are refused."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -166,3 +168,36 @@ def test_a_last_node_with_fewer_ranks_is_counted(
         for name, value in (variables | {"OMPI_COMM_WORLD_LOCAL_SIZE": local}).items()
     }
     assert from_environment(environment) == Process(rank, rank % local, world, node, nodes)
+
+
+ENDING = """
+import atexit, threading, time
+from headway.runtime.process import end_process, remember_group
+
+class Global:
+    def __del__(self):
+        print("the interpreter was taken apart")
+
+kept = Global()
+{group}
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+atexit.register(print, "exit handler")
+end_process(3)
+"""
+
+
+def ending(group: str) -> tuple[int, list[str]]:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING.format(group=group)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode, ended.stdout.splitlines()
+
+
+def test_a_rank_ends_after_its_threads_and_exit_handlers_and_before_python_is_taken_apart() -> None:
+    alone = ["thread", "exit handler", "the interpreter was taken apart"]
+    assert ending("") == (3, alone)
+    assert ending("remember_group()") == (3, alone[:2])
