@@ -272,7 +272,6 @@ def without_prompt(words: list[str]) -> list[str]:
 IN_ENGLISH_ONLY = {
     "api-reference.md": "made from docstrings",
     "settings.md": "made from the declarations of settings",
-    "support.md": "tables of names, made by a walk over transformers",
     "internals.md": "for developers of headway",
     "lab-notes.md": "for developers of headway",
     "read-the-code.md": "for developers of headway",
@@ -347,6 +346,15 @@ def test_the_headings_of_both_languages_have_the_same_levels_in_the_same_order(p
         return [len(marks) for marks in re.findall(r"(?m)^(#+) ", text)]
 
     assert levels(page) == levels(page.with_name(page.name.replace(".zh-CN", "")))
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_tables_that_tests_make_are_the_same_in_both_languages(page: Path) -> None:
+    def tables(path: Path) -> list[str]:
+        text = path.read_text(encoding="utf-8")
+        return re.findall(r"(?s)<!-- made by tests/\S+ begin -->.*?<!-- .*?end -->", text)
+
+    assert tables(page) == tables(page.with_name(page.name.replace(".zh-CN", "")))
 
 
 SCALES = {
