@@ -130,6 +130,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": {**_HYBRID, "experts": {"shared_gate": True, "shared_ffn_size": 512}},
     "lfm2": {"qk_norm": True, "short_convolution": {}},
+    "granitemoehybrid": {"state_space": {}},
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "qk_norm": True},
     "olmo2": _OLMO,
