@@ -57,6 +57,9 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
             "heads": 4, "head_dim": 6, "state_size": 5, "groups": 2, "taps": 3, "bias": True, "layers": (0,),
         },
     },
+    "state space of one group": {
+        "state_space": {"heads": 4, "head_dim": 5, "state_size": 6, "layers": (0,)},
+    },
     "ministral3": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 6, "beta_fast": 8.0, "query_growth": 0.4}},
     "glm4_moe": {
         "head_dim": 8, "rotary_fraction": 0.5, "qkv_bias": True, "qk_norm": True,

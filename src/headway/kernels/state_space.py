@@ -58,10 +58,11 @@ def state_space(
     heads = v.shape[1]
     groups = q.shape[1]
 
-    # [chunks, groups or heads, C, width]
-    q = plan.of_tokens(q.float())
-    k = plan.of_tokens(k.float())
-    v = plan.of_tokens(v.float())
+    # [chunks, groups or heads, C, width]. Contiguous: products of a single chunk would otherwise read
+    # a view, those of several a copy, and the two may round differently.
+    q = plan.of_tokens(q.float()).contiguous()
+    k = plan.of_tokens(k.float()).contiguous()
+    v = plan.of_tokens(v.float()).contiguous()
     between, from_start = chunk_decays(plan.of_tokens(g.float()))
 
     scores = (q @ k.transpose(-1, -2)).repeat_interleave(heads // groups, dim=1) * between

@@ -35,6 +35,7 @@ WITHOUT = {
     "ernie4_5_moe",
     "glm4_moe",
     "granite",
+    "granitemoehybrid",
     "internlm",
     "lfm2",
     "minimax_m2",
