@@ -90,7 +90,17 @@ def test_families_on_every_axis_train_like_one_process() -> None:
     listed += trials(
         2,
         {"pipeline": 2},
-        ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2", "qwen3_5", "lfm2", "granitemoehybrid"),
+        (
+            "deepseek",
+            "gemma2",
+            "gemma3",
+            "cohere2",
+            "gpt2",
+            "olmo2",
+            "qwen3_5",
+            "lfm2",
+            "granitemoehybrid",
+        ),
     )
     hybrids = ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid")
     listed += trials(2, {"zero1": {"size": 1}}, hybrids)

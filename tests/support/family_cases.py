@@ -145,6 +145,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2 plain": ("Lfm2", {"full_attn_idxs": [0], "block_auto_adjust_ff_dim": False, "conv_L_cache": 2, "num_key_value_heads": 1}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "num_experts": 5, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
+        },
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {

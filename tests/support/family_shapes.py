@@ -51,6 +51,12 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 12, "shared_gate": True},
     },
     "lfm2": {"qk_norm": True, "head_dim": 8, "short_convolution": {"taps": 4, "bias": True, "layers": (0,)}},
+    "lfm2_moe": {
+        "qk_norm": True, "head_dim": 8, "short_convolution": {"layers": (0,)},
+        "experts": {
+            "num": 4, "per_token": 2, "ffn_size": 24, "router": "sigmoid", "sum_offset": 1e-6, "first_dense": 1, "bias_rate": 0.0,
+        },
+    },
     "granitemoehybrid": {
         "embed_scale": 3.0, "residual_scale": 0.3, "attention_scale": 0.3, "logit_scale": 0.2,
         "state_space": {

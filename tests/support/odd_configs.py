@@ -44,6 +44,13 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
         },
     ],
+    "lfm2_moe": [
+        {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1, "conv_L_cache": 5, "norm_eps": 1e-4},
+        {
+            "layer_types": ["conv"] * 3, **EXPERTS, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7, "tie_embedding": False, "num_key_value_heads": 1,
+        },
+    ],
     "granitemoehybrid": [
         {
             **SPACE, "layers_block_type": ["mamba", "attention", "mamba"], "num_local_experts": 5, "num_experts_per_tok": 3,
@@ -89,6 +96,10 @@ ODD: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 """model_type -> settings over SHAPE."""
+REQUIRED: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}
+}
+"""model_type -> keys without which its class makes no model."""
 
 
 def odd_config(kind: str, settings: dict[str, Any]) -> dict[str, Any]:

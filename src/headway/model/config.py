@@ -240,7 +240,9 @@ class StateSpaceConfig(StateLayersConfig):
     @model_validator(mode="after")
     def _fits(self) -> "StateSpaceConfig":
         if self.heads % self.groups:
-            raise ValueError(f"heads is {self.heads}; it must be a multiple of groups={self.groups}")
+            raise ValueError(
+                f"heads is {self.heads}; it must be a multiple of groups={self.groups}"
+            )
         return self
 
     @property

@@ -28,9 +28,7 @@ def inputs(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return normal(GROUPS, KEY), normal(GROUPS, KEY), normal(HEADS, VALUE), decays
 
 
-def by_equation(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def by_equation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One document, token by token and head by head, in float64; the state is [H,K,V]."""
     outputs: list[Tensor] = []
     state = state.double()

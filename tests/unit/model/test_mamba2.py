@@ -73,9 +73,7 @@ def test_a_packed_row_of_a_state_space_layer_has_the_bits_of_its_documents_alone
 def test_tokens_one_by_one_and_in_pieces_continue_the_state_space() -> None:
     mixer = layer()
     mixed, controls, z = projected(mixer, 9)
-    whole, _ = mixer.mix_segments(
-        mixed, controls, z, Segments.of_lengths([9], mixed.device), None
-    )
+    whole, _ = mixer.mix_segments(mixed, controls, z, Segments.of_lengths([9], mixed.device), None)
     state = MixerState(torch.zeros(1, 2, MIXED), torch.zeros(1, 4, 5, 6))
     piece = slice(0, 4)
     o, after = mixer.mix_segments(

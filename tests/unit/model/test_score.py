@@ -38,6 +38,7 @@ WITHOUT = {
     "granitemoehybrid",
     "internlm",
     "lfm2",
+    "lfm2_moe",
     "minimax_m2",
     "olmoe",
     "qwen3_5_moe",

@@ -295,6 +295,8 @@ def test_a_family_alone_has_the_form_that_its_config_json_expresses(name: str) -
         more = {"experts": {"ffn_size": 16}}
     if name == "minimax_m2":
         more = {"experts": {"bias_rate": 0.0}}
+    if name == "lfm2_moe":
+        more = {"experts": {"ffn_size": 16, "bias_rate": 0.0}}
     if name == "granitemoehybrid":
         # its files always say the scale of scores
         more = {"attention_scale": 0.125}
@@ -383,6 +385,7 @@ def test_settings_of_the_model_that_contradict_each_other_are_refused(
             {"model_type": "granitemoehybrid", "layer_types": ["moe", 3]},
             "layer_types is .*; names of kinds are expected",
         ),
+        ({"model_type": "lfm2_moe"}, "layer_types is missing; it must name conv or"),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "mamba"]},
             "layer_types holds 'mamba'; headway computes conv and full_attention",

@@ -40,8 +40,10 @@ PUBLISHED = {
     "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+    "feed_forward.experts.gate_up_proj": "mlp.experts.gate_up_proj",
+    "feed_forward.experts.down_proj": "mlp.experts.down_proj",
 }
-"""Of Granite 4: parts of transformers' names in memory -> in a folder."""
+"""Parts of transformers' names in memory -> those that a folder may have: of Granite 4, of LFM2's mixture."""
 
 
 @dataclass
