@@ -155,7 +155,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {
-            **SPACE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_groups": 3, "mamba_d_conv": 3,
+            **SPACE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_groups": 2, "mamba_d_conv": 3,
             "mamba_proj_bias": True, "position_embedding_type": "rope", "attention_bias": True, "num_local_experts": 4,
             "num_experts_per_tok": 2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.15,
             "logits_scaling": 7.0, "tie_word_embeddings": True,

@@ -389,11 +389,12 @@ def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> 
         ParamSpec(prefix + "D", (space.heads,), "column", layer, start="one"),
     ]
 
-    for name, channels, split, unit in (
+    convolved: tuple[tuple[str, int, Split, int], ...] = (
         ("x_conv", space.width, "column", space.head_dim),
         ("b_conv", space.group_width, group_split, space.state_size),
         ("c_conv", space.group_width, group_split, space.state_size),
-    ):
+    )
+    for name, channels, split, unit in convolved:
         taps = ParamSpec(
             f"{prefix}{name}.weight",
             (channels, 1, space.taps),

@@ -32,9 +32,9 @@ convolution with t taps and H heads of widths k and v, in chunks of C tokens:
 
     (t + 3) M + 5 H k + 6 H v + 6 H C + H k v / C        one M more in 16 bits
 
-A state space keeps, in fp32, for H heads of P channels in G groups of N:
+A state space keeps, in fp32, for H heads of P channels whose states have N numbers for each:
 
-    (t + 3) M + 5 H P + 2 G N + 3 H C + H N P / C        one M and one H P more in 16 bits
+    (t + 3) M + 7 H P + H (3 C + 5) + H N P / C          and H P of the compute dtype
 
 A short convolution keeps (t + 1) M in fp32, one M more in 16 bits, and 4 M of the compute dtype.
 
@@ -416,15 +416,13 @@ def _space_core(space: StateSpaceConfig, tensor: int, compute_bytes: int) -> flo
     heads = space.heads / tensor
     # One group alone is whole on every rank.
     groups = space.groups if space.groups == 1 else space.groups / tensor
-    mixed = heads * space.head_dim + 2 * groups * space.state_size
-    is_narrow = compute_bytes != 4
-    copies = space.taps + 3 + is_narrow
-    state = space.state_size * space.head_dim
-    by_head = (5 + is_narrow) * space.head_dim + 3 * CHUNK + state / CHUNK
-    in_fp32 = copies * mixed + heads * by_head + 2 * groups * space.state_size
-    # What it reads and gives is of the compute dtype.
     values = heads * space.head_dim
-    return mixed + 2 * values + 4 * in_fp32 / compute_bytes
+    mixed = values + 2 * groups * space.state_size
+    state = space.state_size * space.head_dim
+    by_head = 7 * space.head_dim + 3 * CHUNK + 5 + state / CHUNK
+    in_fp32 = (space.taps + 3) * mixed + heads * by_head
+    # Its result is of the compute dtype.
+    return values + 4 * in_fp32 / compute_bytes
 
 
 def _mixture_extra(job: MemoryJob, dense: float) -> float:

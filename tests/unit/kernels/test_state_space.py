@@ -57,12 +57,14 @@ def test_chunks_compute_the_equation_from_any_state(chunk: int) -> None:
 
 
 def test_gradients_of_chunks_are_those_of_the_equation() -> None:
-    chunked = [x.requires_grad_() for x in inputs(23)]
-    o, _ = state_space(*chunked, Segments.of_lengths([23], CPU), chunk=4)
+    chunked = tuple(x.requires_grad_() for x in inputs(23))
+    q, k, v, g = chunked
+    o, _ = state_space(q, k, v, g, Segments.of_lengths([23], CPU), chunk=4)
     o.square().sum().backward()
 
-    plain = [x.requires_grad_() for x in inputs(23)]
-    expected, _ = by_equation(*plain, torch.zeros(HEADS, KEY, VALUE))
+    plain = tuple(x.requires_grad_() for x in inputs(23))
+    q, k, v, g = plain
+    expected, _ = by_equation(q, k, v, g, torch.zeros(HEADS, KEY, VALUE))
     expected.square().sum().backward()
     for ours, reference in zip(chunked, plain, strict=True):
         assert ours.grad is not None
@@ -85,15 +87,17 @@ def test_steps_compute_the_equation() -> None:
 
 def test_a_packed_row_of_a_state_space_has_the_bits_of_its_documents_alone() -> None:
     whole = inputs(sum(LENGTHS))
-    packed = [x.clone().requires_grad_() for x in whole]
-    o, states = state_space(*packed, Segments.of_lengths(LENGTHS, CPU))
+    packed = tuple(x.clone().requires_grad_() for x in whole)
+    q, k, v, g = packed
+    o, states = state_space(q, k, v, g, Segments.of_lengths(LENGTHS, CPU))
     o.square().sum().backward()
 
     begin = 0
     for number, length in enumerate(LENGTHS):
         tokens = slice(begin, begin + length)
-        alone = [x[tokens].clone().requires_grad_() for x in whole]
-        single, state = state_space(*alone, Segments.of_lengths([length], CPU))
+        alone = tuple(x[tokens].clone().requires_grad_() for x in whole)
+        q, k, v, g = alone
+        single, state = state_space(q, k, v, g, Segments.of_lengths([length], CPU))
         single.square().sum().backward()
         assert torch.equal(single, o[tokens])
         assert torch.equal(state[0], states[number])
