@@ -38,7 +38,7 @@ from headway.parallel.update_rules import (
     check_whole,
 )
 from headway.runtime.device import to_float64
-from headway.tasks.base import MetricSums, StepInfo, Task
+from headway.tasks.base import MetricSums, StepInfo, Task, first_passes_of
 
 if TYPE_CHECKING:
     from headway.kernels.policy_scores import DrawnFrom
@@ -208,6 +208,12 @@ class BaseEngine(ABC):
         if self.boxes[name].expert_ranks > 1:
             return self._expert_ranks
         return self.ranks
+
+    @property
+    def is_validated_as_a_whole(self) -> bool:
+        """Whether a validation of the objective compares all of its rows with each other."""
+        passes = first_passes_of(self.runner.objective)
+        return any(first_pass.in_evaluation for first_pass in passes)
 
     def evaluate(self, batches: Iterable[Batch], step_info: StepInfo) -> MetricSums:
         """Metric sums over all ranks' batches, without gradients or dropout.

@@ -164,6 +164,14 @@ class Engine(Protocol):
         """Accumulate the gradients of one step: every microbatch adds its share of one loss."""
         ...
 
+    @property
+    def is_validated_as_a_whole(self) -> bool:
+        """Whether a validation of the objective compares all of its rows with each other.
+
+        Its first rows then have no numbers of their own.
+        """
+        ...
+
     def evaluate(self, batches: Iterable[Batch], step_info: StepInfo) -> MetricSums:
         """Metric sums without gradients, in evaluation mode."""
         ...

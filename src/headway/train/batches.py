@@ -302,13 +302,19 @@ def plan_rows(
 
 
 def valid_batches(
-    recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: RankGroups, name: str
+    recipe: Recipe,
+    data: OpenData,
+    batch: ResolvedBatch,
+    ranks: RankGroups,
+    name: str,
+    micro_rows: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's share of the first `eval.rows` rows of a validation set.
 
-    Every rank gets the same number of microbatches.
+    Every rank gets the same number of microbatches, of `micro_rows` rows each (None: as many as in
+    training).
     """
-    rows = min(batch.micro_rows, recipe.eval.rows)
+    rows = min(micro_rows or batch.micro_rows, recipe.eval.rows)
     group = ranks.data
     # The loader lives for one validation, so it has no workers. Skipped batches are of training.
     config = recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})

@@ -250,7 +250,20 @@ class EvalConfig(Section):
         "the same rows for every microbatch size and number of ranks.",
         gt=0,
     )
+    start_rows: int | Literal["auto"] = setting(
+        "auto",
+        "Upper bound on the rows of each set that are validated before the first step (at_start); "
+        "later validations report these rows separately, too (valid_first_rows). auto = all rows; "
+        "on a CPU, for a large model, as many as cost 1e12 FLOPs.",
+    )
     stop: StopConfig | None = setting(None, "Early stopping; null = off.")
+
+    @field_validator("start_rows")
+    @classmethod
+    def _is_positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"is {value}; it must be auto, or at least 1")
+        return value
 
 
 class HealConfig(Section):
@@ -552,6 +565,12 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _starts_with_something_to_validate(self) -> Recipe:
+        if self.eval.start_rows != "auto" and not self.eval.at_start:
+            raise ValueError(
+                f"eval.start_rows is {self.eval.start_rows}, but eval.at_start is false, so nothing "
+                "is validated before the first step. Set eval.at_start to true, or remove "
+                "eval.start_rows"
+            )
         if self.eval.at_start and self.data.valid is None:
             raise ValueError(
                 "eval.at_start is true, but data.valid is null, so there is nothing to validate. "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.track.metrics_file import MetricsFile, MetricsReader
+from headway.train.first_rows import FIRST_ROWS, FIRST_ROWS_AT_START
 from headway.train.meter import AT_START, WARM_STEPS
 from headway.train.run_folder import METRICS
 
@@ -100,6 +101,13 @@ class MetricsTotals:
                 values = _mapping(numbers)
                 self.valid.add(values.get("loss"))
                 self._add_validation(name, values, record["step"], is_first=key == AT_START)
+        for key in (FIRST_ROWS_AT_START, FIRST_ROWS):
+            for name, numbers in _mapping(record.get(key)).items():
+                values = _mapping(numbers)
+                # Named apart from the whole set: the two do not compare.
+                title = f"{name} (first {values.get('rows')} rows)"
+                is_first = key == FIRST_ROWS_AT_START
+                self._add_validation(title, values, record["step"], is_first=is_first)
         self.samples += int(_amount(record.get("num_samples_in_batch")))
 
         times = _mapping(record.get("time"))

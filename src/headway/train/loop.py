@@ -53,8 +53,12 @@ def run_loop(run: Run) -> dict[str, Any]:
         with run.finishing_saves():
             if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
                 run.save()  # a rollback needs a checkpoint
+            if run.process.is_first:
+                run.start_progress.open()
             run.validate_at_start()
+            run.start_progress.begin("answers to held-out prompts")
             sample_before(run)
+            run.start_progress.begin("first step")
             run.session.start_time.done("before")
 
             while continues(run):
@@ -89,6 +93,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                     run.save()
 
                 train_step(run)
+                run.start_progress.close()
                 run.step_done()
                 count_validation(run)
                 # The state after the last step is saved below, by checkpoint.at_end.
@@ -115,6 +120,7 @@ def run_loop(run: Run) -> dict[str, Any]:
             if stopped_by is not None:
                 run.saver.leave_uploads(run.recipe.run.grace_seconds / 2)
     finally:
+        run.start_progress.close()
         run.loader.close()
         run.data_check.end()
         gc.enable()
@@ -149,6 +155,7 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     wait_began = time.perf_counter()
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
+    batch = replace(batch, microbatches=run.start_progress.counted(batch.microbatches))
     data_wait = time.perf_counter() - wait_began
     if loader.rollout_seconds is not None:
         # Sampling is work of this step, and more workers for data would not shorten it.

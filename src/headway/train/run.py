@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +33,7 @@ from headway.errors import GaveUpError, TrainingError
 from headway.model.config import ModelConfig
 from headway.parallel.collectives import RankGroup, RankGroups
 from headway.parallel.engine import Engine
+from headway.parallel.microbatch_runner import add_metrics
 from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute
 from headway.runtime.heartbeat import Heartbeat
@@ -40,7 +41,7 @@ from headway.runtime.process import Process
 from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
-from headway.tasks.base import StepInfo
+from headway.tasks.base import MetricSums, StepInfo
 from headway.tasks.grpo import AGREEMENT, DIFFERING
 from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackRequests, RunCallbacks
@@ -57,6 +58,13 @@ from headway.train.batches import (
 from headway.train.config import Recipe
 from headway.train.control import Control
 from headway.train.data_check import DataCheck, explain_damage
+from headway.train.first_rows import (
+    FIRST_ROWS,
+    FIRST_ROWS_AT_START,
+    FirstRows,
+    affordable_rows,
+    refuse_coupled,
+)
 from headway.train.frozen_model import Reference
 from headway.train.health import (
     BadStep,
@@ -76,7 +84,9 @@ from headway.train.run_folder import (
     read_save_record,
     write_save_record,
 )
+from headway.train.run_form import run_form
 from headway.train.start import Start
+from headway.train.start_progress import MICROBATCHES, StartProgress
 from headway.train.start_time import StartTime
 from headway.train.state import Clock, TrainState
 
@@ -88,6 +98,9 @@ log = logging.getLogger("headway")
 
 CHECK_HURRY_EVERY = 8
 """Validation microbatches between two checks of the time left to save."""
+
+AT_START_KEYS = {"valid": AT_START, FIRST_ROWS: FIRST_ROWS_AT_START}
+"""Results of a validation -> their keys in the first step's record, from before that step."""
 
 RunHook = Callable[["Run"], AbstractContextManager[object]]
 """Opened around the loop, for profilers and tests; it may call the run's `on_step`."""
@@ -158,6 +171,8 @@ class Run:
     """Metrics, events and other small files that wait while the disk is full."""
     valid_at_start: dict[str, Any] = field(default_factory=dict, init=False)
     slow_ranks: SlowRankReporter = field(default_factory=SlowRankReporter, init=False)
+    start_progress: StartProgress = field(default_factory=StartProgress, init=False)
+    """What is shown while the first step is awaited."""
     _step_callbacks: list[Callable[[int], None]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -233,6 +248,8 @@ class Run:
     def begin(self) -> None:
         """Make trackers and the run folder, then show this rank's heartbeat; all ranks together."""
         world = self.ranks.world
+        # A mistake in eval.start_rows shows before anything is written.
+        _ = self.first_rows
         if self.process.is_first:
             self._make_trackers()
 
@@ -349,7 +366,11 @@ class Run:
             self._report_start(record)
             if self._is_logged(record):
                 # Trackers have the validation at the start already: `validate_at_start` sent it.
-                shown = {name: value for name, value in record.items() if name != AT_START}
+                shown = {
+                    name: value
+                    for name, value in record.items()
+                    if name not in AT_START_KEYS.values()
+                }
                 for tracker in self.trackers:
                     tracker.log(record["step"], shown)
 
@@ -432,28 +453,81 @@ class Run:
 
     # ---- validation
 
-    def validate(self) -> dict[str, Any]:
+    def validate(self, *, at_start: bool = False) -> dict[str, Any]:
         """Evaluate every validation set; waits for the device.
 
         Sets are left out where the run must save soon.
 
         Returns `{"valid": {set: {metric: value}}}`, or nothing if no set was evaluated completely.
+        Where `eval.start_rows` bounds the validation before the first step, `FIRST_ROWS` has the
+        numbers of those rows, too.
         """
-        results: dict[str, Any] = {}
+        whole: dict[str, Any] = {}
+        first: dict[str, Any] = {}
         for name in self.data.valid:
             if self.rollouts is not None:
-                results[name] = self.rollouts.evaluate(name)
+                whole[name] = self.rollouts.evaluate(name)
                 continue
-            batches = _UntilHurry(self, self._valid_batches(name))
-            result = means(self.engine.evaluate(batches, self._validation_info()))
-            if batches.was_cut:
+            result = self._validate_set(name, at_start=at_start)
+            if result is None:
                 # Means over a part of a set cannot be compared with those of other steps.
                 log.warning("validation at step %d was cut short to save in time", self.state.step)
                 break
-            results[name] = result
-        if results:
-            return {"valid": results}
-        return {}
+            if result.whole:
+                whole[name] = means(result.whole)
+            if result.first:
+                first[name] = result.first
+        validation: dict[str, Any] = {}
+        if whole:
+            validation["valid"] = whole
+        if first:
+            validation[FIRST_ROWS] = first
+        return validation
+
+    def _validate_set(self, name: str, *, at_start: bool = False) -> _SetResult | None:
+        """Evaluate one set, or at the start the rows that `first_rows` allows.
+
+        None if the run must save soon.
+        """
+        info = self._validation_info()
+        batches = _UntilHurry(self, self._valid_batches(name))
+        first_rows = self.first_rows
+        if first_rows is None:
+            whole = self.engine.evaluate(batches, info)
+            return None if batches.was_cut else _SetResult(whole)
+
+        rest = iter(batches)
+        sums = self.engine.evaluate(islice(rest, first_rows.num_microbatches), info)
+        # A set that has no more rows is validated as a whole, at the start and later.
+        following = next(rest, None)
+        if batches.was_cut:
+            return None
+        if following is None:
+            return _SetResult(sums)
+        first = first_rows.label(means(sums))
+        if at_start:
+            return _SetResult({}, first)
+        add_metrics(sums, self.engine.evaluate(chain([following], rest), info))
+        return None if batches.was_cut else _SetResult(sums, first)
+
+    @cached_property
+    def first_rows(self) -> FirstRows | None:
+        """The rows that are validated before the first step; None: as many as later, or none."""
+        config = self.recipe.eval
+        if not config.at_start or not self.data.valid:
+            return None
+        rows = config.start_rows
+        is_coupled = self.rollouts is not None or self.engine.is_validated_as_a_whole
+        if is_coupled and rows != "auto":
+            raise refuse_coupled(rows)
+        if is_coupled or (rows == "auto" and self.compute.device.type != "cpu"):
+            return None
+        seq_len = self.recipe.data.seq_len
+        if rows == "auto":
+            # Nothing trains: the FLOPs of a forward pass.
+            flops = run_form(self.model).flops(self.model, seq_len, self.engine.specs, ())
+            rows = affordable_rows(flops.full * seq_len, len(self.data.valid))
+        return FirstRows.of(rows, config.rows, self.batch.micro_rows, self.ranks.data.size)
 
     def validate_at_start(self) -> None:
         """Validate before the first step if `eval.at_start` is set.
@@ -465,11 +539,28 @@ class Run:
         if not self.recipe.eval.at_start or self.state.step != self.first_step:
             return
 
-        validation = self.validate()
+        first_rows = self.first_rows
+        if first_rows is not None:
+            log.info(
+                "validation before the first step reads %d of at most %d rows of a set "
+                "(eval.start_rows=%s); later validations repeat their numbers as %s",
+                first_rows.rows,
+                self.recipe.eval.rows,
+                self.recipe.eval.start_rows,
+                FIRST_ROWS,
+            )
+        num_microbatches = None
+        if first_rows is not None:
+            num_microbatches = first_rows.num_microbatches * len(self.data.valid)
+        self.start_progress.begin("validation before training", num_microbatches, MICROBATCHES)
+        validation = self.validate(at_start=True)
         self.meter.interrupt()
-        self.valid_at_start = {}
+        self.valid_at_start = {
+            key_at_start: validation[key]
+            for key, key_at_start in AT_START_KEYS.items()
+            if key in validation
+        }
         if validation:
-            self.valid_at_start = {AT_START: validation["valid"]}
             for tracker in self.trackers:
                 tracker.log(self.state.step, validation)
 
@@ -500,10 +591,16 @@ class Run:
         return StepInfo(self.state.step, self.total_steps, training=False)
 
     def _valid_batches(self, name: str) -> Iterator[Batch]:
-        for batch in valid_batches(self.recipe, self.data, self.batch, self.ranks, name):
+        micro_rows = None
+        if self.first_rows is not None:
+            micro_rows = self.first_rows.micro_rows
+        for batch in valid_batches(
+            self.recipe, self.data, self.batch, self.ranks, name, micro_rows
+        ):
             # A long validation is progress, too: a supervisor must not take it for a hang.
             self.heart.beat("validate", self.state.step)
             yield batch
+            self.start_progress.advance()
 
     # ---- saving
 
@@ -667,6 +764,16 @@ class Run:
             documents=plan["documents"],
             healed=plan["healed"],
         )
+
+
+@dataclass(frozen=True)
+class _SetResult:
+    """A validation of one set."""
+
+    whole: MetricSums
+    """Of all rows; empty where only the first were read."""
+    first: dict[str, Any] = field(default_factory=dict)
+    """The numbers of the first rows; empty where a set has no others."""
 
 
 class _UntilHurry:

@@ -203,9 +203,12 @@ def _answer_prompts(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Ans
                 run.start.folder,
                 frozenset(end_ids),
             )
-            answers = write_answers(
-                loaded, prompts, lambda: run.heart.beat("validate", run.state.step)
-            )
+
+            def on_round() -> None:
+                run.heart.beat("validate", run.state.step)
+                run.start_progress.advance()
+
+            answers = write_answers(loaded, prompts, on_round)
             # Freed inside the block, which gives the memory back to the device.
             del model, loaded
         return prompts, answers

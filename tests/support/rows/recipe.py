@@ -201,6 +201,7 @@ ROWS: dict[str, Row] = {
     "memory.loss_chunk_tokens": ((), "auto", 16, built_run(lambda run: run.engine.spec.chunk_tokens)),
     "eval.every": ((*STORES, "data.valid.fraction=0.2"), None, 1, lambda o: sum("valid" in r for r in trained_run(o).records)),
     "eval.at_start": ((*STORES, "data.valid.fraction=0.2"), False, True, lambda o: ["valid_at_start" in r for r in trained_run(o).records]),
+    "eval.start_rows": ((*STORES, "data.valid.fraction=0.4", "eval.at_start=true"), "auto", 1, lambda o: ["valid_first_rows_at_start" in r for r in trained_run(o).records]),
     "eval.rows": ((*STORES, "data.valid.fraction=0.4"), 2, 8, validations),
     "log.every": ((), 10, 1, num_log_lines),
     "log.style": ((), "headway", "internlm", lambda o: load(Recipe, None, list(o)).log.style),
