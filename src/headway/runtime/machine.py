@@ -204,6 +204,18 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def has_fast_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this processor multiplies bf16 matrices by instructions of their own (AVX-512 BF16,
+    AMX); False where the system does not say."""
+    try:
+        match = re.search(r"^flags\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    if match is None:
+        return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(match[1].split())
+
+
 def usable_cores() -> int:
     """Cores this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -14,6 +14,7 @@ from headway.model.layout import active_parameters, param_specs
 from headway.optim.groups import count
 from headway.plan.memory import Estimate, amount, estimate
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
+from headway.runtime.machine import has_fast_bf16
 from headway.runtime.progress import quantity
 from headway.train.memory import describe_job
 from headway.train.run import Run
@@ -21,11 +22,20 @@ from headway.train.run_form import run_form
 
 log = logging.getLogger("headway")
 
+LARGE_FOR_CPU = 100_000_000
+"""Parameters from which matrix products are nearly all the time of a step on a CPU."""
+BF16_ADVICE = (
+    "this processor has matrix products in bf16, which are faster than those in fp32: "
+    "precision=bf16 shortens the steps of a model of this size; parameters that train stay fp32"
+)
+
 
 def announce(run: Run) -> None:
     """Log what begins. A terminal with a progress bar shows a short table above the bar instead."""
     reading = DataLine.of(run)
     lines = [*describe(run), reading.line(run)]
+    if wants_bf16_advice(run):
+        log.info("%s", BF16_ADVICE)
     if run.console.bar is None:
         for line in lines:
             log.info("%s", line)
@@ -36,6 +46,14 @@ def announce(run: Run) -> None:
         log.info("%s", line, extra=FILE_ONLY)
     for label, text in header(run, reading):
         log.info("  %-8s %s", label, text, extra=SCREEN_ONLY)
+
+
+def wants_bf16_advice(run: Run) -> bool:
+    """Whether a large model is about to train in fp32 on a processor that is faster in bf16, and
+    nobody asked for fp32."""
+    if run.compute.device.type != "cpu" or run.recipe.precision != "auto":
+        return False
+    return sum(_sizes(run)) >= LARGE_FOR_CPU and has_fast_bf16()
 
 
 @dataclass(frozen=True)

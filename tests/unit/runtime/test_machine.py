@@ -195,3 +195,25 @@ def test_a_package_inside_of_another_repository_does_not_name_its_commit(
     (tmp_path / ".git").mkdir()
     monkeypatch.setattr("headway.runtime.machine.__file__", str(package / "runtime" / "machine.py"))
     assert source_commit() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "has_bf16"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16 avx512vl\n", True),
+        ("flags\t: fpu amx_tile amx_bf16\n", True),
+        # Without the instruction, bf16 products are computed in fp32 and are no faster.
+        ("flags\t: fpu avx2 avx512f avx512_bf16x\n", False),
+        ("Features\t: fp asimd bf16\n", False),
+    ],
+)
+def test_bf16_products_are_read_from_the_flags_of_a_processor(
+    tmp_path: Path, text: str, has_bf16: bool
+) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(text)
+    assert machine.has_fast_bf16(path) is has_bf16
+
+
+def test_a_system_without_cpuinfo_has_no_known_bf16(tmp_path: Path) -> None:
+    assert machine.has_fast_bf16(tmp_path / "missing") is False

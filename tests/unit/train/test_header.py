@@ -8,6 +8,7 @@ import pytest
 
 from headway.cli import main
 from headway.store.writer import StoreWriter
+from headway.train import header
 
 MODEL = [
     "model.hidden_size=16",
@@ -59,3 +60,34 @@ def test_documents_tokens_and_epochs_are_those_that_are_read(
         record["num_consumed_tokens"] for record in steps if "num_consumed_tokens" in record
     )
     assert consumed == (400 if options == ["epochs=1"] else 160)
+
+
+@pytest.mark.parametrize(
+    ("options", "large", "fast", "is_advised"),
+    [
+        ([], True, True, True),
+        ([], True, False, False),
+        ([], False, True, False),
+        # Whoever asks for fp32 knows.
+        (["precision=fp32"], True, True, False),
+        (["precision=bf16"], True, True, False),
+    ],
+)
+def test_bf16_is_advised_for_large_models_on_processors_that_have_it(
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    large: bool,
+    fast: bool,
+    is_advised: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if large:
+        monkeypatch.setattr(header, "LARGE_FOR_CPU", 1000)
+    monkeypatch.setattr(header, "has_fast_bf16", lambda: fast)
+    data = [f"data.train=[{store}]", "data.tokenizer_unchecked=true", "data.seq_len=32"]
+    run = ["run.name=r", "device=cpu", "batch.rows=2", "steps=1", "checkpoint.at_end=false"]
+    assert main(["train", *MODEL, *data, *run, "data.workers=0", *options]) == 0
+    log = Path("runs/r/train.log").read_text(encoding="utf-8")
+    assert (header.BF16_ADVICE in log) is is_advised
