@@ -14,6 +14,7 @@ first step.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -49,7 +50,9 @@ and time to generate.
 NEW_TOKENS = 48
 """Upper bound on the tokens of an answer."""
 LEAST_NEW_TOKENS = 8
-"""A prompt leaves room for so many in the model's context."""
+"""A prompt leaves room for so many in the model's context, and a time limit, too."""
+CPU_SECONDS_BEFORE = 10.0
+"""On a CPU, answers before the first step end after this time: training must not wait for them."""
 LONGEST_PROMPT = 512
 """Documents with a longer prompt are passed over."""
 TEXT_TOKENS = 32
@@ -69,6 +72,19 @@ class Answer:
     text: str
     was_cut: bool
     """It had not finished after NEW_TOKENS."""
+
+
+class TimeLimit:
+    """A time that begins now."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has passed."""
+        return self._clock() >= self._end
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,10 @@ def sample_before(run: Run) -> None:
     if not count or run.state.step != run.first_step or run.ranks.world.max(int(is_done)):
         return
     with _warn_on_failure(run):
-        prompts, answers = _answer_prompts(run, count)
+        limit = None
+        if run.compute.device.type == "cpu":
+            limit = TimeLimit(CPU_SECONDS_BEFORE)
+        prompts, answers = _answer_prompts(run, count, limit)
         samples = [
             replace(prompt, before=answer) for prompt, answer in zip(prompts, answers, strict=True)
         ]
@@ -165,7 +184,9 @@ def _warn_on_failure(run: Run) -> Iterator[None]:
     run.meter.interrupt()
 
 
-def _answer_prompts(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Answer]]:
+def _answer_prompts(
+    run: Run, count: int, limit: TimeLimit | None = None
+) -> tuple[list[HeldOutPrompt], list[Answer]]:
     """The prompts of a run and the answers of its present weights, on the first rank.
 
     The other ranks hand out their weights.
@@ -208,7 +229,7 @@ def _answer_prompts(run: Run, count: int) -> tuple[list[HeldOutPrompt], list[Ans
                 run.heart.beat("validate", run.state.step)
                 run.start_progress.advance()
 
-            answers = write_answers(loaded, prompts, on_round)
+            answers = write_answers(loaded, prompts, on_round, limit)
             # Freed inside the block, which gives the memory back to the device.
             del model, loaded
         return prompts, answers
@@ -250,9 +271,12 @@ def _separate_memory(device: torch.device) -> Iterator[None]:
 
 
 def write_answers(
-    loaded: LoadedModel, prompts: Sequence[HeldOutPrompt], on_round: Callable[[], object] = str
+    loaded: LoadedModel,
+    prompts: Sequence[HeldOutPrompt],
+    on_round: Callable[[], object] = str,
+    limit: TimeLimit | None = None,
 ) -> list[Answer]:
-    """The likeliest continuation of every prompt."""
+    """The likeliest continuation of every prompt; what `limit` ends is cut."""
     from headway.infer.engine.engine import InferenceEngine
     from headway.infer.engine.request import EngineOptions, EngineRequest
     from headway.infer.engine.text import RequestText
@@ -271,7 +295,9 @@ def write_answers(
     engine = InferenceEngine(loaded, options)
     decoders = [RequestText(loaded.tokenizer, prompt.ids) for prompt in prompts]
     texts = [""] * len(prompts)
-    was_cut = [False] * len(prompts)
+    # An answer counts as cut until the engine says how it ended.
+    was_cut = [True] * len(prompts)
+    num_tokens = [0] * len(prompts)
     index_of: dict[int, int] = {}
     for index, prompt in enumerate(prompts):
         request = EngineRequest(prompt.ids, NEW_TOKENS, key=str(index))
@@ -282,8 +308,12 @@ def write_answers(
         for event in engine.step():
             index = index_of[event.request]
             texts[index] += decoders[index].add(event.tokens)
+            num_tokens[index] += len(event.tokens)
             if event.finished is not None:
                 was_cut[index] = event.finished in ("length", "context")
+                num_tokens[index] = NEW_TOKENS
+        if limit is not None and min(num_tokens) >= LEAST_NEW_TOKENS and limit.is_over:
+            break
 
     # Decoders hold back bytes that are no whole character yet; `finish` gives them.
     return [
