@@ -38,6 +38,8 @@ class StartProgress:
     _unit: str = field(default="", init=False)
     _done: float = field(default=0.0, init=False)
     _began: float = field(default=0.0, init=False)
+    _seconds_of_done: float = field(default=0.0, init=False)
+    """How long that which is done took."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False)
 
@@ -58,12 +60,14 @@ class StartProgress:
             self._total = total
             self._unit = unit
             self._done = 0.0
+            self._seconds_of_done = 0.0
             self._began = self.clock()
 
     def advance(self, amount: float = 1) -> None:
         """So much of it is done."""
         with self._lock:
             self._done += amount
+            self._seconds_of_done = self.clock() - self._began
 
     def counted(self, microbatches: tuple[Batch, ...]) -> tuple[Batch, ...]:
         """The microbatches of the first step; to iterate over them counts those that are done."""
@@ -88,8 +92,10 @@ class StartProgress:
                 text += f"{quantity(self._done)}/{quantity(self._total, self._unit)}, "
             text += f"{duration(passed)} so far"
             if is_counted and self._total is not None:
-                left = (self._total - self._done) * passed / self._done
-                text += f", about {duration(left)} left"
+                # The microbatch at hand has taken some of its time already.
+                expected = self._total * self._seconds_of_done / self._done
+                if expected > passed:
+                    text += f", about {duration(expected - passed)} left"
             return text
 
     def _write_lines(self) -> None:

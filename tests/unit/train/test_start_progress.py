@@ -28,9 +28,16 @@ def test_a_line_says_what_is_done_and_how_long_the_rest_takes() -> None:
     assert progress.line() == (
         "validation before training: 1/4 microbatches, 6s so far, about 18s left"
     )
+    # The time left goes down while the second one is computed. One that is late has none.
+    clock.seconds += 4
+    assert progress.line() == (
+        "validation before training: 1/4 microbatches, 10s so far, about 14s left"
+    )
+    clock.seconds += 90
+    assert progress.line() == ("validation before training: 1/4 microbatches, 1m 40s so far")
     # When all is taken, how long the last one lasts is not known.
     progress.advance(3)
-    assert progress.line() == "validation before training: 6s so far"
+    assert progress.line() == "validation before training: 1m 40s so far"
 
 
 def test_short_work_says_nothing() -> None:
@@ -66,8 +73,8 @@ def test_microbatches_of_the_first_step_are_counted_when_the_next_one_is_asked_f
     assert taken == list(batches)
     assert lines == [
         "first step: 0/3 microbatches, 10s so far",
-        "first step: 1/3 microbatches, 20s so far, about 40s left",
-        "first step: 2/3 microbatches, 30s so far, about 15s left",
+        "first step: 1/3 microbatches, 20s so far, about 10s left",
+        "first step: 2/3 microbatches, 30s so far",
     ]
 
 
