@@ -254,7 +254,7 @@ class EvalConfig(Section):
         "auto",
         "Upper bound on the rows of each set that are validated before the first step (at_start); "
         "later validations report these rows separately, too (valid_first_rows). auto = all rows; "
-        "on a CPU, for a large model, as many as cost 1e12 FLOPs.",
+        "on a CPU, for a large model, as many as cost 1.5e12 FLOPs.",
     )
     stop: StopConfig | None = setting(None, "Early stopping; null = off.")
 

@@ -206,6 +206,7 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     eval_every = run.recipe.eval.every
     is_due = (eval_every and state.step % eval_every == 0) or state.step == run.total_steps
     if run.data.valid and is_due:
+        run.start_progress.begin("validation")
         pending.valid = pending.valid | run.validate()
         state.valid = pending.valid.get("valid")
         meter.interrupt()
