@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.runs import make_stores, tiny_settings
 
 from headway.errors import ConfigError
+from headway.parallel.base import BaseEngine
+from headway.tasks import kto, next_token
+from headway.tasks.base import TaskConfig
 from headway.track.metrics_file import read_metrics
 from headway.train import first_rows, train
 from headway.train.config import Recipe
@@ -138,3 +142,32 @@ def test_the_best_checkpoint_is_chosen_by_all_rows(tmp_path: Path) -> None:
 def test_a_bound_without_use_is_refused(tmp_path: Path, settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Recipe.load(None, [*tiny_settings(tmp_path, "run"), "steps=2", *settings])
+
+
+def test_rows_that_are_compared_with_each_other_are_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_stores(tmp_path)
+    monkeypatch.setattr(first_rows, "CPU_START_FLOPS", 1.0)
+    monkeypatch.setattr(BaseEngine, "is_validated_as_a_whole", True)
+    train(Recipe.load(None, [*tiny_settings(tmp_path, "run"), *BASELINE]))
+    records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert "valid_at_start" in records[0]
+    assert not any("valid_first_rows" in record for record in records)
+
+    bounded = [*tiny_settings(tmp_path, "refused"), *BASELINE, "eval.start_rows=2"]
+    with pytest.raises(ConfigError, match=r"eval\.start_rows is 2; .* lower eval\.rows"):
+        train(Recipe.load(None, bounded))
+    assert not (tmp_path / "refused" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "is_whole"), [(next_token.Config(), False), (kto.Config(), True)]
+)
+def test_an_engine_knows_whether_its_objective_compares_rows(
+    config: TaskConfig, is_whole: bool
+) -> None:
+    engine = SimpleNamespace(runner=SimpleNamespace(objective=config.build()))
+    known = BaseEngine.is_validated_as_a_whole.fget
+    assert known is not None
+    assert known(engine) is is_whole
