@@ -20,12 +20,12 @@ from support.runs import headway
 
 from headway.checkpoint.stored_model import find_model
 from headway.cli import GAVE_UP
+from headway.data.batch import KEPT
 from headway.errors import GaveUpError, HeadwayError
 from headway.model.base import build_frozen_model
 from headway.rollout.journal import FILE, RolloutJournal, read_journal
 from headway.rollout.rows import AnswerSource, TrainedAnswer, answer_step
 from headway.rollout.sampler import PolicySampler
-from headway.tasks.grpo import KEPT
 from headway.tasks.grpo import Config as PolicyConfig
 from headway.track.metrics_file import read_metrics
 from headway.train import train

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, ValidationError
 from pydantic_core import to_json
 
 import headway
-from headway.config.kinds import KindConfig, KindIn, NestedErrors
+from headway.config.kinds import KindConfig, KindIn, NestedErrors, one_or_more
 from headway.config.section import setting
 from headway.config.user_code import is_file_name
 from headway.errors import ConfigError
@@ -190,17 +190,8 @@ class RewardIn(KindIn):
         return super().validate(value, base)
 
 
-def _as_tuple(value: Any) -> Any:
-    """A single reward is a list of one; a strict section takes no list for a tuple."""
-    if isinstance(value, (str, dict, RewardSettings)):
-        return (value,)
-    if isinstance(value, list):
-        return tuple(cast(list[Any], value))
-    return value
-
-
 RewardList = Annotated[
-    tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(_as_tuple)
+    tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(one_or_more)
 ]
 """The type of a recipe's field `reward`."""
 
