@@ -36,7 +36,7 @@ class AnswerGroup(NamedTuple):
     """The answers to one prompt, as a task rates them."""
 
     rewards: tuple[float, ...]
-    """One for each answer; where the task has a `reward_divergence`, without it."""
+    """One for each answer, less what `reward_divergence` takes from it."""
     lengths: tuple[int, ...]
     """Tokens of each answer."""
 
