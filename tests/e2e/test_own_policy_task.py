@@ -137,7 +137,7 @@ def test_the_baseline_is_that_of_all_answers_and_long_ones_pay_for_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_reward_rises(folder: Path) -> None:
+def test_the_reward_rises_with_a_task_of_the_user(folder: Path) -> None:
     records = run(folder, "rising", MINE, "steps=24", "optim.lr=1e-2", "eval.every=null")
     rewards = [record["reward"] for record in records]
     assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.1
