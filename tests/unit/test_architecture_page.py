@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md and the contracts and rules of docs/internals.md name exists: packages, files and names of the code. No package is left out."""
+"""What ARCHITECTURE.md and the contracts and rules of docs/internals.md name exists: packages, files and names of the code. None is left out."""
 
 import re
 from functools import cache
