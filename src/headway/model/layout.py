@@ -137,11 +137,11 @@ class Depth(IntEnum):
 
 NAMES_BY_DEPTH = {
     Depth.PROJECTION: (
-        "q_proj k_proj v_proj q_a_proj kv_a_proj_with_mqa z_proj b_proj a_proj c_proj x_proj"
+        "q_proj k_proj v_proj q_a_proj kv_a_proj_with_mqa z_proj b_proj a_proj c_proj x_proj dt_proj"
     ),
     Depth.INNER_NORM: "q_norm k_norm q_a_layernorm kv_a_layernorm A_log dt_bias",
     Depth.EXPANSION: "q_b_proj kv_b_proj",
-    Depth.CORE: "sinks q_conv k_conv v_conv conv",
+    Depth.CORE: "sinks q_conv k_conv v_conv conv x_conv b_conv c_conv D",
     Depth.OUTPUT: "o_gate out_proj o_proj",
     Depth.ATTENTION_END: "post_self_attn_layernorm",
     Depth.FFN_ENTRY: "post_attention_layernorm",
@@ -383,6 +383,8 @@ def mixer_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]
         return attention_specs(config, prefix + "self_attn.", layer)
     if config.linear_attention is not None:
         return linear_attention_specs(config, prefix + "linear_attn.", layer)
+    if config.state_space is not None:
+        return state_space_specs(config, prefix + "mamba.", layer)
     return short_convolution_specs(config, prefix + "short_conv.", layer)
 
 
@@ -416,6 +418,78 @@ def short_convolution_specs(
             replace(taps, name=prefix + "conv.bias", shape=shape[:1], start="zero", groups=bias)
         )
     return specs + linear.of(prefix + "out_proj", (shape[1], shape[0]), "row", Depth.OUTPUT)
+
+
+def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> list[ParamSpec]:
+    """The parameters of a layer's state space (mamba2.py); a rank has some of its heads."""
+    space = config.state_space
+    assert space is not None
+    width = config.hidden_size
+
+    # What one group alone writes and reads serves all heads, so every rank has it whole and uses it
+    # for its heads.
+    group_split: Split = "replicated" if space.groups == 1 else "column"
+    heads = _Linear(layer, unit=space.head_dim, bias=space.bias)
+    groups = _Linear(layer, unit=space.state_size, bias=space.bias)
+    single = _Linear(layer, bias=space.bias)
+    inner = (space.width, width)
+    written = (space.group_width, width)
+    specs = [
+        *heads.of(prefix + "z_proj", inner, "column", Depth.PROJECTION),
+        *heads.of(prefix + "x_proj", inner, "column", Depth.PROJECTION),
+        *groups.of(prefix + "b_proj", written, group_split, Depth.PROJECTION),
+        *groups.of(prefix + "c_proj", written, group_split, Depth.PROJECTION),
+        *single.of(prefix + "dt_proj", (space.heads, width), "column", Depth.PROJECTION),
+    ]
+    of_heads = partial(ParamSpec, shape=(space.heads,), split="column", stage=layer)
+    specs += [
+        of_heads(prefix + "A_log", start="decay", depth=Depth.INNER_NORM),
+        of_heads(prefix + "dt_bias", start="one", depth=Depth.INNER_NORM),
+        of_heads(prefix + "D", start="one", depth=Depth.CORE),
+    ]
+
+    convolved: tuple[tuple[str, int, Split, int], ...] = (
+        ("x_conv", space.width, "column", space.head_dim),
+        ("b_conv", space.group_width, group_split, space.state_size),
+        ("c_conv", space.group_width, group_split, space.state_size),
+    )
+    for name, channels, split, unit in convolved:
+        taps = ParamSpec(
+            f"{prefix}{name}.weight",
+            (channels, 1, space.taps),
+            split,
+            layer,
+            unit,
+            covers="part",
+            start="uniform",
+            groups=in_groups("taps"),
+            depth=Depth.CORE,
+        )
+        specs.append(taps)
+        if space.conv_bias:
+            specs.append(
+                replace(
+                    taps,
+                    name=f"{prefix}{name}.bias",
+                    shape=(channels,),
+                    start="zero",
+                    groups=in_groups("bias"),
+                )
+            )
+    specs.append(
+        # Not stored around 0, whatever the other norms of the model do.
+        ParamSpec(
+            prefix + "norm.weight",
+            (space.width,),
+            "column",
+            layer,
+            space.head_dim,
+            start="one",
+            groups=NORM,
+            depth=Depth.CORE,
+        )
+    )
+    return specs + heads.of(prefix + "out_proj", (width, space.width), "row", Depth.OUTPUT)
 
 
 def linear_attention_specs(

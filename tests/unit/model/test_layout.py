@@ -40,6 +40,7 @@ DEEP = [
     SMALL.with_(num_kv_heads=None, latent_attention={"q_rank": 16, "kv_rank": 8}),
     SMALL.with_(short_convolution={"taps": 3, "layers": (0,)}),
     SMALL.with_(linear_attention={"key_heads": 2, "value_heads": 2, "layers": (0,)}),
+    SMALL.with_(state_space={"heads": 4, "head_dim": 16, "state_size": 8, "layers": (0,)}),
 ]
 
 
@@ -48,8 +49,8 @@ def test_a_published_name_says_the_depth_of_our_parameter_of_that_name(config: M
     specs = [spec for spec in param_specs(config) if isinstance(spec.stage, int)]
     assert len({spec.depth for spec in specs}) > 4
     for spec in specs:
-        # A norm without a word of its own stands behind the state of linear attention.
-        if not spec.name.endswith("linear_attn.norm.weight"):
+        # A norm without a word of its own stands behind the state of a layer that has one.
+        if not spec.name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")):
             assert spec_by_name(spec.name, spec.shape, spec.stage).depth == spec.depth, spec.name
 
 
