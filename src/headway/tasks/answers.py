@@ -129,7 +129,9 @@ def rated(task: TaskConfig, groups: Sequence[AnswerGroup]) -> list[tuple[float, 
     """The advantages of the answers of some prompts, by a task: one finite number for each answer,
     or a ConfigError of one line."""
     try:
-        advantages = [tuple(float(value) for value in of) for of in task.advantages_of(groups)]
+        advantages = [
+            tuple(float(value) for value in of_prompt) for of_prompt in task.advantages_of(groups)
+        ]
     except HeadwayError:
         raise
     except Exception as problem:  # code of a plug-in may raise anything
@@ -138,12 +140,12 @@ def rated(task: TaskConfig, groups: Sequence[AnswerGroup]) -> list[tuple[float, 
             f"objective {task.kind}: advantages_of failed: {type(problem).__name__}: {text}"
         ) from problem
     sizes = [len(group.rewards) for group in groups]
-    if [len(of) for of in advantages] != sizes:
+    if [len(of_prompt) for of_prompt in advantages] != sizes:
         raise ConfigError(
             f"objective {task.kind}: advantages_of gave {sum(map(len, advantages))} numbers for "
             f"{sum(sizes)} answers to {len(sizes)} prompts. Return one for each answer, by prompts."
         )
-    if not all(math.isfinite(value) for of in advantages for value in of):
+    if not all(math.isfinite(value) for of_prompt in advantages for value in of_prompt):
         raise ConfigError(
             f"objective {task.kind}: advantages_of gave a number that is not finite. "
             "Guard divisions, e.g. by a standard deviation of 0."
