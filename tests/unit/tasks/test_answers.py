@@ -144,8 +144,9 @@ def test_agreement_is_the_distance_of_trainer_and_sampler_on_drawn_tokens() -> N
     shift[0, first] = 0.5
     given = BATCH.extra[SAMPLED] + shift
     # Beside answers any difference counts for nothing.
-    given = torch.where(is_target, given, 9.0)
+    BATCH.extra[OLD] = torch.where(is_target, given, 9.0)
     tokens = SampledTokens.read(Out(Head(given)), BATCH, SAMPLING)  # pyright: ignore[reportArgumentType]
+    del BATCH.extra[OLD]
     metrics = {name: float(a) / float(b) for name, (a, b) in tokens.agreement().items()}
     assert metrics == {
         AGREEMENT: pytest.approx(0.1),
