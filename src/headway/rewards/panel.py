@@ -191,7 +191,7 @@ class RewardPanel:
         )
         self.seconds += time.monotonic() - started
         # A process that was ended and a request that was given up look like failures of the reward.
-        # The run must not go on with their default: a resumed one would have asked.
+        # The run must not use their default: a resumed one would have asked.
         if self._closing.is_set():
             raise CancelledError("the rewards were closed while they judged answers")
         # After all have ended: what succeeded is kept by now, and a resumed run does not ask again.
