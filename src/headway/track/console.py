@@ -113,9 +113,9 @@ class Console:
                 log.info("step %d  valid: %s", step, _short(valid), extra=SCREEN_ONLY)
 
         others: dict[str, Value] = {}
+        shown = {*SHOWN, *ROLLOUT, *ROLLOUT_UPDATES, *self.added}
         for name, value in flat.items():
-            is_shown = name in {*SHOWN, *ROLLOUT, *ROLLOUT_UPDATES, *self.added}
-            if not is_shown and not name.startswith("valid") and value is not None:
+            if name not in shown and not name.startswith("valid") and value is not None:
                 others[name] = value
         if others:
             log.debug("%s", "  " + _pairs(others))
