@@ -42,6 +42,21 @@ def test_a_step_with_rollouts_begins_with_its_reward_and_has_two_more_lines() ->
     assert list(rollout_lines({"loss": 1.0})) == []
 
 
+def test_the_line_of_v_repeats_no_number_of_the_lines_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = {
+        "reward": 0.5,
+        "rollout/prompts": 8.0,
+        "clipped/low": 0.01,
+        "update_tokens_per_second": 45_600.0,
+        "micro_num": 4,
+    }
+    with caplog.at_level(logging.DEBUG, "headway"):
+        Console().log(3, metrics)
+    assert caplog.messages[-1] == "  rollout/prompts 8  micro_num 4"
+
+
 def test_a_step_line_shows_sparsity_and_its_target() -> None:
     line = step_line(3, 10, {"loss": 1.0, "sparsity": 0.3124, "sparsity_target": 0.35})
     assert line == "3/10  loss 1  sparsity 0.312/0.350"
