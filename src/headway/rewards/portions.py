@@ -2,8 +2,8 @@
 
     inputs -> at most `at_once` of them in threads -> {0: outcome, 2: outcome}, {1: outcome}, ...
 
-Whoever reads the portions keeps each before it takes the next. A thread begins another answer only
-then, so a kill loses no more than the `at_once` answers that were begun, and those of `seconds`.
+Whoever reads the portions keeps each before it takes the next, and only then do threads begin other
+answers. So a kill loses no more than the answers that were begun, and quick ones of the last moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class OutcomeThreads:
     """Threads that wait for processes or servers, each for one answer at a time."""
 
     def __init__(self, at_once: int, name: str, seconds: float = 0.0) -> None:
-        """`seconds`: how long outcomes may be collected before they are handed over."""
+        """`seconds`: how long the outcomes of quicker calls are collected before they are handed
+        over.
+        """
         self._at_once = at_once
         self._seconds = seconds
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=name)
@@ -34,14 +36,15 @@ class OutcomeThreads:
     ) -> Iterator[dict[int, RewardOutcome]]:
         """The outcomes of all inputs by their index, in the order in which they are ready."""
         waiting = iter(enumerate(inputs))
-        running: dict[Future[RewardOutcome], int] = {}
+        running: dict[Future[RewardOutcome], tuple[int, float]] = {}
         ready: queue.SimpleQueue[Future[RewardOutcome]] = queue.SimpleQueue()
         portion: dict[int, RewardOutcome] = {}
         handed_over = time.monotonic()
         while True:
             for index, item in islice(waiting, self._at_once - len(running)):
+                began = time.monotonic()
                 future = self._begin(outcome_of, item)
-                running[future] = index
+                running[future] = (index, began)
                 future.add_done_callback(ready.put)
             if not running:
                 break
@@ -49,12 +52,15 @@ class OutcomeThreads:
             # One that is ready, and all others that became ready meanwhile: on a slow disk a
             # portion grows, and the number of portions does not.
             future = ready.get()
+            slowest = 0.0
             while True:
-                portion[running.pop(future)] = future.result()
+                index, began = running.pop(future)
+                portion[index] = future.result()
+                slowest = max(slowest, time.monotonic() - began)
                 if ready.empty():
                     break
                 future = ready.get()
-            if time.monotonic() - handed_over >= self._seconds:
+            if slowest >= self._seconds or time.monotonic() - handed_over >= self._seconds:
                 yield portion
                 portion = {}
                 handed_over = time.monotonic()

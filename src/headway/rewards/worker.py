@@ -35,8 +35,8 @@ START_SECONDS = 120.0
 LARGEST_MESSAGE = 1 << 20
 SHOWN_CHARACTERS = 200
 PORTION_SECONDS = 0.1
-"""How long outcomes are collected: a function that takes longer has each of its outcomes kept
-before it is called again, and a quick one waits for the disk ten times a second at most.
+"""How long outcomes of quick calls are collected, so that they wait for the disk ten times a second
+at most. A call that took longer is kept before its worker begins another.
 """
 
 
