@@ -283,9 +283,7 @@ def head_seconds(job: PlanJob) -> PassSeconds:
         streaming = gpu.bandwidth * STREAMING
         forward_loss = POLICY_FORWARD_BYTES * tokens * vocab / streaming
         backward_loss = POLICY_BACKWARD_BYTES * tokens * vocab / streaming
-        return PassSeconds(
-            matmul + forward_loss + norm, 2 * matmul + backward_loss + norm, weights
-        )
+        return PassSeconds(matmul + forward_loss + norm, 2 * matmul + backward_loss + norm, weights)
     return PassSeconds(matmul + loss / 2 + norm, matmul + loss / 2 + norm, weights)
 
 

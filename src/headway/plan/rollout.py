@@ -328,7 +328,9 @@ def decode_step(job: PlanJob, batch: float, context: float) -> DecodeStep:
         if experts.shared_ffn_size:
             shared = 3.0 * experts.shared_ffn_size
             products.append((shared * width, batch, shared, width))
-    products.append((model.head_rows * model.hidden_size, batch, model.head_rows, model.hidden_size))
+    products.append(
+        (model.head_rows * model.hidden_size, batch, model.head_rows, model.hidden_size)
+    )
 
     reading = 0.0
     arithmetic = 0.0

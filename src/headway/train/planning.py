@@ -163,9 +163,7 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
     return ReferenceModel(wanted.role, model, without_adapter, is_base)
 
 
-def sampler_copy(
-    recipe: Recipe, model: ModelConfig, lengths: PromptLengths
-) -> SamplerCopy | None:
+def sampler_copy(recipe: Recipe, model: ModelConfig, lengths: PromptLengths) -> SamplerCopy | None:
     """What rollouts keep in memory as well; None where nothing is sampled."""
     if not recipe.objective.needs.rollouts:
         return None
