@@ -41,6 +41,7 @@ from headway.train.config import Recipe
 from headway.train.memory import describe_job
 from headway.train.planning import PlanTarget, plan_job, read_lengths
 from headway.train.resolve import resolve
+from headway.train.rollouts import open_prompts
 
 ROOT = Path(__file__).parents[3]
 LLAMA_1B = ModelConfig(preset="llama-1b", vocab_size=128256)
@@ -423,18 +424,17 @@ def test_a_run_estimates_the_bytes_of_its_plan(tmp_path: Path) -> None:
     write_rollout_inputs(tmp_path)
     recipe = rollout_recipe(tmp_path, "plan", "rollout.at_once=16")
     resolved = resolve(recipe)
-    lengths = read_lengths(recipe, resolved.tokenizer)
-    assert lengths is not None
     plan = plan_job(recipe, PlanTarget(GPUS["h200"], 2)).memory_job()
     compute = choose_compute("cpu", "bf16")
     batch = recipe.batch.resolve(recipe.data.seq_len, 2)
-    assumed = describe_job(recipe, resolved.model, compute, batch, 2)
-    for name in ("sampler_weights", "answer_logits", "accumulate", "rows"):
-        assert getattr(assumed, name) == getattr(plan, name)
-    # Without data a run reserves for the longest prompt that rows have room for.
-    assert assumed.answer_cache >= plan.answer_cache
-    given = plan_job(recipe, PlanTarget(GPUS["h200"], 2, 192 - 8)).memory_job()
-    assert assumed.answer_cache == given.answer_cache
+    opened = describe_job(recipe, resolved.model, compute, batch, 2, open_prompts(resolved))
+    for name in ("sampler_weights", "answer_cache", "answer_logits", "accumulate", "rows"):
+        assert getattr(opened, name) == getattr(plan, name)
+    # Before data is open, a run reserves for the longest prompt that rows have room for.
+    unopened = describe_job(recipe, resolved.model, compute, batch, 2)
+    longest = plan_job(recipe, PlanTarget(GPUS["h200"], 2, 192 - 8)).memory_job()
+    assert unopened.answer_cache == longest.answer_cache
+    assert unopened.answer_cache > plan.answer_cache
 
 
 # ---- the command
