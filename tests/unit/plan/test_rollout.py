@@ -422,7 +422,7 @@ def test_gradients_stay_on_a_cpu_while_answers_are_sampled() -> None:
 
 def test_a_run_estimates_the_bytes_of_its_plan(tmp_path: Path) -> None:
     write_rollout_inputs(tmp_path)
-    recipe = rollout_recipe(tmp_path, "plan", "rollout.at_once=16")
+    recipe = rollout_recipe(tmp_path, "plan", "rollout.at_once=16", "data.seq_len=256")
     resolved = resolve(recipe)
     plan = plan_job(recipe, PlanTarget(GPUS["h200"], 2)).memory_job()
     compute = choose_compute("cpu", "bf16")
@@ -432,7 +432,7 @@ def test_a_run_estimates_the_bytes_of_its_plan(tmp_path: Path) -> None:
         assert getattr(opened, name) == getattr(plan, name)
     # Before data is open, a run reserves for the longest prompt that rows have room for.
     unopened = describe_job(recipe, resolved.model, compute, batch, 2)
-    longest = plan_job(recipe, PlanTarget(GPUS["h200"], 2, 192 - 8)).memory_job()
+    longest = plan_job(recipe, PlanTarget(GPUS["h200"], 2, 256 - 8)).memory_job()
     assert unopened.answer_cache == longest.answer_cache
     assert unopened.answer_cache > plan.answer_cache
 
