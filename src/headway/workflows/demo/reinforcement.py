@@ -8,8 +8,9 @@ from rewards to do it.
     control   -> the same grpo, rewarded by chance: as often as right sums were at the start, and
                  whatever the answer is
 
-What the control learns is what the algorithm does without information. Its share of right answers
-should stay where it was; the verdict says whether it did, within the error of the samples.
+Rewards by chance say nothing of the task, so the control cannot learn it. The verdict says whether
+its share of right answers stayed where it was, within the error of the samples: the noise of such
+rewards may also move a model away from what it knew.
 
 Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
 Invariant: a question is in one of the three sets alone, so no held-out question was ever trained
@@ -62,7 +63,7 @@ data:
   valid: {{sets: {{held_out: {out}/data/held_out.jsonl}}}}
   seq_len: 64
   cache_dir: {out}/cache
-objective: {{kind: grpo, beta: 0.5}}
+objective: {{kind: grpo}}
 rollout:
   {{prompts: 64, samples: 8, max_new_tokens: {max_new_tokens}, at_once: 512, valid_samples: {valid_samples}, valid_temperature: 1.0}}
 reward: {reward}
@@ -263,7 +264,7 @@ def verdict(summary: Mapping[str, Any]) -> dict[str, Any]:
         is_flat = abs(control["after"] - control["before"]) <= error
         text += f", control {_course(control)}"
         if not is_flat:
-            text += f" (NOT flat: more than {100 * error:.1f} points)"
+            text += f" (NOT flat: it moved by more than {100 * error:.1f} points)"
         figures["control_flat"] = is_flat
         figures["control_error"] = error
     return {"text": text, **figures}
