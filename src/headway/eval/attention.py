@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError, DataError
 from headway.eval.attention_options import AttentionPlan
-from headway.eval.long_context import LongCase, make_cases
+from headway.eval.long_cases import LongCase, make_cases
 from headway.infer.load import LoadedModel
 from headway.runtime.progress import progress
 

@@ -188,10 +188,7 @@ def picture(result: AttentionResult) -> Figure:
     middle = (result.num_heads - 1) / 2
     axes.set_yticks(
         [row * result.num_heads + middle for row in range(len(layers))],
-        [
-            f"{layer}" if kinds[layer] == "RoPE" else f"{layer} ({kinds[layer]})"
-            for layer in layers
-        ],
+        [f"{layer}" if kinds[layer] == "RoPE" else f"{layer} ({kinds[layer]})" for layer in layers],
         fontsize=7,
     )
     axes.set_ylabel(f"layer ({result.num_heads} heads each)")

@@ -35,6 +35,10 @@ CHUNKS = 8
 """A prompt is read in about this many chunks."""
 MAX_CHUNK = 4096
 """Tokens of the largest chunk."""
+ANSWERED_ROWS = 64
+"""Prompts that are answered at once, where no number is given and the memory is enough."""
+MEASURED_ROWS = 4
+"""Prompts whose cache and speed are measured, where no number is given."""
 BOS = (
     "Put the begin token before each window; default: if the tokenizer or its chat template does.",
     "--bos/--no-bos",
@@ -205,7 +209,11 @@ class LongQuestions:
     chunk_tokens: int | None = option(
         None, "Prefill chunk in tokens; default: length/8, at most 4096."
     )
-    rows: int = option(4, "Prompts computed at once.")
+    rows: int | None = option(
+        None,
+        "Prompts computed at once; default: as many as the memory takes, up to 64. Cache and speed "
+        "are measured with this many, else with 4.",
+    )
     template: str | None = option(
         None,
         "Ask in this chat template: a name, tokenizer (the model's own) or a .jinja file; "
@@ -244,6 +252,20 @@ class LongQuestions:
         ):
             if value is not None and not 1 <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be from 1 to {most}.")
+
+    @property
+    def answered_rows(self) -> int:
+        """Prompts that are answered at once, at most."""
+        if self.rows is None:
+            return ANSWERED_ROWS
+        return self.rows
+
+    @property
+    def measured_rows(self) -> int:
+        """Prompts whose cache and speed are measured."""
+        if self.rows is None:
+            return MEASURED_ROWS
+        return self.rows
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -335,6 +357,8 @@ class LongPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         questions = asdict(self.questions)
+        # How many are answered at once changes no number.
+        questions["rows"] = self.questions.measured_rows
         # Left out where they say nothing: results are found by these values.
         for name in ("ruler_data", "longbench"):
             path = questions.pop(name)

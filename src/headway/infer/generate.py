@@ -49,6 +49,15 @@ StoppedBy = Literal["eos", "stop", "grammar", "length", "context"]
 
 
 @dataclass(frozen=True)
+class PromptEnd:
+    """Where the continuation of one prompt ends."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    """It ends before one of these."""
+
+
+@dataclass(frozen=True)
 class Generation:
     """The continuation of one prompt."""
 
@@ -176,11 +185,14 @@ def generate_from_ids(
     options: GenerateOptions,
     on_text: OnText | None = None,
     media: Sequence[PromptMedia] | None = None,
+    ends: Sequence[PromptEnd] | None = None,
 ) -> list[Generation]:
     """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of
     text as soon as it is known.
 
-    `media`: the pictures and sounds of every prompt, for a model that takes them.
+    `media`: the pictures and sounds of every prompt, for a model that takes them. `ends`: of every
+    prompt, in place of `max_new_tokens` and `stop` of the options. What prompts begin with together
+    is computed once.
     """
     tokenizer = loaded.require_tokenizer()
     limit = loaded.config.max_seq_len
@@ -192,9 +204,12 @@ def generate_from_ids(
                 f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room "
                 "after it. Shorten the prompt."
             )
+        end = PromptEnd(options.max_new_tokens, options.stop)
+        if ends is not None:
+            end = ends[number]
         request = EngineRequest(
             tuple(ids),
-            options.max_new_tokens,
+            end.max_new_tokens,
             options.sampling,
             # The same prompt twice gives two samples: the key counts the repetitions.
             key=f"{seen[prompt]}:{prompt}",
@@ -206,11 +221,11 @@ def generate_from_ids(
         say = None
         if on_text is not None:
             say = partial(on_text, number)
-        rows.append(_Sequence(tokenizer, request, options.stop, say))
+        rows.append(_Sequence(tokenizer, request, end.stop, say))
     if not rows:
         return []
 
-    _report_room(rows, options, limit)
+    _report_room(rows, limit)
     make_constraints = None if options.grammar is None else options.grammar.make_constraints
     engine = build_engine(
         loaded, _engine_options(rows, options, loaded), make_constraints=make_constraints
@@ -226,16 +241,17 @@ def generate_from_ids(
     return [row.result() for row in rows]
 
 
-def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int) -> None:
+def _report_room(rows: Sequence[_Sequence], limit: int) -> None:
     """Warn if the model's context ends before max_new_tokens."""
-    least = min(limit - len(row.prompt) for row in rows)
-    if least < options.max_new_tokens:
+    short = [row for row in rows if limit - len(row.prompt) < row.request.max_new_tokens]
+    if short:
+        longest = max(short, key=lambda row: len(row.prompt))
         log.warning(
             "max-new-tokens is %d; the model's max_seq_len=%d leaves room for only %d after the "
             "longest prompt. Its text ends there.",
-            options.max_new_tokens,
+            longest.request.max_new_tokens,
             limit,
-            least,
+            limit - len(longest.prompt),
         )
 
 
@@ -245,14 +261,15 @@ def _engine_options(
     """An engine that lives for one call is made no larger than that, and compiles only what pays
     for the wait."""
     on_cuda = loaded.device.type == "cuda"
-    longest = max(len(row.prompt) for row in rows) + options.max_new_tokens
+    longest = max(len(row.prompt) + row.request.max_new_tokens for row in rows)
+    most_new = max(row.request.max_new_tokens for row in rows)
     return EngineOptions(
         max_running=min(options.rows, len(rows)),
         max_waiting=len(rows),
         prefill_tokens=options.chunk_tokens,
         max_context=min(loaded.config.max_seq_len, longest),
-        record="auto" if options.max_new_tokens >= RECORD_FROM_STEPS else False,
-        compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
+        record="auto" if most_new >= RECORD_FROM_STEPS else False,
+        compile_blocks=on_cuda and most_new >= COMPILE_FROM_STEPS,
         speculation=options.speculation,
     )
 
@@ -332,13 +349,43 @@ class _Sequence:
 def _run(
     engine: InferenceEngine, rows: Sequence[_Sequence], advance: Callable[[int], object]
 ) -> None:
-    running = {engine.submit(row.request): row for row in rows}
+    running: dict[int, _Sequence] = {}
+    followers: dict[int, list[_Sequence]] = {}
+    for leader, others in _by_beginning(rows, engine.options.page_tokens):
+        number = engine.submit(leader.request)
+        running[number] = leader
+        followers[number] = others
     while engine.busy:
         for event in engine.step():
             row = running.get(event.request)
-            if row is not None:  # otherwise the last event of one that was cancelled
-                if row.add(event):
-                    engine.cancel(event.request)
-                if row.stopped_by is not None:
-                    del running[event.request]
-                    advance(1)
+            if row is None:  # the last event of one that was cancelled
+                continue
+            # Its prompt has been read, so those that begin like it find its pages.
+            for follower in followers.pop(event.request, ()):
+                running[engine.submit(follower.request)] = follower
+            if row.add(event):
+                engine.cancel(event.request)
+            if row.stopped_by is not None:
+                del running[event.request]
+                advance(1)
+
+
+def _by_beginning(
+    rows: Sequence[_Sequence], page_tokens: int
+) -> list[tuple[_Sequence, list[_Sequence]]]:
+    """Each row that begins like none before it, with the later ones that begin like it.
+
+    Rows that are read at the same time cannot share what none of them has computed yet.
+    """
+    groups: list[tuple[_Sequence, list[_Sequence]]] = []
+    by_page: dict[tuple[int, ...], list[_Sequence]] = {}
+    for row in rows:
+        # Pages are shared as a whole: what is shorter than one shares nothing.
+        page = row.request.prompt[:page_tokens]
+        if len(page) == page_tokens and page in by_page:
+            by_page[page].append(row)
+            continue
+        others: list[_Sequence] = []
+        by_page[page] = others
+        groups.append((row, others))
+    return groups

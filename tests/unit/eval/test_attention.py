@@ -13,7 +13,7 @@ from support.byte_model import CONFIG, write_model
 from headway.cli import main
 from headway.eval.attention import measure_attention, needle_span, needle_weights
 from headway.eval.attention_options import TASKS, AttentionPlan
-from headway.eval.long_context import make_cases
+from headway.eval.long_cases import make_cases
 from headway.infer.load import LoadedModel, load_model
 from headway.model.rope_config import RopeScaling
 

@@ -8,7 +8,7 @@ import pytest
 from support.byte_model import byte_tokenizer
 
 from headway.errors import ConfigError
-from headway.eval.long_context import make_cases
+from headway.eval.long_cases import make_cases
 from headway.eval.options import LongPlan, LongQuestions
 from headway.text import longbench
 
