@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,8 @@ COMPILE_FROM_STEPS = 512
 """A generation of fewer steps would wait longer for the compiler than it gains."""
 RECORD_FROM_STEPS = 8
 """Fewer plain steps take less time than recording one."""
+LEAST_SHARED = 0.25
+"""Share of a prompt that another one must begin with, so that it waits for that one."""
 OnText = Callable[[int, str], object]
 """Receives the number of a prompt and the next piece of its text."""
 StoppedBy = Literal["eos", "stop", "grammar", "length", "context"]
@@ -346,23 +348,46 @@ class _Sequence:
         return Generation(text, self.new, self.stopped_by, len(self.prompt))
 
 
+@dataclass(frozen=True)
+class _Follower:
+    """A row that begins like the row before it."""
+
+    row: _Sequence
+    shared_pages: int
+    """What both begin with."""
+
+
 def _run(
     engine: InferenceEngine, rows: Sequence[_Sequence], advance: Callable[[int], object]
 ) -> None:
     running: dict[int, _Sequence] = {}
-    followers: dict[int, list[_Sequence]] = {}
-    for leader, others in _by_beginning(rows, engine.options.page_tokens):
-        number = engine.submit(leader.request)
-        running[number] = leader
-        followers[number] = others
+    waiting: dict[int, deque[_Follower]] = {}
+    """By the number of the row whose prompt must be read first."""
+
+    def submit(chain: deque[_Follower]) -> None:
+        first = chain.popleft()
+        number = engine.submit(first.row.request)
+        running[number] = first.row
+        # The next one starts at once where it would gain nothing from waiting for this one.
+        there = first.shared_pages
+        while chain and chain[0].shared_pages <= there:
+            follower = chain.popleft()
+            number = engine.submit(follower.row.request)
+            running[number] = follower.row
+            there = follower.shared_pages
+        waiting[number] = chain
+
+    for chain in _chains(rows, engine.options.page_tokens):
+        submit(chain)
     while engine.busy:
         for event in engine.step():
             row = running.get(event.request)
             if row is None:  # the last event of one that was cancelled
                 continue
-            # Its prompt has been read, so those that begin like it find its pages.
-            for follower in followers.pop(event.request, ()):
-                running[engine.submit(follower.request)] = follower
+            # Its prompt has been read, so the next one finds the pages of their beginning.
+            chain = waiting.pop(event.request, None)
+            if chain:
+                submit(chain)
             if row.add(event):
                 engine.cancel(event.request)
             if row.stopped_by is not None:
@@ -370,22 +395,30 @@ def _run(
                 advance(1)
 
 
-def _by_beginning(
-    rows: Sequence[_Sequence], page_tokens: int
-) -> list[tuple[_Sequence, list[_Sequence]]]:
-    """Each row that begins like none before it, with the later ones that begin like it.
+def _chains(rows: Sequence[_Sequence], page_tokens: int) -> list[deque[_Follower]]:
+    """Rows that begin alike, in an order in which each shares most with the one before it.
 
-    Rows that are read at the same time cannot share what none of them has computed yet.
+    Rows that are read at the same time compute their common beginning once each, because pages are
+    shared when their prompt has been read. Reading one after the other costs the ends of rounds that
+    other prompts would fill: only what shares enough waits.
     """
-    groups: list[tuple[_Sequence, list[_Sequence]]] = []
-    by_page: dict[tuple[int, ...], list[_Sequence]] = {}
-    for row in rows:
-        # Pages are shared as a whole: what is shorter than one shares nothing.
-        page = row.request.prompt[:page_tokens]
-        if len(page) == page_tokens and page in by_page:
-            by_page[page].append(row)
-            continue
-        others: list[_Sequence] = []
-        by_page[page] = others
-        groups.append((row, others))
-    return groups
+    chains: list[deque[_Follower]] = []
+    before: _Sequence | None = None
+    for row in sorted(rows, key=lambda row: row.request.prompt):
+        shared_pages = 0
+        if before is not None:
+            shared_pages = _common_length(before.request.prompt, row.request.prompt) // page_tokens
+        before = row
+        if shared_pages * page_tokens >= max(1, LEAST_SHARED * len(row.prompt)):
+            chains[-1].append(_Follower(row, shared_pages))
+        else:
+            chains.append(deque([_Follower(row, 0)]))
+    return chains
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that two prompts begin with."""
+    for length, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
+            return length
+    return min(len(first), len(second))
