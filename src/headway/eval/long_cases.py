@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headway.eval.options import LongPlan
-from headway.text import longbench, ruler
+from headway.text import helmet, longbench, ruler
 from headway.text.long_tasks import Case, Generator, find_task, fit, smallest
 from headway.text.ruler_files import RulerFiles
+
+FROM_FILES = frozenset((*ruler.NAMES, *longbench.NAMES, *helmet.NAMES))
+"""Tasks whose prompts may change under the same plan, with the files that they are made of."""
 
 if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
@@ -51,6 +54,9 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
     for task in plan.tasks:
         if task in longbench.NAMES:
             cases += _longbench_cases(task, choices, tokenizer, plan, ids_of)
+            continue
+        if task in helmet.NAMES:
+            cases += _helmet_cases(task, tokenizer, plan, ids_of)
             continue
         for length in plan.lengths:
             generator = _generator(task, length, tokenizer, files)
@@ -96,6 +102,29 @@ def _longbench_cases(
                 lambda case: len(ids_of(case)),
             )
             cases.append(LongCase(task, length, 0.0, case, ids_of(case), longbench.ANSWER_TOKENS))
+    return cases
+
+
+def _helmet_cases(
+    task: str, tokenizer: Tokenizer, plan: LongPlan, ids_of: Callable[[Case], list[int]]
+) -> list[LongCase]:
+    """Questions of HELMET at every length; as many as another task has cases."""
+    folder = plan.questions.helmet
+    assert folder is not None, "its tasks were refused without one"
+    number = len(plan.questions.depths) * plan.questions.samples
+    cases: list[LongCase] = []
+    for length in plan.lengths:
+        for question in helmet.read_questions(task, length, number, plan.questions.seed, folder):
+            case = helmet.cut_case(
+                question,
+                task,
+                length,
+                tokenizer.encode,
+                tokenizer.decode,
+                lambda case: len(ids_of(case)),
+            )
+            new_tokens = helmet.answer_tokens(task)
+            cases.append(LongCase(task, length, 0.0, case, ids_of(case), new_tokens))
     return cases
 
 

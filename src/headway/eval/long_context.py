@@ -27,14 +27,20 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
-from headway.eval.long_cases import LongCase, make_cases, prompts_in_words, prompts_key
+from headway.eval.long_cases import (
+    FROM_FILES,
+    LongCase,
+    make_cases,
+    prompts_in_words,
+    prompts_key,
+)
 from headway.eval.mask_comparison import MaskComparison, compare_masks, scores_of
 from headway.eval.mask_verdict import GateState, LongVerdict, verdict_of
 from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
-from headway.text import longbench, ruler
+from headway.text import helmet, ruler
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +148,10 @@ class LongResult:
 
 def plan_notes(plan: LongPlan) -> list[str]:
     """Limits of what the numbers mean."""
-    notes = ruler.notes(plan.tasks, plan.questions.ruler_data)
+    notes = [
+        *ruler.notes(plan.tasks, plan.questions.ruler_data),
+        *helmet.notes(plan.tasks, plan.lengths, plan.questions.helmet),
+    ]
     whole = plan.whole()
     if not whole:
         return notes
@@ -273,7 +282,7 @@ class _Evaluation:
         key = ""
         if self.texts is not None:
             key = _texts_key(self.texts())
-        if any(task in (*ruler.NAMES, *longbench.NAMES) for task in self.plan.tasks):
+        if FROM_FILES & set(self.plan.tasks):
             key += prompts_key(self.cases)
         return key
 

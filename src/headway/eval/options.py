@@ -20,7 +20,7 @@ from headway.config.options import (
 from headway.errors import ConfigError
 from headway.infer.generate_options import GenerateOptions
 from headway.infer.sampling import Sampling
-from headway.text import longbench, ruler
+from headway.text import helmet, longbench, ruler
 from headway.text.long_tasks import find_task, task_names
 from headway.text.record_keys import KEYS_HELP, KEYS_METAVAR, KeyMap
 
@@ -226,8 +226,16 @@ class LongQuestions:
         None, "A folder with the essays, word lists and question sets of RULER's tasks."
     )
     longbench: Path | None = option(None, "data.json of LongBench v2, for its tasks.")
+    helmet: Path | None = option(
+        None, "The folder data of HELMET, with json_kv and ruler, for its recall tasks."
+    )
 
     def __post_init__(self) -> None:
+        if self.helmet is not None and not self.helmet.is_dir():
+            raise ConfigError(
+                f"--helmet is {str(self.helmet)!r}, which is not a folder. Give the folder data of "
+                "HELMET."
+            )
         if self.longbench is not None and not self.longbench.is_file():
             raise ConfigError(
                 f"--longbench is {str(self.longbench)!r}, which is not a file. Give data.json of "
@@ -301,7 +309,7 @@ class LongPlan:
         ...,
         "Tasks, comma separated; default: all of headway's. needle_* hide numbers, passkey, "
         "key_value, variable_tracking, common_words; ruler is all of RULER's, ruler_vt one; "
-        "longbench_v2 or longbench_v2_short.",
+        "longbench_v2 or longbench_v2_short; helmet or helmet_json_kv.",
         written=None,
         read=_long_tasks,
     )
@@ -324,19 +332,24 @@ class LongPlan:
                 ruler.check(task, self.tasks, self.questions.ruler_data)
             elif task.startswith(longbench.GROUP):
                 longbench.check(task, self.tasks, self.questions.longbench)
+            elif task.startswith(helmet.GROUP):
+                helmet.check(task, self.tasks, self.lengths, self.questions.helmet)
             else:
                 find_task(task)
         if min(self.lengths) < 1:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
 
     def resolved(self) -> LongPlan:
-        """With the names of tasks for those of groups; of RULER's, those whose files are there."""
+        """With the names of tasks for those of groups; of RULER's and HELMET's, those whose files are
+        there."""
         tasks: list[str] = []
         for task in self.tasks:
             if task == ruler.GROUP:
                 tasks += ruler.available(self.questions.ruler_data)
             elif task == longbench.GROUP:
                 tasks += longbench.NAMES
+            elif task == helmet.GROUP:
+                tasks += helmet.available(self.lengths, self.questions.helmet)
             else:
                 tasks.append(task)
         return replace(self, tasks=tuple(tasks))
@@ -360,7 +373,7 @@ class LongPlan:
         # How many are answered at once changes no number.
         questions["rows"] = self.questions.measured_rows
         # Left out where they say nothing: results are found by these values.
-        for name in ("ruler_data", "longbench"):
+        for name in ("ruler_data", "longbench", "helmet"):
             path = questions.pop(name)
             if path is not None:
                 questions[name] = str(path)
