@@ -4,7 +4,8 @@
     PYTHONPATH=src python3 benchmarks/judge.py --small
 
 The masks are drawn: which heads stream changes the answers, not the work. Every repeat measures all variants anew; making the cases
-is part of it. On a machine that others use, compare `cpu_seconds`. `--small` makes a model of two layers with random weights and asks it at 350 and 400 tokens.
+is part of it. On a machine that others use, compare `cpu_seconds`. `--small` makes a model of two layers with random weights and asks
+it at 350 and 400 tokens.
 """
 
 import argparse
