@@ -1,6 +1,6 @@
 """Writes expected.json: what RULER's own generators make of the small files in `files`, which this script writes first.
 
-Not run by the tests. In an environment with numpy, PyYAML and scipy:
+Not run by the tests. In an environment with headway and scipy:
 
     git clone https://github.com/NVIDIA/RULER && python tests/golden/ruler/make.py RULER
 
@@ -29,7 +29,8 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy
-import yaml
+
+from headway.config.load import read_yaml
 
 HERE = Path(__file__).parent
 FILES = HERE / "files"
@@ -170,7 +171,7 @@ def main() -> None:
         shutil.copytree(Path(checkout) / "scripts/data", scripts)
         for name in ("PaulGrahamEssays", "english_words", "squad", "hotpotqa"):
             shutil.copy(FILES / f"{name}.json", scripts / "synthetic/json")
-        tasks = yaml.safe_load((Path(checkout) / "scripts/synthetic.yaml").read_text())
+        tasks = read_yaml(Path(checkout) / "scripts/synthetic.yaml")
         example: dict[str, Any] = {}
         for task, settings in tasks.items():
             kind = settings["task"]

@@ -131,7 +131,7 @@ def test_a_task_is_not_asked_twice() -> None:
         ({"demos": [["a", "b"], ["c"]]}, "demos must hold [key, value]"),
     ],
 )
-def test_a_damaged_file_is_one_clear_line(
+def test_a_damaged_file_of_helmet_is_one_clear_line(
     folder: Path, line: bytes | dict[str, Any], said: str
 ) -> None:
     file = folder / JSON_KV
