@@ -144,7 +144,7 @@ def main() -> None:
             )
         tasks[task] = questions
     content = {"seed": SEED, "length": LENGTH, "drawn": DRAWN, "tasks": tasks}
-    (HERE / "expected.json").write_text(json.dumps(content, indent=1) + "\n")
+    (HERE / "expected.json").write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":

@@ -205,8 +205,9 @@ def main() -> None:
                             num_samples=1, max_seq_length=500, incremental=5, num_chains=1, num_hops=4
                         )  # fmt: skip
                         example = {"lines": solved["input"].count("The grass is green.")}
-    content = {"example": example, "example_lines": EXAMPLE_LINES, "cases": cases}
-    (HERE / "expected.json").write_text(json.dumps(content, indent=1) + "\n")
+    head = json.dumps({"example": example, "example_lines": EXAMPLE_LINES})
+    lines = ",\n".join(map(json.dumps, cases))
+    (HERE / "expected.json").write_text(f'{head[:-1]}, "cases": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
