@@ -406,7 +406,8 @@ def _chains(rows: Sequence[_Sequence], page_tokens: int) -> list[deque[_Follower
     before: _Sequence | None = None
     for row in sorted(rows, key=lambda row: row.request.prompt):
         shared_pages = 0
-        if before is not None:
+        # The same ids may stand for different pictures, which share nothing.
+        if before is not None and row.request.media is None:
             shared_pages = _common_length(before.request.prompt, row.request.prompt) // page_tokens
         before = row
         if shared_pages * page_tokens >= max(1, LEAST_SHARED * len(row.prompt)):

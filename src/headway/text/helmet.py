@@ -29,7 +29,7 @@ from typing import Any
 
 from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
-from headway.text.long_tasks import Case
+from headway.text.long_tasks import Case, check_group, cut_to_fit
 
 GROUP = "helmet"
 """The name for all tasks whose files are there."""
@@ -139,14 +139,7 @@ def available(lengths: Sequence[int], folder: Path | None) -> list[str]:
 
 def check(task: str, tasks: Sequence[str], lengths: Sequence[int], folder: Path | None) -> None:
     """Refuse an unknown name, files that are not there, and a task that is asked for twice."""
-    if task != GROUP and task not in NAMES:
-        raise ConfigError(
-            f"--tasks holds {task!r}; of HELMET there are {GROUP}, {', '.join(NAMES)}."
-        )
-    if task != GROUP and GROUP in tasks:
-        raise ConfigError(
-            f"--tasks holds {GROUP} and {task}; {GROUP} holds it already. Give one of them."
-        )
+    check_group(task, tasks, GROUP, NAMES, "HELMET")
     if folder is None:
         raise ConfigError(
             f"--tasks holds {task}, which needs HELMET's files. Give --helmet DIR, its folder data."
@@ -306,22 +299,17 @@ def cut_case(
     A context that is too long loses its end, as HELMET cuts it. `count` counts a case with all that
     stands around its prompt.
     """
-    limit = length - answer_tokens(task)
-    case = question.case(question.context)
-    tokens = count(case)
-    if tokens <= limit:
-        return case
-
-    ids = encode(question.context)
-    keep = len(ids)
-    while tokens > limit:
-        # The shorter text may be other tokens at its end: again, until it fits.
-        keep -= tokens - limit
-        if keep < 1:
-            raise ConfigError(
-                f"--lengths holds {length}; {task} needs more tokens for its question and answer. "
-                "Give a greater length."
-            )
-        case = question.case(decode(ids[:keep]))
-        tokens = count(case)
+    case = cut_to_fit(
+        question.case(question.context),
+        lambda: encode(question.context),
+        lambda ids, keep: question.case(decode(ids[:keep])),
+        count,
+        length - answer_tokens(task),
+        1,
+    )
+    if case is None:
+        raise ConfigError(
+            f"--lengths holds {length}; {task} needs more tokens for its question and answer. Give "
+            "a greater length."
+        )
     return case

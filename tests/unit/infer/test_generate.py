@@ -145,6 +145,19 @@ def test_what_prompts_begin_with_together_is_computed_once(
     assert [generate(loaded, [prompt], options)[0] for prompt in prompts] == together
 
 
+def test_prompts_with_pictures_wait_for_none_that_begins_with_the_same_ids() -> None:
+    from headway.infer.engine.request import EngineRequest, PromptMedia
+    from headway.infer.generate import _chains, _Sequence
+
+    def chains(media: PromptMedia | None) -> int:
+        requests = [EngineRequest((7,) * 20, 4, media=media) for _ in range(3)]
+        rows = [_Sequence(byte_tokenizer(), request, (), None) for request in requests]
+        return len(_chains(rows, page_tokens=4))
+
+    assert chains(PromptMedia((), {})) == 3
+    assert chains(None) == 1
+
+
 def test_a_row_ends_at_a_stop_text_and_the_others_go_on(loaded: LoadedModel) -> None:
     free = generate(loaded, PROMPTS, GenerateOptions(12))
     assert loaded.tokenizer is not None

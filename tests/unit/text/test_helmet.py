@@ -75,6 +75,20 @@ def test_a_context_that_is_too_long_loses_its_end(folder: Path) -> None:
     assert make_cases(byte_tokenizer(), plan("helmet_json_kv", helmet=folder.parent)) == [asked]
 
 
+def test_a_length_without_room_for_question_and_answer_is_refused(folder: Path) -> None:
+    (question, *_) = helmet.read_questions("helmet_json_kv", LENGTH, 1, 0, folder)
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ConfigError, match="--lengths holds 300; helmet_json_kv needs more tokens"):
+        helmet.cut_case(
+            question,
+            "helmet_json_kv",
+            300,
+            tokenizer.encode,
+            tokenizer.decode,
+            lambda case: len(tokenizer.encode(case.prompt)),
+        )
+
+
 def test_every_length_has_files_of_its_own(folder: Path) -> None:
     assert helmet.file_name("helmet_json_kv", 131072) == "json_kv/test_k1800_dep6.jsonl"
     assert (
