@@ -109,7 +109,6 @@ RECIPES_OF_NODES = {
     ],
     "node/nope_stage2": ["data.train.0.limit=20"],
     "node/extend-yarn": ["model.max_seq_len=128"],
-    "node/extend-linear": ["model.max_seq_len=128"],
     "node/prulong-masks": ["model.max_seq_len=128", "objective.window=16", "objective.sinks=4"],
     "node/prulong-masks-and-weights": [
         "model.max_seq_len=128",
