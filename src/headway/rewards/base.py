@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, cast
 
@@ -76,8 +76,10 @@ class BuiltReward(Protocol):
         """All that the score depends on beside the digest, as a JSON value."""
         ...
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """The outcomes in order. A failure is an outcome, never an exception."""
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """The outcomes by the index of their input, in portions: what takes long, or is asked of
+        somebody, is handed over as it is ready. A failure is an outcome, never an exception.
+        """
         ...
 
     def close(self) -> None:
