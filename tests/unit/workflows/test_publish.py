@@ -23,6 +23,7 @@ from headway.config.load import load
 from headway.text.hub_upload import MARK
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.run_name import GIVEN
 
 # The hub library hands bytes to httpx in an older way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -259,6 +260,21 @@ def test_a_gguf_file_of_another_type_is_added_to_those_of_the_same_run(
     code, result, _ = run(hub.url, tmp_path, *words, "--replace")
     assert code == 0
     assert result["deleted"] == ["small-f32.Modelfile", "small-f32.gguf"]
+
+
+def test_the_card_of_a_reward_model_loads_it_as_a_classifier(
+    runs: Path, hub: UploadHub, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge"
+    shutil.copytree(runs / "base", judge)
+    with open(judge / GIVEN, "a", encoding="utf-8") as file:
+        file.write("objective: {kind: reward}\n")
+    assert run(hub.url, tmp_path, "push", str(judge), "me/judge")[0] == 0
+    head, text = card_of(hub.repositories["me/judge"])
+    assert "pipeline_tag" not in head
+    assert 'AutoModelForSequenceClassification.from_pretrained("me/judge")' in text
+    assert "headway eval reward me/judge --data FILE" in text
+    assert "headway chat" not in text
 
 
 def test_a_second_push_sends_nothing_and_a_changed_run_only_what_changed(
