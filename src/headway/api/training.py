@@ -110,5 +110,10 @@ def train(
         recipe = Recipe.load(recipe)
     recipe = with_data(recipe, data, valid, kind)
     if live_chart and in_notebook():
-        callbacks = [*callbacks, LiveChart(str(recipe.run.folder), cell_output())]
+        from headway.board.runs import planned_steps
+
+        # Of a recipe with stages, the steps of all of them.
+        total_steps = planned_steps(recipe.model_dump(mode="json", exclude_unset=True))
+        chart = LiveChart(str(recipe.run.folder), cell_output(), total_steps)
+        callbacks = [*callbacks, chart]
     return TrainResult.of(train_recipe(recipe, resume=resume, callbacks=callbacks))
