@@ -126,6 +126,8 @@ def test_every_argument_of_a_trainer_has_an_answer_of_train(trainer: str) -> Non
         ("learning_rate", "fast", "here it is optim.lr=VALUE"),
         ("data_seed", 7, "one seed orders the data, too; nearest: seed"),
         ("push_to_hub", False, "leave it out: headway does the same without it"),
+        ("fsdp", [], "leave it out: headway does the same without it"),
+        ("fsdp", "no_shard", "here it is parallel.zero1.size=1"),
         (
             "fsdp",
             "shard_grad_op auto_wrap",

@@ -290,7 +290,7 @@ def fully_sharded(draft: ImportDraft, key: str, value: Any) -> None:
     if "no_shard" in names:
         draft.write(key, value, "parallel.zero1.size", 1, "plain data parallelism")
         return
-    if value in OFF:
+    if value in OFF or value == []:
         draft.tell(key, value, "automatic", note=NOT_USED)
         return
 
