@@ -55,6 +55,8 @@ def settings() -> tuple[set[str], set[str]]:
 
 def is_setting(name: str) -> bool:
     """`data.train.0.path`, `stages.2.data.train.0.path` and the like count by what they mean."""
+    # `data.valid=FILE` is one source, which `data.valid.0` names.
+    name = re.sub(r"^data\.valid\.0\.", "data.train.0.", name)
     plain = re.sub(r"\.\d+(?=\.|$)", "", re.sub(r"^stages\.\d+\.", "", name))
     known, sections = settings()
     return plain in known or plain in sections
