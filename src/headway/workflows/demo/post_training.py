@@ -97,9 +97,9 @@ def fine_tune(demo: Demo) -> dict[str, Any]:
 
 def prefer(demo: Demo) -> dict[str, Any]:
     """Prefer the right answer to a wrong one, which belongs to another function."""
+    from headway.data.groups import num_pairs
     from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
-    from headway.tasks.preference.source import num_pairs
 
     # The same file name and order as the questions, so that the same ones are held out.
     raw = demo.pairs / "docstrings.jsonl"
