@@ -34,6 +34,14 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def make_checkout(folder: Path) -> None:
+    """Make a folder a repository with all of its files in one commit."""
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, *author, "commit", "--quiet", "-m", "all files")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A wheel and a source distribution of a copy of the tree, which is a checkout of git."""
@@ -48,19 +56,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         else:
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".gitignore").write_text("build\ndist\n*.egg-info\n")
-    git(folder, "init", "--quiet")
-    git(folder, "add", ".")
-    git(
-        folder,
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@example.org",
-        "commit",
-        "--quiet",
-        "-m",
-        "a",
-    )
+    make_checkout(folder)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD],
         cwd=folder,
@@ -197,19 +193,7 @@ def test_a_build_of_changed_files_says_that_they_are_modified(
     tmp_path: Path, setup_file: Callable[..., dict[str, Any]]
 ) -> None:
     (tmp_path / "file.txt").write_text("a")
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "add", ".")
-    git(
-        tmp_path,
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@example.org",
-        "commit",
-        "--quiet",
-        "-m",
-        "a",
-    )
+    make_checkout(tmp_path)
     commit = git(tmp_path, "rev-parse", "HEAD")[:12]
     commit_text = setup_file(None, tmp_path)["commit_text"]
     assert commit_text() == f"{commit}\n"
