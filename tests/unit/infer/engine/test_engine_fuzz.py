@@ -3,22 +3,27 @@
 import logging
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.engine_fuzz import (
+    CONTEXT,
     CONVOLUTION,
     HYBRID,
+    MIXTURE,
     FuzzModels,
     FuzzReport,
+    PictureModels,
     RequestPool,
     fuzz,
     run_schedule,
 )
 
 from headway.model.config import ModelConfig
+from headway.model.exact_config import why_not_exact
 
-FEATURES = 14
+FEATURES = 16
 DRILL_SECONDS = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "180"))
 
 
@@ -48,19 +53,51 @@ def test_a_model_with_states_gives_the_plain_loops_answers_in_any_schedule(
     assert report.cached_tokens > 0
 
 
+@pytest.mark.slow
+def test_experts_and_their_routes_are_the_plain_loops_in_any_schedule(tmp_path: Path) -> None:
+    report = fuzz(FuzzModels(tmp_path, MIXTURE), range(240, 245), 16, 8)
+    assert report.differences == []
+    assert report.preempted > 5
+    assert report.features["routes"] > 5
+
+
+@pytest.mark.slow
+def test_pictures_of_a_tower_turn_as_in_the_plain_loop_in_any_schedule(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    from support.small_vision import build_vision, write_vision
+
+    stored = write_vision(tmp_path / "vision", build_vision({"max_position_embeddings": CONTEXT}))
+    models = PictureModels(tmp_path, stored)
+    assert why_not_exact(models.config, CONTEXT) == "a vision tower"
+    report = fuzz(models, range(340, 348), 16, 8)
+    assert report.differences == []
+    assert report.preempted > 5
+    assert report.cached_tokens > 0
+    assert report.features["pictures of a tower"] > 5
+
+
 @pytest.mark.drill
 def test_many_random_schedules_cover_every_feature_without_a_difference(tmp_path: Path) -> None:
     """As many as fit into HEADWAY_FUZZ_SECONDS; `pytest -s -m drill` shows what they covered."""
-    models = FuzzModels(tmp_path)
+    all_models = [FuzzModels(tmp_path / "media")]
+    all_models += [FuzzModels(tmp_path / "experts", MIXTURE)]
+    if find_spec("transformers") is not None:
+        from support.small_vision import build_vision, write_vision
+
+        vision = build_vision({"max_position_embeddings": CONTEXT})
+        all_models.append(
+            PictureModels(tmp_path / "own", write_vision(tmp_path / "vision", vision))
+        )
     report = FuzzReport()
     first = int(os.environ.get("HEADWAY_FUZZ_SEED", "1000"))
     began = time.monotonic()
     seed = first
     while time.monotonic() - began < DRILL_SECONDS:
-        pool = RequestPool(models, seed, 30)
-        for _ in range(25):
-            run_schedule(seed, models, pool, report)
-            seed += 1
+        for models in all_models:
+            pool = RequestPool(models, seed, 30)
+            for _ in range(12):
+                run_schedule(seed, models, pool, report)
+                seed += 1
     print(f"\nseeds {first} to {seed - 1}", *report.lines(), sep="\n")  # noqa: T201
     assert report.differences == []
-    assert len(report.features) == FEATURES
+    assert len(report.features) >= FEATURES
