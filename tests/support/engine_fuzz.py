@@ -641,7 +641,12 @@ class FuzzReport:
 
 
 def random_options(
-    rng: random.Random, models: FuzzModels, kind: str, report: FuzzReport
+    rng: random.Random,
+    models: FuzzModels,
+    kind: str,
+    report: FuzzReport,
+    *,
+    has_adapters: bool,
 ) -> EngineOptions:
     """Little memory, small pieces, any combination of what an engine can do."""
     page_tokens = rng.choice([4, 8])
@@ -658,7 +663,8 @@ def random_options(
         and kind == "dense"
         and not why_not_exact(models.config, CONTEXT)
         and models.group is None
-        and rng.random() < 0.4
+        and not has_adapters
+        and rng.random() < 0.7
     )
     if is_exact:
         page_tokens = KEYS
@@ -836,13 +842,20 @@ def run_schedule(
     """One engine, some requests of the pool in a random schedule; what differs goes into the report."""
     rng = random.Random(seed)
     kind = rng.choice(kinds or models.kinds)
+    # An engine without adapters takes the other requests, and can be exact.
+    has_adapters = bool(models.adapters) and rng.random() < 0.7
     engine = InferenceEngine(
         models.load().with_masks(MASKS[kind]),
-        random_options(rng, models, kind, report),
-        models.adapters,
+        random_options(rng, models, kind, report, has_adapters=has_adapters),
+        models.adapters if has_adapters else {},
         constraints=TokenRule,
     )
-    left = rng.sample(range(len(pool.requests)), rng.choice([5, 9, 14]))
+    taken = [
+        index
+        for index, request in enumerate(pool.requests)
+        if has_adapters or request.adapter is None
+    ]
+    left = rng.sample(taken, min(len(taken), rng.choice([5, 9, 14])))
     index_of: dict[int, int] = {}
     events: dict[int, list[EngineEvent]] = {}
     cancelled: set[int] = set()

@@ -15,8 +15,6 @@ def why_not_exact(config: ModelConfig, context: int) -> str:
     reasons = {
         "head is not of tokens": config.head != "tokens",
         "its class is not headway's own": config.hf_config is not None,
-        # The tower's positions turn a token by three numbers, which blocks of rows do not carry.
-        "a vision tower": config.vision is not None,
         "experts": config.experts is not None,
         "latent_attention": config.latent_attention is not None,
         "linear_attention": config.linear_attention is not None,

@@ -21,8 +21,11 @@ from support.engine_fuzz import (
     run_schedule,
 )
 
+from headway.errors import ConfigError
+from headway.infer.engine.engine import InferenceEngine
+from headway.infer.engine.request import EngineOptions
+from headway.kernels.exact_attention import KEYS
 from headway.model.config import ModelConfig
-from headway.model.exact_config import why_not_exact
 
 FEATURES = 16
 DRILL_SECONDS = float(os.environ.get("HEADWAY_FUZZ_SECONDS", "180"))
@@ -48,7 +51,7 @@ def test_every_feature_in_any_schedule_gives_the_plain_loops_answers(tmp_path: P
 def test_a_model_with_states_gives_the_plain_loops_answers_in_any_schedule(
     tmp_path: Path, config: ModelConfig
 ) -> None:
-    report = fuzz(FuzzModels(tmp_path, config), range(140, 145), 16, 8)
+    report = fuzz(FuzzModels(tmp_path, config), range(150, 155), 16, 8)
     assert report.differences == []
     assert report.preempted > 5
     assert report.cached_tokens > 0
@@ -68,13 +71,19 @@ def test_pictures_of_a_tower_turn_as_in_the_plain_loop_in_any_schedule(tmp_path:
     from support.small_vision import build_vision, write_vision
 
     stored = write_vision(tmp_path / "vision", build_vision({"max_position_embeddings": CONTEXT}))
-    models = PictureModels(tmp_path, stored)
-    assert why_not_exact(models.config, CONTEXT) == "a vision tower"
-    report = fuzz(models, range(340, 348), 16, 8)
+    report = fuzz(PictureModels(tmp_path, stored), range(340, 348), 16, 8)
     assert report.differences == []
     assert report.preempted > 5
     assert report.cached_tokens > 0
     assert report.features["pictures of a tower"] > 5
+
+
+def test_an_exact_engine_with_adapters_is_refused(tmp_path: Path) -> None:
+    models = FuzzModels(tmp_path)
+    options = EngineOptions(exact=True, page_tokens=KEYS)
+    with pytest.raises(ConfigError, match="the engine has adapters") as refusal:
+        InferenceEngine(models.load(), options, models.adapters)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.drill
