@@ -66,6 +66,10 @@ CONVOLUTION = MODEL.with_(qk_norm=True, short_convolution={"taps": 4, "bias": Tr
 """The same with a layer of a short convolution."""
 MIXTURE = CONFIG.with_(max_seq_len=CONTEXT, experts={"num": 6, "per_token": 2})
 """Experts, whose routes requests may ask for."""
+STATE_SPACE = MODEL.with_(
+    state_space={"heads": 4, "head_dim": 5, "state_size": 6, "groups": 2, "layers": (0,)}
+)
+"""The same with a state-space layer."""
 MASKS = {
     "dense": None,
     "masks": HeadMasks(((True, False), (False, False)), window=6, sinks=2),
