@@ -366,7 +366,7 @@ def _join_store(process: Process, timeout_seconds: float) -> dist.Store:
 def _wait_for_rank_0(process: Process, timeout_seconds: float) -> float:
     """Return when rank 0 accepts connections; the seconds that are left of the time-out.
 
-    torch's own wait takes up to three times as long as it was told where rank 0 is gone.
+    torch's own wait takes up to three times the time-out where rank 0 is gone.
     """
     address = meeting_point()
     deadline = time.monotonic() + timeout_seconds
