@@ -165,7 +165,11 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         masks = {**masks, "from": Path(str(masks["from"])).name}
 
     encoding = MediaEncoding(loaded)
-    encoding.warm_up()
+    try:
+        encoding.warm_up()
+    except (HeadwayError, RuntimeError) as problem:  # CUDA's lack of memory is a RuntimeError
+        # Requests without media are answered, and those with media are told.
+        log.warning("%s: pictures and sounds may fail: %s", setup.name, first_line(problem))
     facts = EngineFacts(
         name=setup.name,
         tokenizer=loaded.tokenizer,

@@ -1,13 +1,18 @@
 """What the first request would start has run once before the server is ready."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
+from support.byte_model import CONFIG, write_model
 from support.chat_tokenizer import byte_tokenizer
 
+from headway.infer.engine.request import EngineOptions
 from headway.media.items import AudioSpec, ImageSpec
 from headway.media.patches import PictureSpec
 from headway.prepare.media_inputs import CellInput, ImageInput, MediaInputSpec, MelInput
+from headway.serve.engine_process import MediaEncoding, open_engine
+from headway.serve.engine_setup import EngineSetup
 from headway.serve.grammar_check import GrammarChecker
 from headway.serve.limits import ServeLimits
 from headway.serve.warm_up import decode_samples
@@ -47,3 +52,17 @@ def test_the_process_that_checks_grammars_has_checked_one() -> None:
         assert list(checker._verdicts.values()) == [""]
     finally:
         checker.close()
+
+
+def test_an_encoder_that_fails_does_not_end_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(encoding: MediaEncoding) -> None:
+        raise RuntimeError("no memory for an encoder")
+
+    monkeypatch.setattr(MediaEncoding, "warm_up", fail)
+    model = write_model(tmp_path, CONFIG.with_(max_seq_len=64))
+    setup = EngineSetup("m", str(model), device="cpu", options=EngineOptions(max_running=2))
+    _, facts, _ = open_engine(setup)
+    assert facts.name == "m"
+    assert "m: pictures and sounds may fail: no memory for an encoder" in caplog.text
