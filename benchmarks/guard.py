@@ -204,7 +204,9 @@ def _documents(drawn: Drawn, sizes: Sizes) -> Pair:
     def theirs() -> Outputs:
         parts = [
             F.scaled_dot_product_attention(
-                *(x[:, begin:end].transpose(1, 2) for x in (q, k, v)),
+                q[:, begin:end].transpose(1, 2),
+                k[:, begin:end].transpose(1, 2),
+                v[:, begin:end].transpose(1, 2),
                 is_causal=True,
                 enable_gqa=True,
             ).transpose(1, 2)
@@ -351,7 +353,7 @@ def _paged_step(drawn: Drawn, sizes: Sizes) -> Pair:
 
     def theirs() -> Outputs:
         output = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True
         )
         return (output.transpose(1, 2),)
 

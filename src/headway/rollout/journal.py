@@ -32,10 +32,10 @@ import numpy as np
 
 from headway.config.regular_file import regular_only
 from headway.errors import DataError
+from headway.rollout.config import JOURNAL as FILE
 
 log = logging.getLogger("headway")
 
-FILE = "rollouts.jsonl"
 DAMAGED_FILE = "rollouts.damaged"
 """Lines that were taken out of the journal, because they or one before them were damaged."""
 ANSWERS = "answers"

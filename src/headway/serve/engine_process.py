@@ -168,7 +168,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     try:
         encoding.warm_up()
     except (HeadwayError, RuntimeError) as problem:  # CUDA's lack of memory is a RuntimeError
-        # Requests without media are answered, and those with media are told.
+        # Requests without media are answered; one with media fails with its own reason.
         log.warning("%s: pictures and sounds may fail: %s", setup.name, first_line(problem))
     facts = EngineFacts(
         name=setup.name,
