@@ -27,7 +27,7 @@ from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
 from headway.train.resolve import Resolved, resolve
-from headway.train.rollout_check import check_rollouts, scores_rollouts
+from headway.train.rollout_check import check_rollouts
 from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ def rollout_shape(
     `answer_tokens`: their expected mean length; None: as long as they may be.
     """
     rollout = recipe.rollout
+    # A divergence in the reward is scored once, when the answers were sampled.
+    in_reward = recipe.objective.reward_divergence > 0
     return RolloutShape(
         prompts=rollout.prompts,
         samples=rollout.samples,
@@ -201,8 +203,8 @@ def rollout_shape(
         passes=rollout.passes,
         ahead=rollout.ahead > 0,
         refill=rollout.refill,
-        scores_first=rollout.num_updates > 1 or scores_rollouts(recipe),
-        reference_once=scores_rollouts(recipe),
+        scores_first=rollout.num_updates > 1 or in_reward,
+        reference_once=in_reward,
     )
 
 
