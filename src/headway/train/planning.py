@@ -27,7 +27,6 @@ from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
 from headway.train.resolve import Resolved, resolve
-from headway.train.rollout_check import check_rollouts
 from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
             "`headway train RECIPE --dry-run` takes one step of it."
         )
     if recipe.objective.needs.rollouts:
+        from headway.train.rollout_check import check_rollouts
+
         check_rollouts(recipe)
     resolved = None
     if _needs_files(recipe):
