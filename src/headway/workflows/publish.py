@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import get_args
 
 from headway.checkpoint.stored_model import find_model
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
 from headway.export.adapter import FOLDER as ADAPTER_FOLDER
 from headway.export.adapter import export_adapter
@@ -49,6 +50,8 @@ log = logging.getLogger("headway")
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
+GGUF_ENDINGS = (".gguf", ".Modelfile")
+"""What `--form gguf` writes for each type."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 """How the hub writes licences: apache-2.0, mit, llama3.1, other."""
 
@@ -88,6 +91,10 @@ class Prepared:
 
 def push(source: Path, options: PushOptions) -> UploadResult:
     """Send a run's model, or an exported folder, to the hub."""
+    # A repository usually has a model's GGUF files of several types side by side.
+    kept_endings: tuple[str, ...] = ()
+    if options.form == "gguf":
+        kept_endings = GGUF_ENDINGS
     with prepared(source, options) as content:
         return upload(
             UploadRequest(
@@ -96,6 +103,7 @@ def push(source: Path, options: PushOptions) -> UploadResult:
                 content.source,
                 is_public=options.is_public,
                 replace=options.replace,
+                kept_endings=kept_endings,
             )
         )
 
@@ -227,7 +235,8 @@ def _identity(source: Path, *, is_run: bool) -> str:
     """Twelve digits that are the same for every push of this run, and differ for others."""
     digest = hashlib.sha256()
     if is_run:
-        digest.update((source / RECIPE).read_bytes())
+        with open(source / RECIPE, "rb", opener=regular_only) as file:
+            digest.update(file.read())
         # The first line has the time of the first start.
         events = source / "events.jsonl"
         if events.is_file():
