@@ -45,11 +45,14 @@ KNOWN = (
     "fast_vlm",
     "gemma3",
     "gemma4",
+    "glm4v",
+    "glm4v_moe",
     "glmasr",
     "got_ocr2",
     "idefics2",
     "idefics3",
     "internvl",
+    "lfm2_vl",
     "lighton_ocr",
     "llava",
     "llava_next",
@@ -63,6 +66,7 @@ KNOWN = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "smolvlm",
     "video_llava",
     "vipllava",
@@ -74,9 +78,27 @@ CHANGES_LOGITS = ("gemma4",)
 ALONE = ("gemma3",)
 """Types whose family finds the text part itself, without the other parts, where transformers is
 missing."""
-SAME_ON_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+NOT_READ = {
+    "gemma3n": "its vision tower is a model of timm, which headway does not read",
+    "llama4": "its text part attends within chunks of the text, which headway does not compute",
+}
+"""Model types whose text part cannot be read, and why."""
+SAME_ON_TEXT = {
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 """Types of text parts that compute on text what another type does: their positions have three rows,
 of time, height and width, which are equal for text."""
+ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Settings of the other type that these types always have, and do not write."""
+ROTATE_ALL = ("glm4v_text", "glm4v_moe_text")
+"""Types that rotate whole heads where no share is given; the other type rotates half of each."""
+HIDDEN_OVER_HEADS = ("glm4v_text",)
+"""Types whose heads divide the width of the model, whatever `head_dim` says."""
 THREE_ROWS = ("mrope_section", "mrope_interleaved")
 """Keys of rotary positions that only rows that differ need."""
 FOR_PICTURES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
@@ -230,6 +252,11 @@ class _Whole:
                 f"model_type is {kind!r}, which has parts besides text. Reading its text part needs transformers {MIN_VERSION}: "
                 "pip install '.[transformers]'."
             )
+        if kind in NOT_READ:
+            raise ConfigError(
+                f"model_type is {kind!r}, which has parts besides text, and {NOT_READ[kind]}. "
+                "Give a folder of its text model, or of another model."
+            )
         if kind not in KNOWN:
             raise ConfigError(
                 f"model_type is {kind!r}, which has parts besides text. headway reads the text part of {', '.join(KNOWN)}. "
@@ -252,6 +279,9 @@ class _Whole:
         if kind not in SAME_ON_TEXT:
             return text
         text["model_type"] = SAME_ON_TEXT[kind]
+        text |= ALWAYS.get(kind, {})
+        if kind in HIDDEN_OVER_HEADS:
+            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
         text.pop("architectures", None)
         for key in FOR_PICTURES:
             text.pop(key, None)
@@ -263,6 +293,8 @@ class _Whole:
             for name in ("rope_type", "type"):
                 if rope.get(name) == "mrope":
                     rope[name] = "default"
+            if kind in ROTATE_ALL:
+                rope.setdefault("partial_rotary_factor", 1.0)
             text[key] = rope
         return text
 

@@ -24,7 +24,7 @@ from headway.model.paged_rows import PagedRows
 pytest.importorskip("transformers", minversion="5.0")
 NATIVE = {
     "gemma4": "transformers", "exaone4_5": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
-    "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "qwen3_vl_moe": "qwen3_moe", "glm4v": "glm4", "glm4v_moe": "glm4_moe",
 }  # fmt: skip
 
 
@@ -265,6 +265,8 @@ def test_a_folder_without_a_file_of_its_towers_is_refused(tmp_path: Path) -> Non
         ({"model_type": "qwen2_5_vl", "text_config": {**TEXT, "num_attention_heads": "many"}, "vision_config": VISION},
          "transformers cannot make this model"),
         ({"model_type": "no_such", "vision_config": {}}, "model_type is 'no_such', which has parts"),
+        ({"model_type": "llama4", "text_config": {}, "vision_config": {}}, "its text part attends within chunks of the text"),
+        ({"model_type": "gemma3n", "text_config": {}, "vision_config": {}}, "its vision tower is a model of timm"),
     ],
 )  # fmt: skip
 def test_a_model_that_was_not_compared_is_refused(
