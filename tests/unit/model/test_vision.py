@@ -40,7 +40,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"temporal_patch_size": 1, "hidden_act": "gelu"},
     ),
     "columns alone": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [0, 1, 3]}}, {}),
+    "qwen3_vl: two inner layers": ({}, {}),
+    "qwen3_vl: every inner layer, in another order, patches of 2, cells of 9": (
+        {"tie_word_embeddings": True, "num_hidden_layers": 3,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [0, 1, 5], "mrope_interleaved": True}},
+        {"deepstack_visual_indexes": [2, 0, 1], "patch_size": 2, "spatial_merge_size": 3, "num_position_embeddings": 4,
+         "num_heads": 1, "hidden_act": "gelu"},
+    ),
+    "qwen3_vl: no inner layer, one frame": (
+        {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        {"deepstack_visual_indexes": [], "temporal_patch_size": 1},
+    ),
+    "qwen3_vl_moe: two inner layers": ({}, {}),
+    "qwen3_vl_moe: one inner layer, one dense layer": (
+        {"mlp_only_layers": [0], "num_experts_per_tok": 1}, {"deepstack_visual_indexes": [1], "num_position_embeddings": 100},
+    ),
 }  # fmt: skip
+
+
+def kind_of(name: str) -> str:
+    """The model type of a case."""
+    kind, colon, _ = name.partition(":")
+    return kind if colon else "qwen2_5_vl"
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -49,9 +70,10 @@ def case(
 ) -> tuple[Any, Path, dict[str, Any]]:
     """The class of transformers, its folder with conversations beside it, and settings of the tower."""
     text, tower = CASES[request.param]
-    model = build_vision(text, tower)
+    kind = kind_of(request.param)
+    model = build_vision(text, tower, kind=kind)
     folder = tmp_path_factory.mktemp("vision")
-    write_vision(folder / "model", model, tower)
+    write_vision(folder / "model", model, tower, kind)
     write_conversations(folder)
     return model, folder, tower
 
@@ -104,7 +126,7 @@ def theirs(model: Any, batch: Batch, folder: Path, tower: dict[str, Any]) -> tor
     from transformers.image_utils import load_image
 
     records = [json.loads(line) for line in (folder / "chat.jsonl").read_text().splitlines()]
-    processor = processor_of(tower)
+    processor = processor_of(tower, model.config.model_type)
     by_tokens: dict[int, dict[str, Any]] = {}
     for record in records:
         pictures = {}
@@ -130,6 +152,26 @@ def theirs(model: Any, batch: Batch, folder: Path, tower: dict[str, Any]) -> tor
     return total
 
 
+def gradient_of(model: Any, name: str) -> torch.Tensor:
+    """The gradient in the class of transformers of one of our parameters."""
+    their_name = name
+    if name.startswith("visual."):
+        their_name = f"model.{name}"
+    elif name.startswith("model."):
+        their_name = "model.language_model." + name.removeprefix("model.")
+    expected = dict(model.named_parameters())
+    path, experts, leaf = their_name.partition(".experts.")
+    if not experts:
+        gradient = expected[their_name].grad
+    elif leaf == "down_proj.weight":
+        gradient = expected[f"{path}.experts.down_proj"].grad
+    else:
+        joined = expected[f"{path}.experts.gate_up_proj"].grad
+        gradient = joined.chunk(2, dim=1)[leaf == "up_proj.weight"]
+    assert gradient is not None, name
+    return gradient
+
+
 def test_loss_and_gradients_of_a_packed_step_are_those_of_transformers(
     case: tuple[Any, Path, dict[str, Any]],
 ) -> None:
@@ -145,16 +187,9 @@ def test_loss_and_gradients_of_a_packed_step_are_those_of_transformers(
     loss.backward()
     assert abs(float(loss.detach() - wanted.detach())) < 1e-5 * max(1.0, float(wanted.detach()))
 
-    expected = dict(model.named_parameters())
     compared = 0
     for name, parameter in ours.named_parameters():
-        their_name = name
-        if name.startswith("visual."):
-            their_name = f"model.{name}"
-        elif name.startswith("model."):
-            their_name = "model.language_model." + name.removeprefix("model.")
-        gradient = expected[their_name].grad
-        assert gradient is not None, name
+        gradient = gradient_of(model, name)
         assert parameter.grad is not None, name
         scale = max(1.0, float(gradient.abs().max()))
         assert float((parameter.grad - gradient).abs().max()) < 1e-4 * scale, name

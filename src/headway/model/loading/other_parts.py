@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError, first_line
+from headway.model.families._experts import TURNED
 from headway.runtime.json_file import read_object
 from headway.runtime.optional import is_installed
 from headway.runtime.storage import fsync_file
@@ -97,6 +98,8 @@ ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 """Settings of the other type that these types always have, and do not write."""
 ROTATE_ALL = ("glm4v_text", "glm4v_moe_text")
 """Types that rotate whole heads where no share is given; the other type rotates half of each."""
+TURNS_EXPERTS = ("qwen3_vl_moe",)
+"""Types whose published files have the matrices of experts the other way than their class."""
 HIDDEN_OVER_HEADS = ("glm4v_text",)
 """Types whose heads divide the width of the model, whatever `head_dim` says."""
 THREE_ROWS = ("mrope_section", "mrope_interleaved")
@@ -205,7 +208,9 @@ def find_other_parts(
 
 @lru_cache(maxsize=8)
 def _find(folder: Path, key: str, stored: tuple[tuple[str, str], ...]) -> OtherParts:
-    whole = _Whole(json.loads(key))
+    hf_config = json.loads(key)
+    hf_type = hf_config.get("model_type")
+    whole = _Whole(hf_config)
     files = dict(stored)
     names: dict[str, str] = {}
     others: dict[str, str] = {}
@@ -217,6 +222,8 @@ def _find(folder: Path, key: str, stored: tuple[tuple[str, str], ...]) -> OtherP
         if text_name is None:
             others[name] = file
         else:
+            if hf_type in TURNS_EXPERTS and _is_turned(folder / file, name, whole.shape(inner)):
+                text_name += TURNED
             names[text_name] = name
 
     missing = sorted(whole.other_names - found)
@@ -240,6 +247,21 @@ def _find(folder: Path, key: str, stored: tuple[tuple[str, str], ...]) -> OtherP
         len(others),
     )
     return OtherParts(folder, whole.hf_config, names, others)
+
+
+def _is_turned(file: Path, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a stored tensor has the matrices of experts the other way than its class."""
+    from safetensors import SafetensorError, safe_open
+
+    if len(shape) != 3 or file.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(file, framework="pt") as opened:
+            stored = tuple(opened.get_slice(name).get_shape())
+    except (SafetensorError, OSError):
+        # Reading its weights says what is wrong with the file.
+        return False
+    return stored != shape and stored == (shape[0], shape[2], shape[1])
 
 
 class _Whole:
@@ -301,6 +323,10 @@ class _Whole:
     def inner_name(self, name: str) -> str:
         """The name in the class of a tensor in a folder."""
         return self._class.inner_name(name)
+
+    def shape(self, inner: str) -> tuple[int, ...]:
+        """The shape in the class of a tensor; () where it has none of this name."""
+        return self._class.shape(inner)
 
     def text_name(self, inner: str) -> str | None:
         """The name of a tensor of the text part in a folder of the text model alone; None for

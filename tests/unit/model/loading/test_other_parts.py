@@ -125,6 +125,35 @@ def test_stacked_experts_of_a_whole_model_are_written_stacked_again(tmp_path: Pa
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_experts_whose_matrices_lie_the_other_way_are_read_and_written_so(tmp_path: Path) -> None:
+    """As Qwen3-VL mixtures are published; transformers turns them when it reads them."""
+    import transformers
+
+    model = build_whole("qwen3_vl_moe")
+    model.save_pretrained(tmp_path / "whole")
+    given = tmp_path / "whole/model.safetensors"
+    turned = {
+        name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+        for name, value in load_file(given).items()
+    }
+    save_file(turned, given, metadata={"format": "pt"})
+    again = transformers.AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "whole", attn_implementation="eager"
+    )
+    tokens = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+    loaded = load_model(tmp_path / "whole")
+    with torch.no_grad():
+        wanted = again.eval()(input_ids=tokens).logits
+        assert torch.equal(wanted, model(input_ids=tokens).logits)
+        hidden = loaded.model.hidden_states(tokens, torch.arange(12).expand(2, -1))
+        assert (loaded.model.logits(hidden) - wanted).abs().max() < 1e-5
+
+    export_model(tmp_path / "whole", tmp_path / "out")
+    after = tensors(tmp_path / "out")
+    assert after.keys() == turned.keys()
+    assert all(torch.equal(after[name], turned[name]) for name in turned)
+
+
 def small(tmp_path: Path) -> Path:
     build_whole("qwen2_5_vl").save_pretrained(tmp_path / "whole")
     return tmp_path / "whole"
