@@ -25,7 +25,7 @@ TOWER: dict[str, Any] = {
     "temporal_patch_size": 2, "window_size": 24, "fullatt_block_indexes": [1],
 }  # fmt: skip
 TEXT3: dict[str, Any] = {
-    **TEXT, "head_dim": 12,
+    **TEXT, "num_hidden_layers": 3, "head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 1], "mrope_interleaved": True},
 }  # fmt: skip
 TOWER3: dict[str, Any] = {

@@ -440,7 +440,7 @@ class Transformer(Model):
     def _media(self, batch: Batch) -> MediaTensors | PictureTensors | None:
         """The pictures and sounds of a batch."""
         if self.config.vision is not None:
-            from headway.model.vision import PictureTensors, PlacedCells
+            from headway.model.vision import PictureTensors
 
             return PictureTensors.of(batch)
         return MediaTensors.of(batch, self.config.media)

@@ -197,8 +197,9 @@ def test_loss_and_gradients_of_a_packed_step_are_those_of_transformers(
     assert compared == len(list(ours.named_parameters())) > 40
 
 
-def test_a_row_alone_equals_the_same_row_beside_others(tmp_path: Path) -> None:
-    write_vision(tmp_path / "model")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_row_alone_equals_the_same_row_beside_others(tmp_path: Path, kind: str) -> None:
+    write_vision(tmp_path / "model", kind=kind)
     write_conversations(tmp_path)
     model = our_model(tmp_path)
     (packed,) = batches_of(tmp_path, rows=2)
@@ -219,11 +220,12 @@ def test_a_row_alone_equals_the_same_row_beside_others(tmp_path: Path) -> None:
     assert abs(float(sums[0] - sums[1])) < 1e-4
 
 
-def test_pixels_and_grids_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_pixels_and_grids_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     from transformers.image_utils import load_image
 
     draw = np.random.default_rng(0)
-    processor = processor_of({"patch_size": 6})
+    processor = processor_of({"patch_size": 6}, kind)
     spec = spec_of(processor.to_dict(), "test")
     assert spec.patch == 6
     shape: Any = type("Shape", (), {"spec": spec})()
@@ -249,15 +251,19 @@ def test_pixels_and_grids_are_those_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(to_patches(torch.from_numpy(cells), shape), wanted["pixel_values"])
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("pictures", [[], [(0, (3, 5))], [(2, (1, 4)), (7, (4, 1)), (15, (2, 2))]])
-def test_positions_are_those_of_transformers(pictures: list[tuple[int, tuple[int, int]]]) -> None:
+def test_positions_are_those_of_transformers(
+    pictures: list[tuple[int, tuple[int, int]]], kind: str
+) -> None:
     ids = torch.full((1, 25), 7)
     for offset, (rows, columns) in pictures:
         ids[0, offset : offset + rows * columns] = PAD
     grids = None
     if pictures:
         grids = torch.tensor([[1, 2 * rows, 2 * columns] for _, (rows, columns) in pictures])
-    position, _ = build_vision().model.get_rope_index(ids, (ids == PAD).int(), image_grid_thw=grids)
+    model = build_vision(kind=kind).model
+    position, _ = model.get_rope_index(ids, (ids == PAD).int(), image_grid_thw=grids)
     assert position[:, 0].T.tolist() == rotary_positions(25, pictures).tolist()
 
 
