@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,7 +130,14 @@ def scenes(spec: SyntheticMedia) -> tuple[list[Scene], list[Scene]]:
     # One stream of random numbers: training scenes come first, so `heldout` does not change them.
     train = [_scene(number, shown, spec.missing, rng) for number in range(spec.samples)]
     numbers = range(spec.samples, spec.samples + spec.heldout)
-    return train, [_scene(number, held_out, 0.0, rng) for number in numbers]
+    asked = [_scene(number, held_out, 0.0, rng) for number in numbers]
+    if spec.sounds:
+        return train, asked
+    return [_without_sound(scene) for scene in train], [_without_sound(scene) for scene in asked]
+
+
+def _without_sound(scene: Scene) -> Scene:
+    return replace(scene, has_image=True, has_audio=False)
 
 
 def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
@@ -224,7 +231,10 @@ def write_media(folder: Path, spec: SyntheticMedia = SyntheticMedia()) -> dict[s
     """Write the set below a folder; the JSONL files by name (captions, captions_heldout, chat,
     chat_heldout)."""
     files: dict[str, Path] = {}
-    for name in ("images", "sounds"):
+    names = ["images"]
+    if spec.sounds:
+        names.append("sounds")
+    for name in names:
         with writing(folder):
             (folder / name).mkdir(parents=True, exist_ok=True)
     for suffix, listed in zip(("", "_heldout"), scenes(spec), strict=True):

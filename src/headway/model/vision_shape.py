@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TOWER = "visual."
 """Starts the names of the tower's parameters."""
+POSITION_TABLE = "pos_embed."
+"""Starts the names of a tower's learned positions, behind `TOWER`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,15 @@ class VisionShape:
     def feature_size(self, hidden_size: int) -> int:
         """Numbers that the tower gives for a cell: its embedding, then what layers add to it."""
         return (1 + self.deepstack_layers) * hidden_size
+
+    def window_patches(self, layer: int) -> int | None:
+        """The most patches that a patch sees in a layer of the tower; None: all of its picture."""
+        full = self.tower.get("fullatt_block_indexes")
+        if full is None or layer in full:
+            return None
+        # A window is whole cells.
+        cells = max(1, self.tower["window_size"] // self.spec.side)
+        return (cells * self.spec.merge) ** 2
 
     def plane_axes(self) -> list[int]:
         """By which of time (0), row (1) and column (2) each plane of a head turns."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -90,3 +91,19 @@ def test_impossible_sizes_of_synthetic_media_are_refused() -> None:
     for wrong in ({"samples": 0}, {"image_size": 4}, {"seconds": 0.0}, {"missing": 0.9}):
         with pytest.raises(ConfigError):
             SyntheticMedia(**wrong)
+
+
+def test_without_sounds_every_scene_is_the_same_picture_alone(tmp_path: Path) -> None:
+    both = SyntheticMedia(20, 5, image_size=16)
+    files = write_media(tmp_path / "both", both)
+    pictures = write_media(tmp_path / "pictures", replace(both, sounds=False))
+    assert not (tmp_path / "pictures/sounds").exists()
+    records = [json.loads(line) for line in pictures["chat"].read_text().splitlines()]
+    assert len(records) == 60
+    assert all(record.keys() == {"messages", "images"} for record in records)
+    for line in files["captions"].read_text().splitlines():
+        name = json.loads(line).get("image")
+        if name is not None:
+            assert (tmp_path / "both" / name).read_bytes() == (
+                tmp_path / "pictures" / name
+            ).read_bytes()

@@ -21,7 +21,8 @@ from headway.data.batch import Batch
 from headway.media.items import MediaRef
 from headway.media.patches import PictureSpec, grid_of, read_cells, rotary_positions, spec_of
 from headway.model.base import Model, build_model
-from headway.model.vision import to_patches
+from headway.model.flops import picture_flops
+from headway.model.vision import run_tower, to_patches
 from headway.train.batches import open_run_data
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
@@ -275,3 +276,36 @@ def test_a_cell_has_the_pixels_of_its_place() -> None:
     grid, cells = read_cells(MediaRef("image", data=stream.getvalue()), spec)
     assert grid == (2, 3)
     assert np.array_equal(cells[4, 0, 0], pixels[2:4, 2:4].transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tower"),
+    [
+        ("qwen2_5_vl", {"window_size": 16, "fullatt_block_indexes": [1]}),
+        ("qwen3_vl", {"deepstack_visual_indexes": [1, 2]}),
+    ],
+)
+def test_flops_of_pictures_are_those_that_are_counted(
+    tmp_path: Path, kind: str, tower: dict[str, Any]
+) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    write_vision(tmp_path, build_vision({}, tower, kind=kind), tower, kind)
+    config = find_model(tmp_path).with_vision().config
+    assert config.vision is not None
+    model: Any = build_model(config)
+    # Whole windows, so that none is cut.
+    grids = [(4, 6), (2, 2)]
+    cells = torch.zeros(28, *config.vision.spec.cell_shape, dtype=torch.uint8)
+    for training in (True, False):
+        model.visual.requires_grad_(training)
+        counter = FlopCounterMode(display=False)
+        with counter, sdpa_kernel(SDPBackend.MATH):
+            features = run_tower(model.visual, config.vision, cells, grids, torch.float32)
+            if training:
+                features.sum().backward()
+        flops = picture_flops(config, training=None if training else ())
+        assert flops is not None
+        # Nothing needs the gradient of the pixels, which we do not count either.
+        assert counter.get_total_flops() == pytest.approx(flops.of(28, 24**2 + 4**2), rel=1e-6)
