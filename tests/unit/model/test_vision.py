@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ from headway.config.load import load
 from headway.data.batch import Batch
 from headway.media.items import MediaRef
 from headway.media.patches import PictureSpec, grid_of, read_cells, rotary_positions, spec_of
+from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.peft import adapter_settings
 from headway.model.base import Model, build_model
+from headway.model.config import ModelConfig
 from headway.model.flops import picture_flops
 from headway.model.vision import run_tower, to_patches
+from headway.model.vision_shape import VisionShape
 from headway.train.batches import open_run_data
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
@@ -309,3 +314,47 @@ def test_flops_of_pictures_are_those_that_are_counted(
         assert flops is not None
         # Nothing needs the gradient of the pixels, which we do not count either.
         assert counter.get_total_flops() == pytest.approx(flops.of(28, 24**2 + 4**2), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def deepstack(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """A Qwen3-VL of three layers whose tower has three."""
+    folder = write_vision(tmp_path_factory.mktemp("deepstack"), kind="qwen3_vl")
+    return find_model(folder).with_vision().config
+
+
+@pytest.mark.parametrize("inner", [[3], [-1], [0, 0], ["1"], None, [0, 1, 2]])
+def test_inner_layers_that_tower_or_decoder_lack_are_refused(
+    deepstack: ModelConfig, inner: Any
+) -> None:
+    assert deepstack.vision is not None
+    tower = {**deepstack.vision.tower, "deepstack_visual_indexes": inner}
+    vision = replace(deepstack.vision, tower=tower)
+    num_layers = 2 if inner == [0, 1, 2] else 3
+    with pytest.raises(ValueError, match="deepstack_visual_indexes"):
+        deepstack.with_(vision=vision, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "axes"),
+    [
+        ("qwen2_5_vl", (1, 2, 1), [0, 1, 1, 2]),
+        ("qwen3_vl", (3, 2, 1), [0, 1, 2, 0, 1, 0]),
+        ("qwen3_vl", (0, 1, 5), [0, 1, 2, 0, 0, 2]),
+        ("qwen3_vl_moe", (4, 0, 0), [0, 0, 0, 0]),
+    ],
+)
+def test_planes_stand_one_kind_after_another_or_in_turn(
+    kind: str, sections: tuple[int, ...], axes: list[int]
+) -> None:
+    shape = VisionShape(kind, {}, {}, 1, 2, 3, sections)
+    assert shape.plane_axes() == axes
+
+
+def test_an_adapter_of_the_tower_names_no_convolution(deepstack: ModelConfig) -> None:
+    adapter = AdapterConfig(rank=2, targets=("all", "visual.*"))
+    settings = adapter_settings(adapter, deepstack, [], None)
+    # PEFT takes every module whose path ends with a name.
+    convolution = "model.visual.patch_embed.proj"
+    assert not any(f".{convolution}".endswith(f".{name}") for name in settings["target_modules"])
+    assert any(name.endswith("attn.proj") for name in settings["target_modules"])
