@@ -25,7 +25,10 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.peft import adapter_settings
 from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
+from headway.model.families.base import family_of
 from headway.model.flops import picture_flops
+from headway.model.loading.native_vision import read_vision
+from headway.model.loading.other_parts import OtherParts, text_config
 from headway.model.vision import run_tower, to_patches
 from headway.model.vision_shape import VisionShape
 from headway.train.batches import open_run_data
@@ -358,3 +361,33 @@ def test_an_adapter_of_the_tower_names_no_convolution(deepstack: ModelConfig) ->
     convolution = "model.visual.patch_embed.proj"
     assert not any(f".{convolution}".endswith(f".{name}") for name in settings["target_modules"])
     assert any(name.endswith("attn.proj") for name in settings["target_modules"])
+
+
+def test_settings_are_read_as_they_are_published(tmp_path: Path) -> None:
+    """Older names of keys, and what the class fills in."""
+    hf_config = {
+        "model_type": "qwen3_vl", "tie_word_embeddings": True,
+        "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59,
+        "text_config": {
+            "model_type": "qwen3_vl_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5000000,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+        "vision_config": {"model_type": "qwen3_vl", "depth": 3, "deepstack_visual_indexes": [0, 1, 2], "out_hidden_size": 32},
+    }  # fmt: skip
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    shape = read_vision(OtherParts(tmp_path, hf_config, {}, {}), "a folder")
+    assert shape.spec == PictureSpec(
+        16, 2, 2, 65536, 16777216, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)
+    )
+    assert shape.deepstack_layers == 3
+    assert shape.sections == (24, 20, 20)
+    config = family_of("qwen3").read(text_config(hf_config)).with_(vision=shape)
+    assert config.rope_theta == 5000000
+    assert config.tie_embeddings
+    # What config.json leaves out is as in the class.
+    assert shape.tower["num_position_embeddings"] == 2304
