@@ -126,7 +126,7 @@ def scenes(spec: SyntheticMedia) -> tuple[list[Scene], list[Scene]]:
     """The training scenes, and the scenes of held-out combinations. All samples of both are
     shuffled by the seed alone."""
     rng = np.random.Generator(np.random.PCG64([spec.seed, 1]))
-    shown, held_out = _combinations()
+    shown, held_out = _combinations(spec.sounds)
     # One stream of random numbers: training scenes come first, so `heldout` does not change them.
     train = [_scene(number, shown, spec.missing, rng) for number in range(spec.samples)]
     numbers = range(spec.samples, spec.samples + spec.heldout)
@@ -140,9 +140,15 @@ def _without_sound(scene: Scene) -> Scene:
     return replace(scene, has_image=True, has_audio=False)
 
 
-def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
+def _combinations(
+    sounds: bool,
+) -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
     """The combinations of training, and those held out; the same for every seed."""
-    combinations: list[tuple[str, str, str, str]] = list(product(SHAPES, COLOURS, PLACES, TONES))
+    tones = tuple(TONES)
+    if not sounds:
+        # Nobody hears it: pictures alone tell combinations apart.
+        tones = tones[:1]
+    combinations: list[tuple[str, str, str, str]] = list(product(SHAPES, COLOURS, PLACES, tones))
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(combinations))
     held_out = set(order[: round(HELD_OUT * len(combinations))].tolist())
     sides: tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]] = ([], [])

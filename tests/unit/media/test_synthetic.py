@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -93,17 +92,18 @@ def test_impossible_sizes_of_synthetic_media_are_refused() -> None:
             SyntheticMedia(**wrong)
 
 
-def test_without_sounds_every_scene_is_the_same_picture_alone(tmp_path: Path) -> None:
-    both = SyntheticMedia(20, 5, image_size=16)
-    files = write_media(tmp_path / "both", both)
-    pictures = write_media(tmp_path / "pictures", replace(both, sounds=False))
-    assert not (tmp_path / "pictures/sounds").exists()
-    records = [json.loads(line) for line in pictures["chat"].read_text().splitlines()]
-    assert len(records) == 60
+def test_without_sounds_every_scene_is_a_picture_alone_and_others_are_held_out(
+    tmp_path: Path,
+) -> None:
+    spec = SyntheticMedia(400, 60, image_size=16, sounds=False)
+    files = write_media(tmp_path, spec)
+    assert not (tmp_path / "sounds").exists()
+    records = [json.loads(line) for line in files["chat"].read_text().splitlines()]
+    assert len(records) == 1200
     assert all(record.keys() == {"messages", "images"} for record in records)
-    for line in files["captions"].read_text().splitlines():
-        name = json.loads(line).get("image")
-        if name is not None:
-            assert (tmp_path / "both" / name).read_bytes() == (
-                tmp_path / "pictures" / name
-            ).read_bytes()
+    assert all("tone" not in line for line in files["captions"].read_text().splitlines())
+    shown, held_out = (
+        {(scene.shape, scene.colour, scene.place) for scene in listed} for listed in scenes(spec)
+    )
+    assert len(held_out) > 20
+    assert not shown & held_out
