@@ -65,7 +65,7 @@ def memory_table() -> str:
     lines = [
         "| setting | memory of a rank | saves | speed |",
         "|---|---|---|---|",
-        f"| as it is | {base.memory.total / GIB:.0f} GiB | | {base.per_gpu:,.0f} tokens/s per GPU |",
+        f"| no change | {base.memory.total / GIB:.0f} GiB | | {base.per_gpu:,.0f} tokens/s per GPU |",
     ]
     for words, overrides in RUNGS:
         made = planned(*re.split(r" (?=[a-z]+\.)", overrides))

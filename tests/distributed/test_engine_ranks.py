@@ -52,6 +52,10 @@ SHAPES: dict[str, ModelConfig] = {
     "short convolution": CONFIG.with_(
         max_seq_len=96, family="lfm2", qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": (0,)},
     ),
+    "state space": CONFIG.with_(
+        max_seq_len=96, family="granitemoehybrid",
+        state_space={"heads": 4, "head_dim": 5, "state_size": 6, "layers": (0,)},
+    ),
     "experts, biases and sinks": CONFIG.with_(
         max_seq_len=96, family="gpt_oss", attention_sinks=True, qkv_bias=True, output_bias=True,
         experts={"num": 4, "per_token": 2, "ffn_size": 16, "router_bias": True, "bias": True, "swiglu_limit": 0.8},

@@ -39,6 +39,7 @@ def test_families_on_two_ranks_that_share_layers_train_like_one_process() -> Non
             "gpt_oss",
             "qwen3_5",
             "lfm2",
+            "granitemoehybrid",
             "ministral3",
             "glm4_moe",
             "minimax_m2",
@@ -64,6 +65,8 @@ def test_families_on_every_axis_train_like_one_process() -> None:
             "qwen3_5",
             "qwen3_next",
             "lfm2",
+            "granitemoehybrid",
+            "state space of one group",
         ),
     )
     listed += trials(
@@ -79,15 +82,27 @@ def test_families_on_every_axis_train_like_one_process() -> None:
             "qwen3_5",
             "qwen3_next",
             "lfm2",
+            "granitemoehybrid",
+            "state space of one group",
         ),
         adapter=LORA,
     )
     listed += trials(
         2,
         {"pipeline": 2},
-        ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2", "qwen3_5", "lfm2"),
+        (
+            "deepseek",
+            "gemma2",
+            "gemma3",
+            "cohere2",
+            "gpt2",
+            "olmo2",
+            "qwen3_5",
+            "lfm2",
+            "granitemoehybrid",
+        ),
     )
-    hybrids = ("qwen3_5", "qwen3_next", "lfm2")
+    hybrids = ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid")
     listed += trials(2, {"zero1": {"size": 1}}, hybrids)
     listed += trials(2, {}, hybrids, memory={"recompute": 1.0})
     listed += trials(2, {"strategy": "fsdp"}, hybrids, memory={"recompute": "selective"})

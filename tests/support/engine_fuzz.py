@@ -57,6 +57,10 @@ HYBRID = MODEL.with_(
 """The same with a layer of linear attention: its state cannot go back, and it has no masks."""
 CONVOLUTION = MODEL.with_(qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": (0,)})
 """The same with a layer of a short convolution."""
+STATE_SPACE = MODEL.with_(
+    state_space={"heads": 4, "head_dim": 5, "state_size": 6, "groups": 2, "layers": (0,)}
+)
+"""The same with a state-space layer."""
 MASKS = {
     "dense": None,
     "masks": HeadMasks(((True, False), (False, False)), window=6, sinks=2),

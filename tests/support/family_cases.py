@@ -24,6 +24,9 @@ LATENT: dict[str, Any] = {
 LINEAR: dict[str, Any] = {
     "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 7, "linear_value_head_dim": 9,
 }  # fmt: skip
+SPACE: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 7, "shared_intermediate_size": 40,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 8}),
@@ -142,6 +145,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2 plain": ("Lfm2", {"full_attn_idxs": [0], "block_auto_adjust_ff_dim": False, "conv_L_cache": 2, "num_key_value_heads": 1}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "num_experts": 5, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20, "num_dense_layers": 1, "routed_scaling_factor": 1.7,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **SPACE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_groups": 2, "mamba_d_conv": 3,
+            "mamba_proj_bias": True, "position_embedding_type": "rope", "attention_bias": True, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.15,
+            "logits_scaling": 7.0, "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid dense": (
+        "GraniteMoeHybrid",
+        {
+            **SPACE, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "mamba_conv_bias": False,
+            "num_local_experts": 0, "num_key_value_heads": 1,
+        },
+    ),
     "seed_oss": ("SeedOss", {"head_dim": 20, "attention_out_bias": True, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "ministral3": (
         "Ministral3",

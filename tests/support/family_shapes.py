@@ -51,6 +51,21 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "experts": {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 12, "shared_gate": True},
     },
     "lfm2": {"qk_norm": True, "head_dim": 8, "short_convolution": {"taps": 4, "bias": True, "layers": (0,)}},
+    "lfm2_moe": {
+        "qk_norm": True, "head_dim": 8, "short_convolution": {"layers": (0,)},
+        "experts": {
+            "num": 4, "per_token": 2, "ffn_size": 24, "router": "sigmoid", "sum_offset": 1e-6, "first_dense": 1, "bias_rate": 0.0,
+        },
+    },
+    "granitemoehybrid": {
+        "embed_scale": 3.0, "residual_scale": 0.3, "attention_scale": 0.3, "logit_scale": 0.2,
+        "state_space": {
+            "heads": 4, "head_dim": 6, "state_size": 5, "groups": 2, "taps": 3, "bias": True, "layers": (0,),
+        },
+    },
+    "state space of one group": {
+        "state_space": {"heads": 4, "head_dim": 5, "state_size": 6, "layers": (0,)},
+    },
     "ministral3": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 6, "beta_fast": 8.0, "query_growth": 0.4}},
     "glm4_moe": {
         "head_dim": 8, "rotary_fraction": 0.5, "qkv_bias": True, "qk_norm": True,

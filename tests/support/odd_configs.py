@@ -20,6 +20,9 @@ ROUTED: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,
 }
+SPACE: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": "auto", "mamba_d_state": 7, "mamba_d_conv": 2, "shared_intermediate_size": 36,
+}  # fmt: skip
 ODD: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [
         {**EXPERTS, "shared_expert_intermediate_size": 28, "norm_topk_prob": True, "mlp_only_layers": [0]},
@@ -40,6 +43,26 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "layer_types": ["conv"] * 3, "num_key_value_heads": 1, "block_ffn_dim_multiplier": 1.7, "block_multiple_of": 10,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
         },
+    ],
+    "lfm2_moe": [
+        {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1, "conv_L_cache": 5, "norm_eps": 1e-4},
+        {
+            "layer_types": ["conv"] * 3, **EXPERTS, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7, "tie_embedding": False, "num_key_value_heads": 1,
+        },
+    ],
+    "granitemoehybrid": [
+        {
+            **SPACE, "layers_block_type": ["mamba", "attention", "mamba"], "num_local_experts": 5, "num_experts_per_tok": 3,
+            "time_step_limit": [0.0, {"__float__": "Infinity"}], "mamba_n_groups": 2, "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+        },
+        {
+            **SPACE, "layer_types": ["full_attention", "linear_attention", "full_attention"], "num_local_experts": 0, "mamba_expand": 1,
+            "mamba_d_head": 8, "mamba_conv_bias": False, "mamba_proj_bias": True, "position_embedding_type": "rope",
+            "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1,
+        },
+        {**SPACE, "num_local_experts": 0, "mamba_n_heads": 3, "mamba_d_head": 32, "mamba_n_groups": 3, "mamba_d_conv": 5},
     ],
     "ministral3": [
         {"head_dim": 20, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
@@ -73,6 +96,10 @@ ODD: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 """model_type -> settings over SHAPE."""
+REQUIRED: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}
+}
+"""model_type -> keys without which its class makes no model."""
 
 
 def odd_config(kind: str, settings: dict[str, Any]) -> dict[str, Any]:

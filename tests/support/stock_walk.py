@@ -21,6 +21,7 @@ from headway.checkpoint.stored_model import StoredModel, find_model
 from headway.errors import HeadwayError
 from headway.export.huggingface import export_huggingface
 from headway.model.base import build_frozen_model
+from headway.model.families.base import WRAPPED, family_names, family_of
 from headway.model.families.transformers import Wrapping
 from headway.model.paged_rows import PagedRows
 from headway.model.stock.facts import check_trainable
@@ -187,7 +188,8 @@ def _has_parts(config_class: Any) -> bool:
     # These two have no config of a text part, but towers among their modules, or none of a decoder.
     if config_class.model_type in ("phi4_multimodal", "gemma4_assistant"):
         return True
-    return bool(config_class.sub_configs) and config_class.model_type != "dbrx"
+    # The parts of these two configs are settings of their attention and experts.
+    return bool(config_class.sub_configs) and config_class.model_type not in ("dbrx", "mpt")
 
 
 def usable() -> list[str]:
@@ -259,28 +261,86 @@ def _written(stored: StoredModel, path: Path, out: Path) -> str | None:
 
 
 def page(verdicts: list[Verdict]) -> str:
-    """The table of docs/support.md."""
+    """The tables of docs/support.md: of every model type with a causal decoder, once."""
     import transformers
 
     trained = [verdict.kind for verdict in verdicts if verdict.train is None]
     used = [verdict for verdict in verdicts if verdict.use is None and verdict.train is not None]
-    usable = len(trained) + len(used)
+    others = _others({verdict.kind for verdict in verdicts})
+    native = _native([verdict.kind for verdict in verdicts] + others.without_interface)
+    refused = [
+        verdict for verdict in verdicts if verdict.use is not None and verdict.kind not in native
+    ]
+
     groups: dict[str, list[str]] = {}
     for verdict in used:
         groups.setdefault(f"use, not training: {verdict.train}", []).append(verdict.kind)
-    for verdict in verdicts:
-        if verdict.use is not None:
-            groups.setdefault(f"neither: {verdict.use}", []).append(verdict.kind)
+    for verdict in refused:
+        groups.setdefault(f"neither: {verdict.use}", []).append(verdict.kind)
+    wrapped = [kind for kind in trained if kind not in native]
+    foreign = [kind for kind in others.without_interface if kind not in native]
+
+    through_class = len(trained) + len(used)
+    total = len(verdicts) + others.count
+    both = len(native) + len(wrapped) + len(others.text_parts)
     lines = [
-        f"transformers {transformers.__version__} has {len(verdicts)} decoders of text whose layers call its attention interface.",
-        f"headway uses {usable} of them and trains {len(trained)}. A name is a `model_type`.",
+        f"transformers {transformers.__version__} has {total} model types with a causal decoder. "
+        f"headway trains {both} of them and uses {both + len(used)}.",
+        f"{len(verdicts)} are of text alone and call transformers' attention interface in their layers; "
+        f"{through_class} of these are used and {len(trained)}",
+        "trained through their own class, those with a native family included. A name is a `model_type`.",
         "",
         "| use and training | model types |",
         "|---|---|",
-        _row("both", trained),
+        _row("both, as a native family", native),
+        _row("both, through the class of transformers", wrapped),
+        _row("both, as the text part of a model with pictures or sounds", others.text_parts),
         *(_row(reason, kinds) for reason, kinds in groups.items()),
+        _row("neither: its layers do not call the attention interface of transformers", foreign),
+        _row("neither: a model with other parts, whose text part is not read", others.parts),
     ]
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Model types with a causal decoder that the walk leaves out."""
+
+    without_interface: list[str]
+    text_parts: list[str]
+    """With other parts beside the text, which headway keeps aside."""
+    parts: list[str]
+    """With other parts, and refused."""
+
+    @property
+    def count(self) -> int:
+        return len(self.without_interface) + len(self.text_parts) + len(self.parts)
+
+
+def _others(walked: set[str]) -> _Others:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    from headway.model.loading.other_parts import KNOWN
+
+    sorted_out = _Others([], [], [])
+    for kind in sorted(set(NAMES) - walked):
+        if not _has_parts(transformers.CONFIG_MAPPING[kind]):
+            sorted_out.without_interface.append(kind)
+        elif kind in KNOWN:
+            sorted_out.text_parts.append(kind)
+        else:
+            sorted_out.parts.append(kind)
+    return sorted_out
+
+
+def _native(kinds: list[str]) -> list[str]:
+    """Those for which headway has a family of its own."""
+    families = [vars(family_of(name)) for name in family_names() if name != WRAPPED]
+    types = {family["MODEL_TYPE"] for family in families}
+    for family in families:
+        types |= set(family.get("OTHER_TYPES", ()))
+    return sorted(types & set(kinds))
 
 
 def _row(reason: str, kinds: list[str]) -> str:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 NOT_PLAIN = re.compile(
     r"\b((is|are|was|were|be)\s+told|hears?\s+of|go(es)?\s+on|beside\s+training|most\s+rows|(is|be)\s+had|under\s+way|whoever)\b|\w+Wish\b"
 )

@@ -74,18 +74,18 @@ def multimodal(
 
     # Shares are floats, counts are not.
     for name, value in scores.figures().items():
-        typer.echo(f"{name}: {value:.1%}" if isinstance(value, float) else f"{name}: {value}")
+        shown = f"{value:.1%}" if isinstance(value, float) else str(value)
+        typer.echo(f"{name}: {shown}")
+
     if scores.questions:
-        cells = [
-            (
-                question.question,
-                question.records,
-                f"{question.right:.1%}",
-                "" if question.blank is None else f"{question.blank:.1%}",
-            )
-            for question in scores.questions
-        ]
-        print_table(("question", "records", "right", "with blank media"), cells)
+        lines: list[tuple[str, int, str, str]] = []
+        for question in scores.questions:
+            # Asked again without the media only with --blank.
+            blank = ""
+            if question.blank is not None:
+                blank = f"{question.blank:.1%}"
+            lines.append((question.question, question.records, f"{question.right:.1%}", blank))
+        print_table(("question", "records", "right", "with blank media"), lines)
     if report is not None:
         typer.echo(f"report: {report}")
 

@@ -123,6 +123,12 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
         shape["short_convolution"] = {**short, "channels": None, "layers": (0,)}
         shape["num_layers"] = layers = 2
 
+    if model.state_space is not None:
+        space = model.state_space.model_dump()
+        small = {"heads": 4, "head_dim": 16, "state_size": 8, "groups": 2, "layers": (0,)}
+        shape["state_space"] = {**space, **small}
+        shape["num_layers"] = layers = 2
+
     return model.with_(**deterministic, **shape), f"a small random {model.family}"
 
 

@@ -90,6 +90,7 @@ def shrunk(hf_config: Mapping[str, Any], *, trust_remote_code: bool = False) -> 
     _shrink_heads(settings, key)
     head_before, head = _shrink_width(settings, key, heads_before, width_before)
     _shrink_experts(settings)
+    _shrink_state_space(settings, settings[key("hidden_size")])
     _shrink_layers(settings, key("num_hidden_layers"))
 
     rotary_dim = settings.get("rotary_dim")
@@ -177,6 +178,18 @@ def _shrink_experts(settings: dict[str, Any]) -> None:
     if has_groups:
         settings["n_group"] = 4
         settings["topk_group"] = min(settings["topk_group"], 2)
+
+
+def _shrink_state_space(settings: dict[str, Any], width: int) -> None:
+    """Few heads of a Mamba-2 layer, whose channels together are a multiple of the stream's."""
+    if not {"mamba_n_heads", "mamba_n_groups", "mamba_expand"} <= settings.keys():
+        return
+    # A small width is a multiple of 8.
+    heads = 4
+    settings["mamba_n_heads"] = heads
+    settings["mamba_n_groups"] = min(settings["mamba_n_groups"], 2)
+    settings["mamba_d_head"] = settings["mamba_expand"] * width // heads
+    settings["mamba_d_state"] = min(settings["mamba_d_state"], 10)
 
 
 def _shrink_layers(settings: dict[str, Any], name: str) -> None:

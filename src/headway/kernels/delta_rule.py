@@ -28,11 +28,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from headway.kernels.segments import chunk_decays
+
 if TYPE_CHECKING:
-    from headway.kernels.segments import SegmentChunks, Segments
+    from headway.kernels.segments import Segments
 
 CHUNK = 64
 """Tokens of a chunk: as many as make matrix products worth while; work inside of a chunk grows with
@@ -61,18 +62,13 @@ def delta_rule(
     q, k = unit_heads(q, k)
 
     # [chunks, heads, C, width]
-    q = _in_chunks(q, plan)
-    k = _in_chunks(k, plan)
-    v = _in_chunks(v.float(), plan)
-    log_decay = _in_chunks(g.float(), plan)
-    rate = _in_chunks(b.float(), plan)
+    q = plan.of_tokens(q)
+    k = plan.of_tokens(k)
+    v = plan.of_tokens(v.float())
+    rate = plan.of_tokens(b.float())
 
-    # e^(c_i - c_j), 0 above the diagonal. Summed over the tokens between: the difference of two long
-    # sums would round away what a short stretch decays.
-    between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1).cumsum(-2)
-    above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    between = between.masked_fill(above, -torch.inf).exp()
-    from_start = log_decay.cumsum(-1).exp()
+    # e^(c_i - c_j) and e^(c_i)
+    between, from_start = chunk_decays(plan.of_tokens(g.float()))
     system = _for_values(k @ k.transpose(-1, -2), heads) * between * rate[..., None]
     scores = _for_values(q @ k.transpose(-1, -2), heads) * between
 
@@ -91,8 +87,8 @@ def delta_rule(
     state = past
     if state is None:
         state = q.new_zeros(len(segments.lengths), heads, k.shape[-1], v.shape[-1])
-    # From the order of segments to that of a plan: a permutation and its inverse.
-    state = torch.zeros_like(state).index_copy(0, plan.row, state.float())
+    # From the order of segments to that of a plan; back again at the end.
+    state = plan.in_order(state)
 
     results: list[Tensor] = []
     ended: list[Tensor] = []
@@ -105,7 +101,7 @@ def delta_rule(
         results.append(q[step] @ state + scores[step] @ update)
         state = state * whole_decay[step] + k[step].transpose(-1, -2) @ update
 
-    o = torch.cat(results).transpose(1, 2).flatten(0, 1)[plan.place]
+    o = plan.to_tokens(torch.cat(results))
     states = torch.cat((state, *reversed(ended)))[plan.row]
     return o, states
 
@@ -134,13 +130,6 @@ def unit_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     q32 = q32 * torch.rsqrt(q32.square().sum(-1, keepdim=True) + UNIT_EPS)
     k32 = k32 * torch.rsqrt(k32.square().sum(-1, keepdim=True) + UNIT_EPS)
     return q32 * q.shape[-1] ** -0.5, k32
-
-
-def _in_chunks(x: Tensor, plan: SegmentChunks) -> Tensor:
-    """x [N,H,...] as [chunks,H,C,...], with 0 at places without a token."""
-    padding = [0, 0] * (x.dim() - 1)
-    padded = F.pad(x, (*padding, 0, 1))
-    return padded[plan.token].transpose(1, 2)
 
 
 def _for_values(x: Tensor, heads: int) -> Tensor:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -42,6 +43,20 @@ class SegmentChunks:
     comes before a shorter one, so those that continue are the first of a range."""
     row: Tensor
     """int64 [segments]: where in these ranges a segment is"""
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """x [N,H,...] as [chunks,H,size,...], with 0 at places without a token."""
+        padding = [0, 0] * (x.dim() - 1)
+        padded = F.pad(x, (*padding, 0, 1))
+        return padded[self.token].transpose(1, 2)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[N,H,...] of x [chunks,H,size,...]."""
+        return x.transpose(1, 2).flatten(0, 1)[self.place]
+
+    def in_order(self, states: Tensor) -> Tensor:
+        """States [segments,...] in the order of `steps`, fp32."""
+        return torch.zeros_like(states).index_copy(0, self.row, states.float())
 
 
 @dataclass(frozen=True)
@@ -135,3 +150,16 @@ class Segments:
             tuple(steps),
             torch.from_numpy(row).to(self.device),
         )
+
+
+def chunk_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """What decays between the tokens of a chunk, from log_decay [chunks,H,C] of each token: (from token
+    j to token i [chunks,H,C,C], 0 for j > i; from before the chunk to each token [chunks,H,C]).
+    """
+    chunk = log_decay.shape[-1]
+    # Summed over the tokens between: the difference of two long sums would round away what a short
+    # stretch decays.
+    between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1).cumsum(-2)
+    above = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).triu(1)
+    between = between.masked_fill(above, -torch.inf).exp()
+    return between, log_decay.cumsum(-1).exp()

@@ -110,7 +110,7 @@ class StateShape(NamedTuple):
     inputs: tuple[int, int]
     """(taps - 1, channels) of its convolution, in the model's dtype"""
     memory: tuple[int, int, int]
-    """(heads, key channels, value channels) of its delta rule, in fp32; zeros without one"""
+    """(heads, key channels, value channels) of its recurrence, in fp32; zeros without one"""
 
     @property
     def input_size(self) -> int:
@@ -215,6 +215,51 @@ class LinearAttentionConfig(StateLayersConfig):
     def mixed_width(self) -> int:
         """Channels of queries, keys and values together: what the convolution reads."""
         return 2 * self.key_width + self.value_width
+
+
+class StateSpaceConfig(StateLayersConfig):
+    """State-space layers (Mamba-2) in place of softmax attention in some layers: a state of fixed size
+    for each head, which decays by a number of each token."""
+
+    heads: int = setting(48, "Heads; each has a state (mamba_n_heads).", gt=0)
+    head_dim: int = setting(64, "Channels of a head (mamba_d_head).", gt=0, le=MAX_HEAD_DIM)
+    state_size: int = setting(
+        128, "Numbers that the state has for each channel (mamba_d_state).", gt=0, le=MAX_HEAD_DIM
+    )
+    groups: int = setting(
+        1,
+        "Groups of heads; those of a group share what is written and read (mamba_n_groups).",
+        gt=0,
+    )
+    taps: int = setting(
+        4, "Tokens that the convolution sees, with its own (mamba_d_conv).", ge=2, le=64
+    )
+    conv_bias: bool = setting(True, "Biases on the convolution (mamba_conv_bias).")
+    bias: bool = setting(False, "Biases on the projections (mamba_proj_bias).")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "StateSpaceConfig":
+        if self.heads % self.groups:
+            raise ValueError(
+                f"heads is {self.heads}; it must be a multiple of groups={self.groups}"
+            )
+        return self
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def group_width(self) -> int:
+        """Channels of what all groups write, and of what they read."""
+        return self.groups * self.state_size
+
+    @property
+    def mixed_width(self) -> int:
+        """Channels of the inputs of heads and of what groups write and read: what the convolution
+        reads."""
+        return self.width + 2 * self.group_width
 
 
 def with_form(data: dict[str, Any]) -> dict[str, Any]:
@@ -344,6 +389,9 @@ class ModelConfig(Section):
     )
     short_convolution: ShortConvolutionConfig | None = setting(
         None, "Gated short convolutions in place of attention in some layers; null = in none."
+    )
+    state_space: StateSpaceConfig | None = setting(
+        None, "State-space layers (Mamba-2) in place of attention in some layers; null = in none."
     )
     attention_gate: bool = setting(
         False,
@@ -481,6 +529,8 @@ class ModelConfig(Section):
             widest = max(widest, self.linear_attention.mixed_width)
         if self.short_convolution is not None:
             widest = max(widest, self.convolved)
+        if self.state_space is not None:
+            widest = max(widest, self.state_space.mixed_width)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers "
@@ -623,8 +673,9 @@ class ModelConfig(Section):
             return
         others = ["latent_attention", "head_gates", "parallel_block", "attention_sinks"]
         section, state_layers = given
-        if section == "linear_attention":
-            others.append("short_convolution")
+        # A model has one kind of layers with a state; the first that is given speaks.
+        kinds_of_state = ("linear_attention", "short_convolution", "state_space")
+        others += [kind for kind in kinds_of_state if kind != section]
         for key in others:
             if getattr(self, key):
                 raise ValueError(
@@ -718,6 +769,7 @@ class ModelConfig(Section):
             "latent_attention",
             "linear_attention",
             "short_convolution",
+            "state_space",
             "rope_local_theta",
             "hf_config",
         )
@@ -865,6 +917,8 @@ class ModelConfig(Section):
             return "linear_attention", self.linear_attention
         if self.short_convolution is not None:
             return "short_convolution", self.short_convolution
+        if self.state_space is not None:
+            return "state_space", self.state_space
         return None
 
     @property
@@ -879,6 +933,10 @@ class ModelConfig(Section):
         if linear is not None:
             heads = (linear.value_heads, linear.key_head_dim, linear.value_head_dim)
             return StateShape((linear.taps - 1, linear.mixed_width), heads)
+        space = self.state_space
+        if space is not None:
+            heads = (space.heads, space.state_size, space.head_dim)
+            return StateShape((space.taps - 1, space.mixed_width), heads)
         assert self.short_convolution is not None, "no layer of this model has a state"
         return StateShape((self.short_convolution.taps - 1, self.convolved), (0, 0, 0))
 

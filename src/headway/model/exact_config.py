@@ -19,6 +19,7 @@ def why_not_exact(config: ModelConfig, context: int) -> str:
         "latent_attention": config.latent_attention is not None,
         "linear_attention": config.linear_attention is not None,
         "short_convolution": config.short_convolution is not None,
+        "state_space": config.state_space is not None,
         "attention_gate": config.attention_gate,
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap is not None,

@@ -27,6 +27,9 @@ class ExpertsConfig(Section):
         False, "The shared expert's result is multiplied by the sigmoid of a trained gate."
     )
     normalize: bool = setting(True, "Divide the weights of a token's experts by their sum.")
+    sum_offset: float = setting(
+        0.0, "Added to the sum of a token's weights before they are divided by it.", ge=0, le=1.0
+    )
     router: Literal["softmax", "sigmoid"] = setting(
         "softmax", "How the router's logits become scores."
     )

@@ -20,7 +20,7 @@ the average,
 
 A layer of linear attention meets a state instead, whatever the length: read under the key, changed,
 read under the query, 2 each per number of the state, and the taps of its convolution, 2 each. A
-layer of a short convolution has these taps alone.
+state-space layer does not read under the key. A layer of a short convolution has the taps alone.
 
 A vision tower is counted by its pictures (`picture_flops`), not by the tokens of rows.
 
@@ -68,12 +68,17 @@ SLOTS = {
     "a_proj": 1,
     "c_proj": 1,
     "x_proj": 1,
+    "dt_proj": 1,
     "A_log": 2,
     "dt_bias": 2,
     "q_conv": CORE,
     "k_conv": CORE,
     "v_conv": CORE,
     "conv": CORE,
+    "x_conv": CORE,
+    "b_conv": CORE,
+    "c_conv": CORE,
+    "D": CORE,
     "o_gate": 5,
     "out_proj": 5,
     "o_proj": 5,
@@ -289,7 +294,9 @@ def state_flops(config: ModelConfig) -> float:
     """FLOPs of one token in the core of a layer that has a state, forward alone."""
     shape = config.state_shape
     kept, channels = shape.inputs
-    return 3 * 2.0 * shape.memory_size + 2.0 * (kept + 1) * channels
+    # The delta rule also reads the state under the key, before it changes it.
+    accesses = 3 if config.linear_attention is not None else 2
+    return accesses * 2.0 * shape.memory_size + 2.0 * (kept + 1) * channels
 
 
 def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:

@@ -328,6 +328,8 @@ def mixer_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]
         return attention_specs(config, prefix + "self_attn.", layer)
     if config.linear_attention is not None:
         return linear_attention_specs(config, prefix + "linear_attn.", layer)
+    if config.state_space is not None:
+        return state_space_specs(config, prefix + "mamba.", layer)
     return short_convolution_specs(config, prefix + "short_conv.", layer)
 
 
@@ -360,6 +362,73 @@ def short_convolution_specs(
             replace(taps, name=prefix + "conv.bias", shape=shape[:1], start="zero", groups=bias)
         )
     return specs + linear.of(prefix + "out_proj", (shape[1], shape[0]), "row")
+
+
+def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> list[ParamSpec]:
+    """The parameters of a layer's state space (mamba2.py); a rank has some of its heads."""
+    space = config.state_space
+    assert space is not None
+    width = config.hidden_size
+
+    # What one group alone writes and reads serves all heads, so every rank has it whole and uses it
+    # for its heads.
+    group_split: Split = "replicated" if space.groups == 1 else "column"
+    heads = _Linear(layer, unit=space.head_dim, bias=space.bias)
+    groups = _Linear(layer, unit=space.state_size, bias=space.bias)
+    single = _Linear(layer, bias=space.bias)
+    inner = (space.width, width)
+    written = (space.group_width, width)
+    specs = [
+        *heads.of(prefix + "z_proj", inner, "column"),
+        *heads.of(prefix + "x_proj", inner, "column"),
+        *groups.of(prefix + "b_proj", written, group_split),
+        *groups.of(prefix + "c_proj", written, group_split),
+        *single.of(prefix + "dt_proj", (space.heads, width), "column"),
+        ParamSpec(prefix + "A_log", (space.heads,), "column", layer, start="decay"),
+        ParamSpec(prefix + "dt_bias", (space.heads,), "column", layer, start="one"),
+        ParamSpec(prefix + "D", (space.heads,), "column", layer, start="one"),
+    ]
+
+    convolved: tuple[tuple[str, int, Split, int], ...] = (
+        ("x_conv", space.width, "column", space.head_dim),
+        ("b_conv", space.group_width, group_split, space.state_size),
+        ("c_conv", space.group_width, group_split, space.state_size),
+    )
+    for name, channels, split, unit in convolved:
+        taps = ParamSpec(
+            f"{prefix}{name}.weight",
+            (channels, 1, space.taps),
+            split,
+            layer,
+            unit,
+            covers="part",
+            start="uniform",
+            groups=in_groups("taps"),
+        )
+        specs.append(taps)
+        if space.conv_bias:
+            specs.append(
+                replace(
+                    taps,
+                    name=f"{prefix}{name}.bias",
+                    shape=(channels,),
+                    start="zero",
+                    groups=in_groups("bias"),
+                )
+            )
+    specs.append(
+        # Not stored around 0, whatever the other norms of the model do.
+        ParamSpec(
+            prefix + "norm.weight",
+            (space.width,),
+            "column",
+            layer,
+            space.head_dim,
+            start="one",
+            groups=NORM,
+        )
+    )
+    return specs + heads.of(prefix + "out_proj", (width, space.width), "row")
 
 
 def linear_attention_specs(

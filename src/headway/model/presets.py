@@ -130,6 +130,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": {**_HYBRID, "experts": {"shared_gate": True, "shared_ffn_size": 512}},
     "lfm2": {"qk_norm": True, "short_convolution": {}},
+    "lfm2_moe": {
+        "qk_norm": True, "short_convolution": {},
+        "experts": {"router": "sigmoid", "sum_offset": 1e-6, "first_dense": 2, "bias_rate": 0.001, "aux_loss": 0.0},
+    },
+    "granitemoehybrid": {"state_space": {}},
     "gemma2": _GEMMA,
     "gemma3": {**_GEMMA, "qk_norm": True},
     "olmo2": _OLMO,

@@ -83,7 +83,10 @@ class Router(nn.Module):
 
         weights = scores.gather(-1, chosen)
         if self.config.normalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+            total = weights.sum(-1, keepdim=True)
+            if self.config.sum_offset:
+                total = total + self.config.sum_offset
+            weights = weights / total.clamp(min=SMALLEST_SUM)
         if self.config.routed_scale != 1.0:
             weights = weights * self.config.routed_scale
         return chosen, weights

@@ -1,8 +1,8 @@
-"""What a cache holds of one layer that has a state (delta_net.py, gated_convolution.py): one for each
-block, in place of keys and values. `paged_cache.py` keeps track of slots, pages and lengths.
+"""What a cache holds of one layer that has a state (delta_net.py, mamba2.py, gated_convolution.py): one
+for each block, in place of keys and values. `paged_cache.py` keeps track of slots, pages and lengths.
 
     inputs    [blocks + 1, taps - 1, M]     the last inputs of the convolution, in the cache's type
-    memory    fp32 [blocks + 1, H, K, V]    the state of the delta rule; H = 0 without one
+    memory    fp32 [blocks + 1, H, K, V]    the state of the recurrence; H = 0 without one
 
 Block n is the state of slot n; further blocks are snapshots (`StateBlocks`). The last one is for rows
 of a decoding batch that take no part. A sequence that begins ignores what its slot held before.

@@ -1,5 +1,6 @@
 """What layers have in common that keep a state of fixed size instead of keys and values of all
-tokens: linear attention (delta_net.py) and gated short convolutions (gated_convolution.py).
+tokens: linear attention (delta_net.py), state spaces (mamba2.py) and gated short convolutions
+(gated_convolution.py).
 
     x [B,T,D] -> project -> three tensors [B,T,...] -> core -> o [B,T,...] -> output -> [B,T,D]
 
@@ -32,7 +33,7 @@ class MixerState(NamedTuple):
     inputs: Tensor
     """[S,taps - 1,M]: the last inputs of the convolution"""
     memory: Tensor
-    """fp32 [S,H,K,V]: the state of the delta rule; without elements in a layer without one"""
+    """fp32 [S,H,K,V]: the state of the recurrence; without elements in a layer without one"""
 
 
 class ShortConvolution(nn.Module):
@@ -49,7 +50,8 @@ class StateMixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # A block reads and sets these on any attention; these kinds use neither.
+        # A block reads and sets these on any attention; none of these kinds has sinks, and only one
+        # has a norm over the heads of all ranks.
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
         self.sinks: nn.Parameter | None = None
         self.joined: tuple[Tensor, Tensor | None] | None = None

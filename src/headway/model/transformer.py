@@ -136,14 +136,19 @@ class Block(nn.Module):
         # In the order of the forward. `post_attention_layernorm` is Llama's name for the norm
         # that the feed-forward reads; the norm of attention's output is `post_self_attn_layernorm`.
         self.input_layernorm = norm_if(before)
-        # A layer has one of the three; `mixer` is that one.
+        # A layer has one of the four; `mixer` is that one.
         self.linear_attn = None
         self.short_conv = None
+        self.mamba = None
         self.self_attn = None
         if config.has_state(layer) and config.linear_attention is not None:
             from headway.model.delta_net import GatedDeltaNet
 
             self.linear_attn = GatedDeltaNet(config)
+        elif config.has_state(layer) and config.state_space is not None:
+            from headway.model.mamba2 import Mamba2
+
+            self.mamba = Mamba2(config)
         elif config.has_state(layer):
             from headway.model.gated_convolution import GatedConvolution
 
@@ -187,6 +192,8 @@ class Block(nn.Module):
         """What has a state in place of softmax attention; None: the layer has softmax attention."""
         if self.linear_attn is not None:
             return self.linear_attn
+        if self.mamba is not None:
+            return self.mamba
         return self.short_conv
 
     @property

@@ -146,6 +146,11 @@ def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
         yield f"{beginning} model.linear_attention.key_heads={linear.key_heads}"
     if model.short_convolution is not None and model.convolved % size:
         yield f"{beginning} model.short_convolution.channels={model.convolved}"
+    space = model.state_space
+    if space is not None and space.heads % size:
+        yield f"{beginning} model.state_space.heads={space.heads}"
+    if space is not None and space.groups > 1 and space.groups % size:
+        yield f"{beginning} model.state_space.groups={space.groups}, unless there is one"
     if model.kv_heads % size and size % model.kv_heads:
         yield f"{beginning} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
     if layout.sequence and (case.seq_len // layout.context) % size:

@@ -32,6 +32,10 @@ convolution with t taps and H heads of widths k and v, in chunks of C tokens:
 
     (t + 3) M + 5 H k + 6 H v + 6 H C + H k v / C        one M more in 16 bits
 
+A state space keeps, in fp32, for H heads of P channels whose states have N numbers for each:
+
+    (t + 3) M + 7 H P + H (3 C + 5) + H N P / C          and H P of the compute dtype
+
 A short convolution keeps (t + 1) M in fp32, one M more in 16 bits, and 4 M of the compute dtype.
 
 Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix
@@ -43,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from headway.model.config import LinearAttentionConfig, ModelConfig
+from headway.model.config import LinearAttentionConfig, ModelConfig, StateSpaceConfig
 from headway.parallel.config import MemoryConfig
 
 GIB = 1 << 30
@@ -64,7 +68,8 @@ LOSS_BYTES = 16
 MIN_WHOLE_GIB = 0.05
 """Sizes below this many GiB are printed in MiB."""
 CHUNK = 64
-"""Tokens of a chunk of linear attention, as in kernels/delta_rule.py, which needs torch."""
+"""Tokens of a chunk of linear attention or a state space, as in kernels/delta_rule.py and
+state_space.py, which need torch."""
 WORTHWHILE = 0.01
 """A setting that frees less than this share of a rank's bytes is not suggested."""
 ROUTER_SCORE_COPIES = 3
@@ -384,6 +389,8 @@ def state_core(model: ModelConfig, tensor: int, compute_bytes: int) -> float:
     attention (the formulas at the top of this file)."""
     if model.linear_attention is not None:
         return _linear_core(model.linear_attention, tensor, compute_bytes)
+    if model.state_space is not None:
+        return _space_core(model.state_space, tensor, compute_bytes)
     assert model.short_convolution is not None
     channels = model.convolved / tensor
     copies = model.short_convolution.taps + 1 + (compute_bytes != 4)
@@ -402,6 +409,20 @@ def _linear_core(linear: LinearAttentionConfig, tensor: int, compute_bytes: int)
     # What it reads and gives is of the compute dtype.
     values = linear.value_width / tensor
     return mixed + 2 * values + 4 * in_fp32 / compute_bytes
+
+
+def _space_core(space: StateSpaceConfig, tensor: int, compute_bytes: int) -> float:
+    """The same of a state space."""
+    heads = space.heads / tensor
+    # One group alone is whole on every rank.
+    groups = space.groups if space.groups == 1 else space.groups / tensor
+    values = heads * space.head_dim
+    mixed = values + 2 * groups * space.state_size
+    state = space.state_size * space.head_dim
+    by_head = 7 * space.head_dim + 3 * CHUNK + 5 + state / CHUNK
+    in_fp32 = (space.taps + 3) * mixed + heads * by_head
+    # Its result is of the compute dtype.
+    return values + 4 * in_fp32 / compute_bytes
 
 
 def _mixture_extra(job: MemoryJob, dense: float) -> float:

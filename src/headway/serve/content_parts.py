@@ -91,6 +91,8 @@ class AudioContent(RequestBody):
 class ContentPart(RequestBody):
     """One of the parts of a content: its type, and the field of that name."""
 
+    # A part has the field that its type names. Clients also send those of other types as null; with
+    # a value they are refused.
     kind_field = "type"
     absent = {
         "text": frozenset(("image_url", "input_audio")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -39,6 +40,10 @@ KEYS = {
     "types",
 }
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
+BOUND_BYTES = 8
+"""Of a position in an index of documents or spans."""
+TYPE_BYTES = 2
+"""Of the type of a document."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +169,15 @@ def file_sizes(
     shard: StoreShard, dtype: str, masked: bool, spans: bool, typed: bool = False
 ) -> list[int]:
     """The sizes the counts of a shard imply, in the order of `file_names`."""
-    sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * 8]
+    # An index has the bound of each item, and the end of the last one.
+    sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * BOUND_BYTES]
     if masked:
-        sizes.append(-(-shard.tokens // 8))
+        # One bit for each token; the last byte may have bits to spare.
+        sizes.append(math.ceil(shard.tokens / 8))
     if spans:
-        sizes.append((shard.spans + 1) * 8)
+        sizes.append((shard.spans + 1) * BOUND_BYTES)
     if typed:
-        sizes.append(shard.documents * 2)
+        sizes.append(shard.documents * TYPE_BYTES)
     return sizes
 
 

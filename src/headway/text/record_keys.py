@@ -94,8 +94,10 @@ class KeyMap:
     @staticmethod
     def parse(text: str | None) -> KeyMap:
         """`prompt=question,response=answer` from the command line."""
+        if not text:
+            return KeyMap()
         mapping: dict[str, str | None] = {}
-        for part in text.split(",") if text else ():
+        for part in text.split(","):
             name, equals, key = (side.strip() for side in part.partition("="))
             if not equals or not name or name in mapping:
                 raise ConfigError(

@@ -75,6 +75,7 @@ SIZES = (
     "latent_attention",
     "linear_attention",
     "short_convolution",
+    "state_space",
     "attention_gate",
 )
 """Fields that decide shapes of parameters: a recipe may not change them in given weights."""

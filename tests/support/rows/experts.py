@@ -39,6 +39,7 @@ ROWS: dict[str, Row] = {
     "model.experts.ffn_size": (MIXTURE, None, 16, built_run(parameter_shapes)),
     "model.experts.shared_ffn_size": (MIXTURE, 0, 16, built_run(parameter_shapes)),
     "model.experts.normalize": (MIXTURE, True, False, loss_numbers),
+    "model.experts.sum_offset": (MIXTURE, 0.0, 0.5, loss_numbers),
     "model.experts.router": (MIXTURE, "softmax", "sigmoid", loss_numbers),
     "model.experts.routed_scale": (MIXTURE, 1.0, 2.0, routed),
     "model.experts.num_groups": (MIXTURE, 1, 2, routed),

@@ -1,4 +1,4 @@
-"""Settings of linear attention and short convolutions."""
+"""Settings of linear attention, state spaces and short convolutions."""
 
 from typing import Any
 
@@ -13,6 +13,13 @@ LINEAR = (
     "model.linear_attention.value_heads=4",
     "model.linear_attention.key_head_dim=8",
     "model.linear_attention.value_head_dim=8",
+)
+SPACE = (
+    "model.vocab_size=64",
+    "model.state_space.heads=4",
+    "model.state_space.head_dim=8",
+    "model.state_space.state_size=8",
+    "model.state_space.groups=2",
 )
 SHORT = ("model.vocab_size=64", "model.short_convolution.taps=3")
 
@@ -34,6 +41,14 @@ ROWS: dict[str, Row] = {
     "model.short_convolution.channels": (SHORT, None, 96, sizes),
     "model.short_convolution.bias": (SHORT, False, True, sizes),
     "model.short_convolution.layers": (SHORT, None, "[0]", sizes),
+    "model.state_space.heads": (SPACE, 4, 2, sizes),
+    "model.state_space.head_dim": (SPACE, 8, 4, sizes),
+    "model.state_space.state_size": (SPACE, 8, 4, sizes),
+    "model.state_space.groups": (SPACE, 2, 1, sizes),
+    "model.state_space.taps": (SPACE, 4, 3, sizes),
+    "model.state_space.conv_bias": (SPACE, True, False, sizes),
+    "model.state_space.bias": (SPACE, False, True, sizes),
+    "model.state_space.layers": (SPACE, None, "[0]", sizes),
     "model.attention_gate": ((), False, True, built_run(parameter_shapes)),
     "model.experts.shared_gate": (
         ("model.experts.num=4", "model.experts.shared_ffn_size=8"),

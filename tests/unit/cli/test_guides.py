@@ -70,6 +70,8 @@ def flags(command: Any) -> set[str]:
 
 def is_setting(name: str) -> bool:
     """`data.train.0.path`, `stages.2.data.train.0.path` and the like count by what they mean."""
+    # `data.valid=FILE` is one source, which `data.valid.0` names.
+    name = re.sub(r"^data\.valid\.0\.", "data.train.0.", name)
     plain = re.sub(r"\.\d+(?=\.|$)", "", re.sub(r"^stages\.\d+\.", "", name))
     known, sections = settings()
     return plain in known or plain in sections
@@ -272,7 +274,6 @@ def without_prompt(words: list[str]) -> list[str]:
 IN_ENGLISH_ONLY = {
     "api-reference.md": "made from docstrings",
     "settings.md": "made from the declarations of settings",
-    "support.md": "tables of names, made by a walk over transformers",
     "internals.md": "for developers of headway",
     "lab-notes.md": "for developers of headway",
     "read-the-code.md": "for developers of headway",
@@ -347,3 +348,94 @@ def test_the_headings_of_both_languages_have_the_same_levels_in_the_same_order(p
         return [len(marks) for marks in re.findall(r"(?m)^(#+) ", text)]
 
     assert levels(page) == levels(page.with_name(page.name.replace(".zh-CN", "")))
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_tables_that_tests_make_are_the_same_in_both_languages(page: Path) -> None:
+    def tables(path: Path) -> list[str]:
+        text = path.read_text(encoding="utf-8")
+        return re.findall(r"(?s)<!-- made by tests/\S+ begin -->.*?<!-- .*?end -->", text)
+
+    assert tables(page) == tables(page.with_name(page.name.replace(".zh-CN", "")))
+
+
+SCALES = {
+    "千": 1e3,
+    "thousand": 1e3,
+    "万": 1e4,
+    "百万": 1e6,
+    "million": 1e6,
+    "亿": 1e8,
+    "billion": 1e9,
+}
+"""Words behind a number that multiply it: 100 万 is 1.0 million."""
+SPELLED_OUT = {
+    0: ("zero", "零", "〇"),
+    1: ("one", "first", "a single", "一", "首"),
+    2: ("two", "second", "both", "twice", "二", "两"),
+    3: ("three", "third", "三"),
+    4: ("four", "四"),
+    5: ("five", "fifth", "五"),
+    6: ("six", "六"),
+    7: ("seven", "七"),
+    8: ("eight", "八"),
+    9: ("nine", "九"),
+    10: ("ten", "十"),
+    12: ("twelve", "dozen", "十二"),
+    20: ("twenty", "二十"),
+    100: ("hundred", "百"),
+    1000: ("thousand", "千"),
+}
+"""How a page may write a number that the other page writes in digits."""
+MONTHS = "January February March April May June July August September October November December"
+
+
+def passages(page: Path) -> list[str]:
+    """The text of a page, cut before each heading, table row and list item; without code."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+    cut = re.split(r"(?m)^(?=#+ |\||- )|(?<=\|)\n(?!\|)", text)
+    return [re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", " ", passage) for passage in cut]
+
+
+def numbers_in(passage: str) -> set[float]:
+    """All numbers in digits, each times the word behind it."""
+    scale = "|".join(sorted(SCALES, key=len, reverse=True))
+    numbers = re.findall(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?)(?: ?({scale}))?", passage)
+    return {float(digits.replace(",", "")) * SCALES.get(word, 1) for digits, word in numbers}
+
+
+def spells_out(passage: str, number: float) -> bool:
+    """Whether a passage has the number as a word, or as the name of a month."""
+    words = list(SPELLED_OUT.get(int(number), ())) if number.is_integer() else []
+    if number in range(1, 13):
+        words.append(MONTHS.split()[int(number) - 1])
+    # Chinese has no spaces between words.
+    patterns = [rf"\b{word}s?\b" if word.isascii() else word for word in words]
+    return any(re.search(pattern, passage, re.IGNORECASE) for pattern in patterns)
+
+
+def missing_numbers(passage: str, translation: str) -> list[float]:
+    """Numbers of a passage that its translation neither has nor spells out."""
+    candidates = numbers_in(passage) - numbers_in(translation)
+    return sorted(number for number in candidates if not spells_out(translation, number))
+
+
+def test_a_changed_number_is_missing_in_the_other_language() -> None:
+    assert missing_numbers("70 % after 1.5 million tokens", "150 万个 token 之后 70 %") == []
+    assert missing_numbers("two ranks, November 2026", "2 个进程，2026 年 11 月") == []
+    assert missing_numbers("2 个进程，2026 年 11 月", "two ranks, November 2026") == []
+    assert missing_numbers("70 % of 203 pairs", "203 对中的 72 %") == [70]
+    assert missing_numbers("1.5 million", "15 万") == [1.5e6]
+    assert missing_numbers("1 个或 10 个", "often none") == [1, 10]
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_both_languages_have_the_same_numbers_in_the_same_places(page: Path) -> None:
+    english = passages(page.with_name(page.name.replace(".zh-CN", "")))
+    chinese = passages(page)
+    assert len(english) == len(chinese)
+    for original, translated in zip(english, chinese, strict=True):
+        lost = missing_numbers(original, translated)
+        added = missing_numbers(translated, original)
+        assert not lost, f"{lost} is not in: {translated}"
+        assert not added, f"{added} is not in: {original}"

@@ -143,6 +143,17 @@ def test_layers_of_linear_attention_keep_what_the_estimate_says(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_state_space_layers_keep_what_the_estimate_says(dtype: torch.dtype, groups: int) -> None:
+    space = {"heads": 6, "head_dim": 40, "state_size": 24, "groups": groups, "layers": (0, 2, 3)}
+    model = WIDE.with_(state_space=space)
+    engine = make_engine(RankGroup(), Setup(config=model, dtype=dtype, freeze=()))
+    kept = kept_by_a_forward(engine)
+    expected = moments(job_of(engine, model=model))["head"]["activations"]
+    assert kept == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("taps", [2, 4])
 def test_layers_of_short_convolutions_keep_what_the_estimate_says(
     dtype: torch.dtype, taps: int

@@ -62,12 +62,19 @@ class ModelPart:
             short = config.short_convolution
             if short is not None:
                 short = short.model_copy(update={"channels": config.convolved // self.group.size})
+            space = config.state_space
+            if space is not None:
+                # One group alone is whole on every rank.
+                groups = max(1, space.groups // self.group.size)
+                heads = space.heads // self.group.size
+                space = space.model_copy(update={"heads": heads, "groups": groups})
             local_config = config.with_(
                 num_heads=config.num_heads // self.group.size,
                 num_kv_heads=len(range(config.kv_heads)[rank_heads]),
                 head_dim=config.head_size,
                 linear_attention=linear,
                 short_convolution=short,
+                state_space=space,
             )
             local_masks = None
             if masks is not None:

@@ -79,7 +79,7 @@ NEUTRAL: dict[str, Any] = {
         "norm", "no_rope_layers", "norm_placement", "parallel_block", "qk_norm_over", "activation", "ffn_gate", "positions",
         "rope_local_theta", "rope_interleaved", "rotary_fraction", "attention_scale", "attention_softcap", "embed_scale", "residual_scale",
         "logit_scale", "logit_softcap", "experts", "attention_sinks", "latent_attention",
-        "linear_attention", "short_convolution", "attention_gate",
+        "linear_attention", "short_convolution", "state_space", "attention_gate",
     )
 }  # fmt: skip
 """What a family's config.json cannot change unless the family says otherwise."""

@@ -123,6 +123,21 @@ WHOLE += ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_di
 WHOLE += ("conv_L_cache", "block_multiple_of")
 SWITCHES += ("conv_bias", "block_auto_adjust_ff_dim")
 LISTS += ("full_attn_idxs",)
+# Of a mixture with short convolutions.
+WHOLE += ("num_dense_layers",)
+SWITCHES += ("use_expert_bias",)
+# Of families with state spaces.
+WHOLE += (
+    "mamba_n_heads",
+    "mamba_d_state",
+    "mamba_n_groups",
+    "mamba_d_conv",
+    "mamba_expand",
+    "mamba_chunk_size",
+    "shared_intermediate_size",
+)
+SWITCHES += ("mamba_conv_bias", "mamba_proj_bias")
+LISTS += ("layers_block_type",)
 SWITCHES += ("rope_interleave",)
 WHOLE += ("rotary_dim", "moe_num_shared_experts", "moe_layer_start_index")
 SWITCHES += ("attention_out_bias", "use_qk_norm", "use_bias")

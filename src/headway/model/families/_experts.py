@@ -151,7 +151,13 @@ def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -
             f"model.experts is null; a Hugging Face {family} model has experts. Use another family."
         )
     # Settings of the recipe alone, such as how load is balanced, may be anything.
-    plain = {"router_bias": False, "bias": False, "swiglu_limit": None, "shared_gate": False}
+    plain = {
+        "router_bias": False,
+        "bias": False,
+        "swiglu_limit": None,
+        "shared_gate": False,
+        "sum_offset": 0.0,
+    }
     for key, value in {**plain, **always}.items():
         if getattr(experts, key) != value:
             raise ConfigError(

@@ -23,13 +23,17 @@ MODEL_TYPE = "lfm2"
 ARCHITECTURE = "Lfm2ForCausalLM"
 CONVOLUTION = "conv"
 THETA = 1_000_000.0
-DEFAULTS = {
+COMMON_DEFAULTS = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 128_000,
     "tie_word_embeddings": True,
     "norm_eps": 1e-5,
     "conv_bias": False,
     "conv_L_cache": 3,
+}
+"""Of dense models and of mixtures."""
+DEFAULTS = {
+    **COMMON_DEFAULTS,
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
@@ -94,20 +98,26 @@ def pieces(
 
 def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an LFM2 config.json."""
-    given = {key: value for key, value in hf_config.items() if key not in UNREAD}
-    for old, key in ALIASES.items():
-        if old in given:
-            given[key] = given.pop(old)
-    settings = shared.validate_hf_config(given, DEFAULTS)
-    settings["rms_norm_eps"] = settings["norm_eps"]
-    shared.default_theta(settings, THETA)
+    settings = checked_settings(hf_config, DEFAULTS)
     return shared.model_config(
         "lfm2",
         settings,
         ffn_size=_inner_width(settings),
         qk_norm=True,
-        short_convolution=_read_convolutions(settings),
+        short_convolution=read_convolutions(settings),
     )
+
+
+def checked_settings(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a config.json, older keys under today's names."""
+    today = {key: value for key, value in hf_config.items() if key not in UNREAD}
+    for old, key in ALIASES.items():
+        if old in today:
+            today[key] = today.pop(old)
+    settings = shared.validate_hf_config(today, defaults)
+    settings["rms_norm_eps"] = settings["norm_eps"]
+    shared.default_theta(settings, THETA)
+    return settings
 
 
 def _inner_width(settings: Mapping[str, Any]) -> int:
@@ -126,12 +136,12 @@ def _inner_width(settings: Mapping[str, Any]) -> int:
     return -(-int(factor * width) // multiple) * multiple
 
 
-def _read_convolutions(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_convolutions(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Our section of the convolutions; None where every layer has attention."""
     count = shared.num_layers(settings)
     types = settings["layer_types"]
     if types is None:
-        full = settings["full_attn_idxs"]
+        full = settings.get("full_attn_idxs")
         if full is None:
             full = range(count)
         types = [shared.FULL if layer in full else CONVOLUTION for layer in range(count)]
@@ -148,25 +158,36 @@ def _read_convolutions(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The LFM2 config.json of a ModelConfig."""
+    written = written_settings(config, "lfm2", MODEL_TYPE, ARCHITECTURE)
+    return {**written, "block_auto_adjust_ff_dim": False}
+
+
+def written_settings(
+    config: ModelConfig, family: str, model_type: str, architecture: str, **needed: Any
+) -> dict[str, Any]:
+    """The keys that dense models and mixtures have in common; what they cannot express is refused.
+
+    `needed` are settings that only this family has, and their values.
+    """
     short = config.short_convolution
     if short is not None and config.convolved != config.hidden_size:
         raise ConfigError(
             f"model.short_convolution.channels is {short.channels}, which the config.json of a "
-            "Hugging Face lfm2 model cannot express; it is always model.hidden_size there."
+            f"Hugging Face {family} model cannot express; it is always model.hidden_size there."
         )
     shared.require(
         config,
-        "lfm2",
+        family,
         short_convolution=short,  # any
         qk_norm=True,
         qkv_bias=False,
         output_bias=False,
         ffn_bias=False,
         sliding_window=None,
+        **needed,
     )
-    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
+    written = shared.settings_of(config, model_type, architecture)
     written["norm_eps"] = written.pop("rms_norm_eps")
-    written["block_auto_adjust_ff_dim"] = False
     written["layer_types"] = [
         CONVOLUTION if config.has_state(layer) else shared.FULL
         for layer in range(config.num_layers)

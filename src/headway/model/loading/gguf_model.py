@@ -253,7 +253,8 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
     rotated = metadata.whole("rope.dimension_count", head_size)
     if rotated != head_size and not architecture.partial:
         raise ConfigError(
-            f"has {architecture.name}.rope.dimension_count {rotated}; headway rotates whole heads of {head_size}."
+            f"has {architecture.name}.rope.dimension_count {rotated}; headway rotates whole heads "
+            f"of {head_size}."
         )
     epsilon = "attention.layer_norm_rms_epsilon"
     if architecture.form.get("norm", "").startswith("layernorm"):
@@ -282,42 +283,60 @@ def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
         "qk_norm": has(first + "self_attn.q_norm.weight"),
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
         "rope_scaling": _scaling(file, metadata, head_size),
+        # `...` stands for a setting that the metadata has.
         **{key: value for key, value in architecture.form.items() if value is not ...},
         **_experts(metadata, architecture),
     }
     if architecture.partial:
         settings["rotary_fraction"] = rotated / max(head_size, 1)
-    for key, name in architecture.free.items():
-        value = metadata.number(name, 0.0)
-        if key in architecture.inverse and value:
-            value = 1.0 / value
-        if value:
-            settings[key] = value
+    settings |= _scales(metadata, architecture)
     if architecture.windows:
         settings |= _windows(metadata, architecture, layers)
     if architecture.shifted:
         settings["embed_scale"] = width**0.5
         if LARGEST_GEMMAS[architecture.name] == layers:
             settings["attention_scale"] = (width / max(heads, 1)) ** -0.5
-
-    windowed = settings.get("window_layers")
-    if architecture.name == "smollm3":
-        settings["no_rope_layers"] = list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))
-    if architecture.name == "cohere2" and windowed is not None:
-        settings["no_rope_layers"] = [layer for layer in range(layers) if layer not in windowed]
-    has_one_base = settings.get("rope_local_theta") == settings["rope_theta"]
-    if architecture.name == "gemma3" and has_one_base and settings["rope_scaling"] is None:
-        # One base for both kinds of layers is no setting of its own.
-        settings["rope_local_theta"] = None
-    if architecture.name == "olmo2":
-        if settings.get("sliding_window") is None:
-            settings["family"] = "olmo2"
-        elif settings["rope_scaling"] is not None:
-            # Windowed layers are not scaled.
-            settings["rope_local_theta"] = settings["rope_theta"]
-    if architecture.name == "llama" and "experts" in settings:
-        settings["family"] = "mixtral"
+    settings |= _by_architecture(architecture.name, settings)
     return validate(ModelConfig, settings)
+
+
+def _scales(metadata: _Metadata, architecture: GgufArchitecture) -> dict[str, float]:
+    """Multipliers and caps that the metadata of an architecture may have; 0 means none."""
+    scales: dict[str, float] = {}
+    for setting, key in architecture.free.items():
+        value = metadata.number(key, 0.0)
+        if not value:
+            continue
+        if setting in architecture.inverse:
+            value = 1.0 / value
+        scales[setting] = value
+    return scales
+
+
+def _by_architecture(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's code of one architecture does beyond the metadata, as changes of the
+    settings."""
+    layers = settings["num_layers"]
+    windowed = settings.get("window_layers")
+    scaled = settings["rope_scaling"] is not None
+    has_one_base = settings.get("rope_local_theta") == settings["rope_theta"]
+    if name == "smollm3":
+        return {"no_rope_layers": list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP))}
+    if name == "cohere2" and windowed is not None:
+        return {"no_rope_layers": [layer for layer in range(layers) if layer not in windowed]}
+    if name == "gemma3" and has_one_base and not scaled:
+        # One base for both kinds of layers is no setting of its own.
+        return {"rope_local_theta": None}
+    if name == "olmo2":
+        # OLMo 3 has the same architecture in a file, and windows.
+        if settings.get("sliding_window") is None:
+            return {"family": "olmo2"}
+        if scaled:
+            # Windowed layers are not scaled.
+            return {"rope_local_theta": settings["rope_theta"]}
+    if name == "llama" and "experts" in settings:
+        return {"family": "mixtral"}
+    return {}
 
 
 def _windows(metadata: _Metadata, architecture: GgufArchitecture, layers: int) -> dict[str, Any]:
@@ -369,9 +388,10 @@ def _experts(metadata: _Metadata, architecture: GgufArchitecture) -> dict[str, A
     gating = metadata.whole("expert_gating_func", 0)
     if gating and gating != OF_EXPERTS[architecture.experts.form["router"]]:
         raise ConfigError(f"has {architecture.name}.expert_gating_func {gating}.")
-    size = metadata.whole("expert_feed_forward_length", metadata.whole("feed_forward_length"))
-    if architecture.experts.own_length is False:
-        size = metadata.whole("feed_forward_length")
+    # Files of some architectures have no width of an expert: it is that of the feed-forward.
+    size = metadata.whole("feed_forward_length")
+    if architecture.experts.own_length:
+        size = metadata.whole("expert_feed_forward_length", size)
     if architecture.name == "glm4moe":
         known["shared_ffn_size"] = size * metadata.whole("expert_shared_count", 0)
     section: dict[str, Any] = {
@@ -399,7 +419,8 @@ def _scaling(file: GgufFile, metadata: _Metadata, head_size: int) -> dict[str, A
         return {"kind": "linear", "factor": factor}
     if kind != "yarn":
         raise ConfigError(
-            f"has {metadata.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's."
+            f"has {metadata.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and "
+            "Llama 3's."
         )
 
     if metadata.number("rope.scaling.yarn_log_multiplier", 0.0):

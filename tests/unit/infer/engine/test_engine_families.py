@@ -82,9 +82,15 @@ FAMILIES: dict[str, ModelConfig] = {
     "lfm2": BASE.with_(
         family="lfm2", qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": [0, 2]}
     ),
+    "granitemoehybrid": BASE.with_(
+        family="granitemoehybrid",
+        embed_scale=2.0,
+        residual_scale=0.5,
+        state_space={"heads": 4, "head_dim": 8, "state_size": 5, "groups": 2, "layers": [0, 2]},
+    ),
     "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
 }
-QUICK = ("mistral", "qwen2", "qwen3_5", "lfm2")
+QUICK = ("mistral", "qwen2", "qwen3_5", "lfm2", "granitemoehybrid")
 """Rings alone, rings and pages, states and pages; tests/unit/model/test_paged_cache.py has every family."""
 NEW = 64
 PROMPT = 17

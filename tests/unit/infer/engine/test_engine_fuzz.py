@@ -9,6 +9,7 @@ import pytest
 from support.engine_fuzz import (
     CONVOLUTION,
     HYBRID,
+    STATE_SPACE,
     FuzzModels,
     FuzzReport,
     RequestPool,
@@ -38,7 +39,11 @@ def test_every_feature_in_any_schedule_gives_the_plain_loops_answers(tmp_path: P
     assert min(report.features.values()) > 0
 
 
-@pytest.mark.parametrize("config", [HYBRID, CONVOLUTION], ids=["linear attention", "convolution"])
+@pytest.mark.parametrize(
+    "config",
+    [HYBRID, CONVOLUTION, STATE_SPACE],
+    ids=["linear attention", "convolution", "state space"],
+)
 def test_a_model_with_states_gives_the_plain_loops_answers_in_any_schedule(
     tmp_path: Path, config: ModelConfig
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.byte_model import CONFIG, write_model
-from support.engine_fuzz import CONVOLUTION, HYBRID
+from support.engine_fuzz import CONVOLUTION, HYBRID, STATE_SPACE
 from support.initial_weights import initialize
 
 from headway.errors import ConfigError
@@ -22,7 +22,11 @@ NEW = 12
 LONG = tuple(range(1, 24))
 
 
-KINDS = {"linear attention": HYBRID, "short convolution": CONVOLUTION}
+KINDS = {
+    "linear attention": HYBRID,
+    "short convolution": CONVOLUTION,
+    "state space": STATE_SPACE,
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -124,6 +128,9 @@ def test_bytes_of_a_cache_are_those_of_its_states_and_pages(loaded: LoadedModel)
     expected = 4 * (3 * 44 + 120)
     if loaded.config.short_convolution is not None:
         expected = 4 * 3 * loaded.config.hidden_size
+    # 3 * (4 * 5 + 2 * 2 * 6) inputs, and 4 * 6 * 5 numbers.
+    if loaded.config.state_space is not None:
+        expected = 4 * (3 * 44 + 120)
     assert shape.state_bytes == expected
     assert shape.page_bytes == 2 * 2 * PAGE * 8 * 4
     engine = InferenceEngine(loaded, options())
@@ -148,6 +155,6 @@ def test_a_model_with_states_guesses_for_none(loaded: LoadedModel, tmp_path: Pat
 def test_head_masks_are_refused(loaded: LoadedModel) -> None:
     masks = HeadMasks(((True, False), (False, True)), window=6, sinks=2)
     with pytest.raises(
-        ConfigError, match=r"(attention|convolution), whose layers have no KV heads"
+        ConfigError, match=r"(attention|convolution|state space), whose layers have no KV heads"
     ):
         InferenceEngine(loaded.with_masks(masks), options())

@@ -45,6 +45,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "short_convolution.layers": "[0]",
         "short_convolution.bias": "true",
     },
+    "granitemoehybrid": {
+        "num_kv_heads": 2,
+        "state_space.heads": 4,
+        "state_space.head_dim": 16,
+        "state_space.state_size": 6,
+        "state_space.groups": 2,
+        "state_space.layers": "[0]",
+    },
 }
 MIXTURES = ("qwen3_next",)
 """PEFT takes every feed-forward of these classes for fused experts, also where a model has none."""

@@ -295,6 +295,11 @@ def test_a_family_alone_has_the_form_that_its_config_json_expresses(name: str) -
         more = {"experts": {"ffn_size": 16}}
     if name == "minimax_m2":
         more = {"experts": {"bias_rate": 0.0}}
+    if name == "lfm2_moe":
+        more = {"experts": {"ffn_size": 16, "bias_rate": 0.0}}
+    if name == "granitemoehybrid":
+        # its files always say the scale of scores
+        more = {"attention_scale": 0.125}
     config = ModelConfig(family=name, vocab_size=96, **more)
     written = family_of(name).write(config)
     again = family_of(name).read(written)
@@ -368,6 +373,19 @@ def test_settings_of_the_model_that_contradict_each_other_are_refused(
         ({"model_type": "gemma3", "text_config": 3}, "text_config is 3"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0"),
         ({"model_type": "lfm2", "layer_types": ["conv"]}, "layer_types names 1 layers"),
+        (
+            {"model_type": "granitemoehybrid", "time_step_limit": [0.0, 0.1]},
+            r"time_step_limit is \[0.0, 0.1\]; headway computes steps without a limit",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "mamba_d_head": 7},
+            "mamba_d_head is 7 with mamba_n_heads 128; their product must be",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["moe", 3]},
+            "layer_types is .*; names of kinds are expected",
+        ),
+        ({"model_type": "lfm2_moe"}, "layer_types is missing; it must name conv or"),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "mamba"]},
             "layer_types holds 'mamba'; headway computes conv and full_attention",

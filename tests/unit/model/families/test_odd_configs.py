@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.odd_configs import ODD, odd_config
+from support.odd_configs import ODD, REQUIRED, odd_config
 
 from headway.diagnose.agreement import compare
 from headway.diagnose.small_model import shrunk
@@ -26,7 +26,7 @@ def test_an_odd_configuration_is_computed_as_transformers_does(kind: str, number
 
 @pytest.mark.parametrize("kind", ODD)
 def test_the_published_form_is_computed_as_transformers_does(kind: str) -> None:
-    assert compare(shrunk({"model_type": kind})).problem is None
+    assert compare(shrunk({"model_type": kind, **REQUIRED.get(kind, {})})).problem is None
 
 
 @pytest.mark.parametrize(
