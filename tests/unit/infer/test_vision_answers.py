@@ -23,6 +23,8 @@ from headway.tokenizer.chat import find_template
 pytest.importorskip("transformers", minversion="5.0")
 ASKED = (("<image>What is it?", (1,)), ("Is <image> as large as <image>?", (3, 0)), ("Hello", ()), ("<image>What is it?", (2,)))  # fmt: skip
 NEW = 12
+TIGHT_TOKENS = 160
+"""Room for the longest prompt and its answer, and not for all of them."""
 PADDING = list(range(max(IDS.values()) + 1, TEXT["vocab_size"]))
 """Ids without a token, which headway never writes."""
 
@@ -92,7 +94,7 @@ def continued(
         EngineOptions(),
         EngineOptions(prefill_tokens=7, page_tokens=8),
         EngineOptions(max_running=1),
-        EngineOptions(page_tokens=4, cache_bytes=45_000, prefix_reuse=False),
+        EngineOptions(page_tokens=4, cache_bytes=TIGHT_TOKENS, prefix_reuse=False),
     ],
     ids=["at once", "in pieces of 7", "one after another", "preempted"],
 )
@@ -100,6 +102,11 @@ def test_greedy_text_about_pictures_is_that_of_transformers(
     case: tuple[Any, LoadedModel, list[Path]], wanted: list[list[int]], options: EngineOptions
 ) -> None:
     _, loaded, paths = case
+    if options.cache_bytes is not None:
+        # Keys and values in fp32.
+        config = loaded.config
+        token_bytes = 2 * config.num_layers * config.kv_heads * config.head_size * 4
+        options = replace(options, cache_bytes=options.cache_bytes * token_bytes)
     got, engine = continued(loaded, prompts_of(loaded, paths), options)
     assert got == wanted
     assert (engine.stats().preempted > 0) == (options.cache_bytes is not None)
