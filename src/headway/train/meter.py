@@ -180,6 +180,11 @@ class Meter:
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
 
+        # Before `end` is marked, as the copy above.
+        pictures = None
+        if self.setup.picture_flops is not None:
+            pictures = _picture_sizes(batch)
+
         counts = {
             "micro_num": len(batch.microbatches),
             "num_consumed_tokens": self.consumed_tokens,
@@ -203,8 +208,7 @@ class Meter:
             self.save_stall,
             self.fresh,
         )
-        if self.setup.picture_flops is not None:
-            pending.pictures = _picture_sizes(batch)
+        pending.pictures = pictures
         pending.compute_marks = result.compute_window
         pending.read_seconds = read_seconds
         self.fresh = False
