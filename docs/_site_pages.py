@@ -189,6 +189,9 @@ def _entry(name: str, thing: Any) -> list[str]:
         # A module, or a name for a type: `dict[str, numpy.ndarray]`.
         if inspect.ismodule(thing):
             lines += [f"The module `{thing.__name__}`. {_text(thing)}", ""]
+        elif isinstance(thing, str):
+            # The name of a column or a total, which code should not spell out.
+            lines += [f'The text `"{thing}"`.', ""]
         else:
             lines += [f"The type `{_type(thing)}`.", ""]
         return lines

@@ -14,6 +14,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from headway.api.results import loss_table as loss_table
     from headway.config.section import setting as setting
+    from headway.data.batch import ANSWERS as ANSWERS
+    from headway.data.batch import SCORED as SCORED
     from headway.data.batch import Batch as Batch
     from headway.data.batch import StepBatch as StepBatch
     from headway.data.config import DataConfig as DataConfig
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
     from headway.records.unpaired import Kind as _UnpairedKind
     from headway.store.reader import Store as Store
     from headway.store.source import TokenSource as TokenSource
+    from headway.tasks.answers import AnswerGroup as AnswerGroup
+    from headway.tasks.answers import AnswerSampling as AnswerSampling
+    from headway.tasks.answers import SampledTokens as SampledTokens
     from headway.tasks.base import Collectives as Collectives
     from headway.tasks.base import FirstPass as FirstPass
     from headway.tasks.base import GateSpec as GateSpec
@@ -86,7 +91,7 @@ if TYPE_CHECKING:
 _NAMES_OF_MODULES = {
     "headway.api.results": ("loss_table",),
     "headway.config.section": ("setting",),
-    "headway.data.batch": ("Batch", "StepBatch"),
+    "headway.data.batch": ("ANSWERS", "Batch", "SCORED", "StepBatch"),
     "headway.data.config": ("DataConfig",),
     "headway.data.groups": (
         "Columns",
@@ -101,6 +106,7 @@ _NAMES_OF_MODULES = {
     "headway.model.base": ("Model", "ModelOut"),
     "headway.model.config": ("ModelConfig",),
     "headway.model.encoders.base": ("EncoderConfig", "FrozenMediaEncoder"),
+    "headway.tasks.answers": ("AnswerGroup", "AnswerSampling", "SampledTokens"),
     "headway.tasks.base": (
         "Collectives",
         "FirstPass",

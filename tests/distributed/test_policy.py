@@ -11,16 +11,16 @@ from support.layout_trials import DORA, LORA, PLAIN, TRIAL_OPTIM
 from support.policy_steps import floats
 from support.ranks import run_ranks
 
-from headway.kernels.policy_scores import DrawnFrom
 from headway.model.adapter.config import AdapterConfig
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
 from headway.rollout.rows import StepRows, TrainedAnswer, answer_step
+from headway.tasks.answers import AnswerSampling
 from headway.tasks.base import StepInfo
 from headway.tasks.grpo import Config
 
 STEPS = 4
-DRAWN = DrawnFrom(0.8, 60)
+SAMPLING = AnswerSampling(0.8, 60, 7)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"zero1": {"size": 1}}),
     "zero1": (2, {}),
@@ -78,7 +78,7 @@ def trained(setup: Setup, micro_rows: int, group: RankGroup) -> Seen:
 
 
 def setup_of(task: str, parallel: dict[str, Any], adapter: AdapterConfig | None = None) -> Setup:
-    objective = Config.model_validate(TASKS[task]).with_sampling(DRAWN, 7)
+    objective = Config.model_validate(TASKS[task]).with_sampling(SAMPLING)
     return Setup(parallel, freeze=(), config=PLAIN, objective=objective, adapter=adapter)
 
 
@@ -135,7 +135,9 @@ def scores_of_answers(setup: Setup, group: RankGroup) -> dict[int, list[float]]:
     engine = make_engine(group, setup)
     data = engine.ranks.data
     step = answer_step(answers(0), StepRows(16, 4, 2, data.rank, data.size), 0)
-    values = engine.token_log_probs(step.batch.microbatches, StepInfo(0, 1, training=False), DRAWN)
+    values = engine.token_log_probs(
+        step.batch.microbatches, StepInfo(0, 1, training=False), SAMPLING.drawn
+    )
     seen: dict[int, list[float]] = {}
     for micro, places in zip(values, step.places, strict=True):
         for answer, row, first in places:

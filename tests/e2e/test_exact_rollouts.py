@@ -19,7 +19,7 @@ from support.rollout_runs import (
 from headway.errors import GaveUpError, HeadwayError
 from headway.rollout.journal import FILE, RolloutJournal
 from headway.rollout.sampler import PolicySampler, Weights
-from headway.tasks.grpo import DIFFERING
+from headway.tasks.answers import DIFFERING
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 

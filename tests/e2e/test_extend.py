@@ -16,6 +16,7 @@ from support.runs import headway
 import headway as hw
 from headway import plugin
 from headway.cli import main
+from headway.model.layout import num_parameters
 from headway.optim.base import Guard, Hyper
 from headway.track.metrics_file import read_metrics
 
@@ -220,7 +221,14 @@ def test_a_task_of_the_package_is_checked_planned_and_trained(
     assert checked["length of graded.jsonl"]["state"] == "ok"
     assert "0 of 18 answers are longer" in checked["length of graded.jsonl"]["detail"]
     assert main(["plan", "recipe.yaml", "--gpu", "h200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["model"]["trained"] == num_parameters(recipe.model)
+    assert planned["model"]["reference"] is None
+    assert planned["layout"]["step_tokens"] == 4 * 64
+    assert planned["memory"]["kinds"]["logits and head"] > 0
+    # Its loss gathers the grade of each document, so `plan` shares no row among ranks.
+    assert main(["plan", "recipe.yaml", "--gpu", "h200", "parallel.context=2"]) == 2
+    assert "objective my_lab.graded needs whole rows" in capsys.readouterr().err
 
     trained = hw.train(recipe)
     last = trained.history()[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import os
 import random
@@ -29,6 +31,7 @@ from support.small_vision import (
 
 from headway.checkpoint.stored_model import find_model
 from headway.config.load import load
+from headway.records.multimodal import Kind as MultimodalKind
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.next_steps import next_steps
@@ -128,6 +131,45 @@ def test_the_tower_stays_byte_for_byte_and_the_decoder_trains(workspace: Path, r
             pixels["pixel_values"], pixels["image_grid_thw"]
         )
     assert torch.equal(features.pooler_output, wanted.pooler_output)
+
+
+def test_a_second_start_parses_no_record_and_touches_no_picture(
+    workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[object] = []
+    touched: list[str] = []
+    plain_parse = MultimodalKind.parse
+    plain_stat = os.stat
+    plain_open = builtins.open
+
+    def parse(self: Any, record: Any, *more: Any) -> Any:
+        parsed.append(record)
+        return plain_parse(self, record, *more)
+
+    def stat(path: Any, *more: Any, **named: Any) -> Any:
+        note(path)
+        return plain_stat(path, *more, **named)
+
+    def open_(path: Any, *more: Any, **named: Any) -> Any:
+        note(path)
+        return plain_open(path, *more, **named)
+
+    def note(path: Any) -> None:
+        if not isinstance(path, int) and f"{workspace}/pictures/" in os.fsdecode(path):
+            touched.append(os.fsdecode(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MultimodalKind, "parse", parse)
+        patched.setattr(os, "stat", stat)
+        patched.setattr(builtins, "open", open_)
+        patched.setattr(io, "open", open_)
+        second = go(workspace, "second", "steps=2")
+        assert (len(parsed), touched) == (0, [])
+        # The counters count: without a cache every record is parsed and every picture read.
+        go(workspace, "uncached", "steps=1", f"data.cache_dir={workspace}/other-cache")
+    assert len(parsed) >= 4
+    assert len(set(touched)) >= 4
+    assert losses(second) == losses(run)[:2]
 
 
 def test_pictures_are_seen(workspace: Path, run: Path) -> None:

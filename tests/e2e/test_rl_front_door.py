@@ -139,12 +139,72 @@ def test_doctor_data_shows_prompts_and_what_sampled_answers_earn(
     shown = capfd.readouterr().out
     assert "0+1?" in shown
     assert "[reward " in shown
-    assert "8 sampled answers to 2 prompts earn" in shown
+    assert "4 sampled answers to 2 prompts earn" in shown
     assert main(["doctor", "data", *words, "--document", "5", "--json"]) == 0
     (prompt,) = json.loads(capfd.readouterr().out)["prompts"]
     assert prompt["number"] == 5
-    assert len(prompt["answers"]) == 4
+    assert len(prompt["answers"]) == 2
     assert not Path("runs").exists()
+
+
+def prompts_of_doctor(
+    model: Path, capfd: pytest.CaptureFixture[str], *settings: str
+) -> dict[str, Any]:
+    """What `doctor data --json` says of three prompts."""
+    words = ["grpo", f"init.from={model}", "data.train=prompts.jsonl", *SMALL, *settings]
+    assert main(["doctor", "data", *words, "--samples", "3", "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+@pytest.mark.usefixtures("_here")
+def test_doctor_data_counts_the_tokens_that_a_length_penalty_reads(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = prompts_of_doctor(model, capfd, "reward={kind: length, max_tokens: 1}")
+    rewards = [answer["reward"] for prompt in report["prompts"] for answer in prompt["answers"]]
+    # Every answer has a token, the one that ends it at least.
+    assert set(rewards) == {-1.0}
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("cut", ["rollout.top_k=1", "rollout.top_p=1.0e-9", "rollout.min_p=1.0"])
+def test_doctor_data_draws_from_the_tokens_that_the_run_draws_from(
+    model: Path, capfd: pytest.CaptureFixture[str], cut: str
+) -> None:
+    settings = ("reward=first.py", "rollout.samples=6", "rollout.max_new_tokens=8")
+    report = prompts_of_doctor(model, capfd, *settings)
+    texts = [{answer["text"] for answer in prompt["answers"]} for prompt in report["prompts"]]
+    assert min(len(different) for different in texts) > 1
+
+    # The likeliest token each time: all answers to a prompt are equal.
+    report = prompts_of_doctor(model, capfd, *settings, cut)
+    texts = [{answer["text"] for answer in prompt["answers"]} for prompt in report["prompts"]]
+    assert [len(different) for different in texts] == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("_here")
+def test_doctor_data_says_which_share_of_the_prompts_has_no_signal(
+    model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Answers to the middle one of the three prompts earn as much as their first letter says.
+    Path("middle.py").write_text(
+        "def reward(prompt, answer, record):\n"
+        "    return float(sum(map(ord, answer))) if record['answer'] == '12' else 1.0\n"
+    )
+    settings = ("reward=middle.py", "rollout.samples=6")
+    report = prompts_of_doctor(model, capfd, *settings)
+    assert report["signal"] == [
+        {"stage": None, "prompts": 3, "answers": 6, "without_signal": pytest.approx(2 / 3)}
+    ]
+    assert [prompt["has_signal"] for prompt in report["prompts"]] == [False, True, False]
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["signal"]["state"] == "ok"
+    assert checks["signal"]["detail"].startswith("2 of 3 prompts (67%) without signal")
+
+    report = prompts_of_doctor(model, capfd, "reward={kind: length, max_tokens: 1}")
+    assert report["signal"][0]["without_signal"] == 1.0
+    (check,) = [check for check in report["checks"] if check["name"] == "signal"]
+    assert check["state"] == "warn"
 
 
 @pytest.mark.usefixtures("_here")

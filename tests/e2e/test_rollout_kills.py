@@ -43,11 +43,23 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rollout_inputs(tmp_path_factory.mktemp("killed"))
+    folder = write_rollout_inputs(tmp_path_factory.mktemp("killed"))
+    (folder / "half.py").write_text(HALF, encoding="utf-8")
+    return folder
 
 
 AHEAD = (*SETTINGS, "rollout.ahead=1")
 """With answers that are sampled while updates are computed."""
+HALF = """\
+def reward(prompt, answer, record):
+    if int(record["answer"]) % 2:
+        return 1.0
+    return float(sum(map(ord, answer)) % 7)
+"""
+"""Half of the prompts earn the same whatever the answer is."""
+REFILL = (*SETTINGS, "reward=$/half.py", "rollout.refill=3")
+"""With further prompts in the place of those without signal: a rollout takes several batches."""
+WAYS = {"plain": SETTINGS, "ahead": AHEAD, "refill": REFILL}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +74,14 @@ def whole(folder: Path) -> Recipe:
 def whole_ahead(folder: Path) -> Recipe:
     """The undisturbed run with answers that are sampled ahead."""
     recipe = rollout_recipe(folder, "whole-ahead", *AHEAD)
+    train(recipe)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def whole_refilled(folder: Path) -> Recipe:
+    """The undisturbed run that replaces prompts without signal."""
+    recipe = rollout_recipe(folder, "whole-refilled", *REFILL)
     train(recipe)
     return recipe
 
@@ -172,11 +192,23 @@ def test_killed_twice_while_answers_are_sampled_ahead_a_run_ends_as_the_undistur
     ends_as_the_undisturbed_one(folder, whole_ahead, moment, AHEAD)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@EACH_MOMENT
+def test_killed_twice_while_prompts_without_signal_are_replaced_a_run_ends_as_the_undisturbed_one(
+    folder: Path, whole_refilled: Recipe, moment: str
+) -> None:
+    records = read_metrics(whole_refilled.run.folder / "metrics.jsonl")
+    assert any(record["rollout/no_signal"] > 0 for record in records)
+    assert max(record["rollout/prompts"] for record in records) > 4
+    ends_as_the_undisturbed_one(folder, whole_refilled, moment, REFILL)
+
+
 def ends_as_the_undisturbed_one(
     folder: Path, whole: Recipe, moment: str, settings: tuple[str, ...]
 ) -> None:
     draw = random.Random(f"{SEED} {moment}")
-    name = f"killed {moment} {len(settings)}".replace(" ", "-")
+    name = f"killed {moment} {whole.run.name}".replace(" ", "-")
     recipe = rollout_recipe(folder, name, *settings)
     counts = [draw.randint(1, MOMENTS[moment][3]) for _ in range(2)]
     told = f"HEADWAY_DRILL_SEED={SEED}, {moment}, calls {counts}"
@@ -289,22 +321,24 @@ def test_a_command_killed_from_outside_is_resumed_by_itself(folder: Path, whole:
 
 @pytest.mark.drill
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
-    folder: Path, world: int, ahead: int
+    folder: Path, world: int, way: str
 ) -> None:
-    settings = (*SETTINGS, f"rollout.ahead={ahead}")
-    expected = rollout_recipe(folder, f"whole{world}-{ahead}", *settings)
+    settings = WAYS[way]
+    expected = rollout_recipe(folder, f"whole{world}-{way}", *settings)
     assert finish(expected, world) == [0] * world
     hit: Counter[str] = Counter()
     number = 0
-    # Half of the kills for each number of ranks, with answers sampled ahead as many again.
+    # Half of the kills for each number of ranks; for each way of sampling as many again.
     while sum(hit.values()) < KILLS // 2:
         number += 1
-        recipe = rollout_recipe(folder, f"anywhere{world}-{ahead}-{number}", *settings)
-        draw = random.Random(f"{SEED} {world} {ahead} {number}")
-        told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, ahead {ahead}, run {number}, killed in {dict(hit)}"
+        recipe = rollout_recipe(folder, f"anywhere{world}-{way}-{number}", *settings)
+        draw = random.Random(f"{SEED} {world} {way} {number}")
+        told = (
+            f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, {way}, run {number}, killed in {dict(hit)}"
+        )
         for _ in range(min(5, KILLS // 2 - sum(hit.values()))):
             if draw.random() < 0.5:
                 moment = draw.choice(list(MOMENTS))
@@ -321,4 +355,4 @@ def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(
         assert finish(recipe, world) == [0] * world, told
         assert_same_end(recipe, expected, told)
     kills = sum(hit.values())
-    print(f"seed {SEED}, {world} ranks, ahead {ahead}: {kills} kills, {number} runs, {dict(hit)}")  # noqa: T201
+    print(f"seed {SEED}, {world} ranks, {way}: {kills} kills, {number} runs, {dict(hit)}")  # noqa: T201

@@ -20,15 +20,16 @@ from support.runs import headway
 
 from headway.checkpoint.stored_model import find_model
 from headway.cli import GAVE_UP
+from headway.data.batch import KEPT
 from headway.errors import GaveUpError, HeadwayError
 from headway.model.base import build_frozen_model
 from headway.rollout.journal import FILE, RolloutJournal, read_journal
 from headway.rollout.rows import AnswerSource, TrainedAnswer, answer_step
 from headway.rollout.sampler import PolicySampler
-from headway.tasks.grpo import KEPT
 from headway.tasks.grpo import Config as PolicyConfig
 from headway.track.metrics_file import read_metrics
 from headway.train import train
+from headway.train.rollout_comparison import RolloutComparison, compare_rollouts
 
 Records = list[dict[str, Any]]
 
@@ -49,6 +50,15 @@ def run(folder: Path, name: str, *overrides: str, world: int = 1) -> Records:
 
 def log_of(folder: Path, name: str) -> str:
     return (folder / "runs" / name / "train.log").read_text(encoding="utf-8")
+
+
+def assert_near(comparison: RolloutComparison) -> None:
+    """Before the first difference, if there is one, two fp32 runs differ by roundings alone."""
+    assert comparison.steps
+    # Of single tokens; tensor parallelism adds products up in another order.
+    assert comparison.logprob_difference < 1e-4
+    if comparison.worst_metric is not None:
+        assert comparison.worst_metric.difference < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +126,7 @@ def test_rows_and_microbatches_change_no_answer_before_rounding_does(
         assert {key: got[key] for key in SAME} == pytest.approx(
             {key: expected[key] for key in SAME}, rel=1e-4, abs=1e-5
         )
+    assert_near(compare_rollouts(folder / "runs/packed", folder / "runs/plain"))
 
 
 def test_a_run_that_rolls_back_samples_the_batch_that_takes_the_place_of_the_skipped_one(
@@ -428,6 +439,37 @@ def test_two_ranks_sample_the_answers_and_have_the_losses_of_one_process(
             {key: expected[key] for key in SAME}, rel=1e-4, abs=1e-5
         )
         assert got.get("valid") == expected.get("valid")
+    comparison = compare_rollouts(folder / "runs" / layout, folder / "runs" / "plain")
+    assert comparison.equal
+    assert_near(comparison)
+
+
+@pytest.mark.slow
+def test_the_first_draw_that_falls_between_two_roundings_is_reported(folder: Path) -> None:
+    """Roundings of bf16 are large enough for one within a few steps."""
+    run(folder, "halves", "precision=bf16")
+    run(folder, "halves-packed", "precision=bf16", "data.seq_len=256", "batch.micro_rows=5")
+    comparison = compare_rollouts(folder / "runs/halves", folder / "runs/halves-packed")
+    first = comparison.first
+    assert first is not None
+    assert first.first_step > 1
+    assert comparison.worst_metric is not None
+    assert comparison.worst_metric.difference < 1e-2
+    assert comparison.logprob_difference < 0.2
+
+    # Looked up in the journals themselves.
+    pairs = list(zip(sampled_ids(folder / "runs/halves"), sampled_ids(folder / "runs/halves-packed"), strict=True))  # fmt: skip
+    place = next(index for index, (answer, other) in enumerate(pairs) if answer != other)
+    answer, other = pairs[place]
+    assert place // 16 == first.first_step - 1
+    assert (first.prompt, first.sample) == answer[:2]
+    assert first.position is not None
+    assert answer[2][: first.position] == other[2][: first.position]
+    assert first.drawn is not None
+    assert first.other_drawn is not None
+    assert first.drawn.id == answer[2][first.position]
+    assert first.other_drawn.id == other[2][first.position]
+    assert first.drawn.id != first.other_drawn.id
 
 
 @pytest.mark.slow

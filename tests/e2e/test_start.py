@@ -17,16 +17,17 @@ COMPILER = ("torch._dynamo", "torch._inductor", "sympy", "transformers")
 NOT_NEEDED = (
     "api", "board", "cli.chat", "cli.data", "cli.doctor", "cli.eval", "cli.launch", "cli.serve",
     "data.media", "data.samples", "data.teacher", "diagnose.preflight", "diagnose.trace", "eval", "infer",
-    "export.adapter", "export.gguf_writer", "kernels.fp8", "kernels.grouped", "kernels.head_mix", "launch.ranks",
+    "export.adapter", "export.gguf_writer", "kernels.fp8", "kernels.grouped", "kernels.head_mix", "kernels.policy_scores", "launch.ranks",
     "launch.supervise", "launch.targets", "media", "model.adapter.peft", "model.families.qwen3",
-    "model.latent_attention", "model.loading.internlm", "model.moe", "model.paged_cache", "objective",
+    "model.latent_attention", "model.loading.internlm", "model.loading.native_vision", "model.moe", "model.paged_cache", "objective",
     "parallel.expert_exchange", "parallel.fsdp", "parallel.hooks.compress", "parallel.offload_activations",
     "parallel.offload_optimizer", "parallel.pipeline.microbatch_runner", "parallel.recompute", "parallel.ring",
     "parallel.tensor_exchange", "plugin", "prepare.build", "prepare.features", "prepare.tasks", "records.multimodal",
-    "records.preference", "records.unpaired", "runtime.executor", "runtime.s3", "serve", "store.convert",
+    "records.preference", "records.unpaired", "rewards",
+    "rollout.journal", "rollout.rows", "rollout.sampler", "runtime.executor", "runtime.s3", "serve", "store.convert",
     "store.foreign.internlm", "store.foreign.mds", "store.foreign.zero2all",
-    "tasks.contrastive", "tasks.distill", "tasks.preference", "text.clean", "text.dedup",
-    "text.hub_download", "text.read", "text.tasks", "tokenizer.chat", "train.alignment", "train.multimodal",
+    "tasks.answers", "tasks.contrastive", "tasks.distill", "tasks.grpo", "tasks.preference", "text.clean", "text.dedup",
+    "text.hub_download", "text.read", "text.tasks", "tokenizer.chat", "train.alignment", "train.multimodal", "train.rollout_check", "train.rollouts",
     "train.staged_run",
 )  # fmt: skip
 """Modules and packages of headway that a plain pretrain has no use for. A module that becomes part of every run leaves this list."""

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.data.batch import SCORED
 from headway.kernels.policy_scores import DrawnFrom
 from headway.model.base import build_frozen_model
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
 from headway.rollout.rows import StepRows, TrainedAnswer, answer_step
+from headway.tasks.answers import AnswerSampling
 from headway.tasks.base import StepInfo
-from headway.tasks.grpo import SCORED, Config
+from headway.tasks.grpo import Config
 from headway.train.frozen_model import score_tokens_with
 from support.trl_pairs import MODEL, wave
 
@@ -92,7 +94,7 @@ def wave_engine(
         weights = wave(reference_shift).items()
         reference = build_frozen_model(MODEL, weights, torch.device("cpu"), torch.float32)
         prepare = score_tokens_with(reference, 8, SCORED, drawn)
-    objective = config.with_sampling(drawn, longest)
+    objective = config.with_sampling(AnswerSampling(drawn.temperature, drawn.vocab, longest))
     engine: Any = assemble(
         EngineSpec(MODEL, objective, AdamW(), chunk_tokens=8, prepare=prepare, **more)
     )

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md names packages, files and names of the code: all of them exist, and no package is left out."""
+"""What ARCHITECTURE.md and the contracts and rules of docs/internals.md name exists: packages, files and names of the code. None is left out."""
 
 import re
 from functools import cache
@@ -9,7 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "headway"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
+INTERNALS = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8")
+CONTRACTS, _, RULES = (
+    INTERNALS.partition("## Contracts")[2].partition("## Settings")[0].partition("## One rule each")
+)
+TEXT = PAGE + CONTRACTS + RULES
+QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", TEXT)))
 FILES = [
     text for text in QUOTED if re.fullmatch(r"[\w./-]+\.(py|js|json|jinja|md|toml|yaml|yml)", text)
 ]
@@ -56,7 +61,7 @@ def test_a_name_that_the_page_names_is_in_the_code(text: str) -> None:
 
 
 def test_a_class_or_function_behind_a_file_is_in_that_file() -> None:
-    places = re.findall(r"`([\w/]+\.py)` \(`(\w+)(?:\.(\w+))?`\)", PAGE)
+    places = re.findall(r"`([\w/]+\.py)` \(`(\w+)(?:\.(\w+))?`\)", TEXT)
     assert places
     for file, *names in places:
         source = (PACKAGE / file).read_text(encoding="utf-8")
@@ -70,3 +75,10 @@ def test_the_table_of_rooms_has_every_package() -> None:
     packages = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
     modules = [path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")]
     assert sorted(named) == sorted([*packages, *modules])
+
+
+def test_the_page_can_be_read_in_ten_minutes() -> None:
+    # 250 words a minute; bars of tables are no words.
+    words = [word for word in PAGE.split() if re.search(r"\w", word)]
+    assert len(words) < 2700
+    assert CONTRACTS and RULES

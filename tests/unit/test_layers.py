@@ -75,3 +75,28 @@ def test_no_two_public_classes_share_a_name() -> None:
             ):  # of the modules of kinds
                 files.setdefault(node.name, []).append(str(path.relative_to(SRC)))
     assert not {name: where for name, where in files.items() if len(where) > 1}
+
+
+SHARED_BY_TASKS = {"base", "answers", "balance"}
+"""Modules of `tasks` that belong to no single task."""
+SINGLE_TASKS = {
+    "train/config.py": {"next_token"},  # what a recipe without an objective trains
+    "infer/engine/part.py": {"next_token"},  # an engine that trains nothing needs some loss
+    "diagnose/equality.py": {"next_token"},  # the loss that the check compares
+    "eval/retrieval.py": {"contrastive"},  # ranks of partners, the same as in training
+}
+"""Modules outside `tasks` that may import a single task, and which. None asks which task a run has."""
+
+
+def test_a_task_is_asked_never_recognised() -> None:
+    found: dict[str, set[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        name = path.relative_to(SRC).as_posix()
+        if name.startswith(("tasks/", "objective/")):
+            continue
+        text = path.read_text(encoding="utf-8")
+        tasks = set(re.findall(r"(?m)^ *(?:from|import) headway\.tasks\.(\w+)", text))
+        tasks -= SHARED_BY_TASKS
+        if tasks:
+            found[name] = tasks
+    assert found == SINGLE_TASKS

@@ -44,13 +44,6 @@ from headway.model.loading.huggingface import (
     read_end_ids,
     read_weights,
 )
-from headway.model.loading.native_vision import (
-    check_tower,
-    read_vision,
-    reads_pictures,
-    tower_values,
-    without_tower,
-)
 from headway.model.loading.other_parts import OtherParts, kept_parts
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
@@ -123,6 +116,8 @@ class StoredModel:
         """This model with its vision tower; a ConfigError where it has none that headway reads."""
         if self.config.vision is not None:
             return self
+        from headway.model.loading.native_vision import check_tower, read_vision, tower_values
+
         vision = read_vision(self.parts, str(self.path))
         try:
             config = self.config.with_(vision=vision)
@@ -144,6 +139,10 @@ class StoredModel:
 
     def with_pictures(self) -> StoredModel:
         """This model with its vision tower, where it has one that headway reads."""
+        if self.parts is None:
+            return self
+        from headway.model.loading.native_vision import reads_pictures
+
         if not reads_pictures(self.parts):
             return self
         try:
@@ -157,6 +156,7 @@ class StoredModel:
         """This model as one of text alone."""
         if self.config.vision is None:
             return self
+        from headway.model.loading.native_vision import without_tower
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             return without_tower(self.weights(), {})

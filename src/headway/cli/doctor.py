@@ -206,7 +206,7 @@ def data(
 ) -> None:
     """Check your data as training reads it: loss mask, stop tokens, packing, accumulation, round trip, copies.
 
-    Of prompts (objective grpo) it shows what a few sampled answers earn.
+    Of prompts (objective grpo) it shows what a few sampled answers earn, and the share without signal.
     Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
     """
     from headway.workflows.doctor_data import SampleOptions, check_data
@@ -219,6 +219,7 @@ def data(
     checks: list[Check] = []
     json_samples: list[dict[str, Any]] = []
     json_prompts: list[dict[str, Any]] = []
+    json_signals: list[dict[str, Any]] = []
     for stage_report in stage_reports:
         # A recipe without stages has one report, whose checks need no name before theirs.
         stage = stage_report.stage
@@ -231,6 +232,8 @@ def data(
             typer.echo(f"\n{source.source}:" if stage is None else f"\n{stage}: {source.source}:")
             for preview in source.documents:
                 print_document(preview, source.masked)
+        if stage_report.signal is not None:
+            json_signals.append({"stage": stage, **asdict(stage_report.signal)})
         for prompt in stage_report.prompts:
             json_prompts.append({"stage": stage, **asdict(prompt)})
             if not json:
@@ -241,6 +244,7 @@ def data(
     more: dict[str, Any] = {"samples": json_samples}
     if json_prompts:
         more["prompts"] = json_prompts
+        more["signal"] = json_signals
     show_checks(checks, json, more)
 
 

@@ -12,6 +12,7 @@ from headway.cli._output import print_json, print_table, readable
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.train.rollout_comparison import DrawnToken, FirstDifference, RolloutComparison
     from headway.train.rollout_report import ReadAnswer, RolloutFigures, RolloutReport
 
 
@@ -28,6 +29,11 @@ def rollouts(
     limit: int | None = typer.Option(
         None, min=1, help="At most this many answers (10) or batches (20, the newest)."
     ),
+    against: Path | None = typer.Option(
+        None,
+        metavar="OTHER",
+        help="Another run of the same recipe: the first token that both drew differently.",
+    ),
     json: bool = JSON,
 ) -> None:
     """What a run with rollouts has sampled: a line for each batch, or answers beside what they earned.
@@ -36,6 +42,18 @@ def rollouts(
     """
     from headway.train.rollout_report import Order, RolloutChoice, read_rollouts
 
+    if against is not None:
+        for name, value in {
+            "--step": step,
+            "--best": best or None,
+            "--worst": worst or None,
+            "--prompt": prompt,
+            "--limit": limit,
+        }.items():
+            if value is not None:
+                raise ConfigError(f"--against and {name} are both given; give one of them.")
+        _compare(run, against, json)
+        return
     if best and worst:
         raise ConfigError("--best and --worst are both given; give one of them.")
     order: Order = "sampled"
@@ -50,6 +68,82 @@ def rollouts(
         _print_answers(report)
     else:
         _print_batches(report)
+
+
+def _compare(run: Path, other: Path, json: bool) -> None:
+    from headway.train.rollout_comparison import compare_rollouts
+
+    comparison = compare_rollouts(run, other)
+    if json:
+        print_json(comparison.to_json())
+    else:
+        _print_comparison(comparison)
+
+
+def _print_comparison(comparison: RolloutComparison) -> None:
+    """What differs first, then how near the runs were before it."""
+    first = comparison.first
+    counted = f"{comparison.rollouts} rollouts, {comparison.tokens:,} tokens"
+    nearness = f"log-probabilities differ by {comparison.logprob_difference:.2g} at most"
+    if first is None:
+        typer.echo(f"equal: {counted}; {nearness}")
+    else:
+        _print_difference(comparison, first)
+        typer.echo(f"equal before it: {counted}; {nearness}")
+
+    worst = comparison.worst_metric
+    if not comparison.steps:
+        typer.echo("metrics: no update to compare")
+    elif worst is None:
+        typer.echo(f"metrics: equal in {comparison.steps} updates")
+    else:
+        typer.echo(
+            f"metrics: {comparison.steps} updates; the worst is {worst.name} at step {worst.step}: "
+            f"{_precise(worst.value)} and {_precise(worst.other)}, difference {worst.difference:.2g}"
+        )
+    if comparison.trained_otherwise_from is not None:
+        typer.echo(
+            "settings of training (objective, reward, optim, ...) differ from step "
+            f"{comparison.trained_otherwise_from} on"
+        )
+    for count, path in (
+        (comparison.more_rollouts, comparison.run),
+        (comparison.more_rollouts_of_other, comparison.other),
+    ):
+        if count and first is None:
+            typer.echo(f"{path} has {count} more rollouts")
+
+
+def _print_difference(comparison: RolloutComparison, first: FirstDifference) -> None:
+    stage = "" if first.stage is None else f"{first.stage}, "
+    where = f"{stage}step {_steps(first)} (rollout {first.batch})"
+    if first.drawn is None or first.other_drawn is None:
+        typer.echo(f"first difference: {where}: other prompts, or other settings of sampling")
+        return
+    typer.echo(
+        f"first difference: {where}, prompt {first.prompt}, sample {first.sample}, "
+        f"position {first.position}"
+    )
+    if first.question:
+        typer.echo(readable(first.question))
+    for path, drawn in ((comparison.run, first.drawn), (comparison.other, first.other_drawn)):
+        typer.echo(f"\n[{path}: {_draw(drawn)}]")
+        typer.echo(readable(drawn.text))
+    typer.echo()
+    if first.gap is not None:
+        typer.echo(f"gap of the two log-probabilities: {first.gap:.4g}")
+    typer.echo(f"{first.answers_differing} of {first.answers} answers of this rollout differ")
+
+
+def _draw(drawn: DrawnToken) -> str:
+    weights = f"weights after {drawn.version} updates"
+    if drawn.id is None or drawn.logprob is None:
+        return f"had ended; {weights}"
+    return f"id {drawn.id}, log-probability {drawn.logprob:.4f}; {weights}"
+
+
+def _precise(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.9g}"
 
 
 def _print_batches(report: RolloutReport) -> None:
@@ -116,7 +210,7 @@ def _facts(answer: ReadAnswer) -> str:
     return f"{reward}; {ending}; weights after {answer.version} updates"
 
 
-def _steps(entry: RolloutFigures | ReadAnswer) -> str:
+def _steps(entry: RolloutFigures | ReadAnswer | FirstDifference) -> str:
     if entry.first_step == entry.last_step:
         return str(entry.first_step)
     return f"{entry.first_step}-{entry.last_step}"

@@ -150,6 +150,16 @@ class KindIn:
         return {"anyOf": [*options, users_module]}
 
 
+def one_or_more(value: Any) -> Any:
+    """A single entry of a list of kinds is a list of one; a strict section takes no list for a
+    tuple."""
+    if isinstance(value, (str, dict, KindConfig)):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(cast(list[Any], value))
+    return value
+
+
 def _inline(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with its references expanded, so that it can be nested in another one."""
     definitions: dict[str, Any] = schema.pop("$defs", {})

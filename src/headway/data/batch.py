@@ -26,6 +26,25 @@ if TYPE_CHECKING:
 ROUTES = "routes"
 """Column: experts that tokens take instead of those their routers would choose, int16 [rows, seq_len,
 layers with a mixture, experts of a token]; -1 where the router chooses."""
+TEACHER_STATES = "teacher"
+"""Column: hidden states of a teacher, [rows, seq_len, width of the teacher]."""
+
+# Columns of answers that were sampled. A target's numbers stand where it is predicted.
+ADVANTAGE = "policy.advantage"
+"""Column: the advantage of the answer that a target belongs to, fp32 [rows, seq_len]."""
+SAMPLED = "policy.sampled"
+"""Column: the log-probability with which a target was sampled, fp32 [rows, seq_len]."""
+OLD = "policy.old"
+"""Column: the trainer's log-probability of a target before the first update on these answers, fp32
+[rows, seq_len]. Absent where the only update is the first."""
+KEPT = "policy.kept"
+"""Column: the ids that a target was drawn from, int32 [rows, seq_len, K], -1 behind the last;
+absent where the sampling is not cut."""
+SCORED = "policy.scored"
+"""Column: a frozen model's log-probability of a target, fp32 [rows, seq_len]; absent without
+one."""
+ANSWERS = "answers"
+"""The total of a step that counts its sampled answers."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,23 @@ class Batch:
             host_bounds = self.bounds
 
         return replace(self, **moved, host_bounds=host_bounds, extra=extra)
+
+    def sum_documents(self, per_token: torch.Tensor) -> torch.Tensor:
+        """Add up a per-token value over each document: [rows, seq_len] -> [rows, documents of a
+        row]."""
+        import torch
+
+        numbers = torch.arange(
+            self.bounds.shape[1] - 1, device=per_token.device, dtype=self.document.dtype
+        )
+        inside = self.document[:, None, :] == numbers[:, None]
+        # A masked sum rather than a scatter: the order of additions is fixed on every device.
+        return torch.where(inside, per_token[:, None, :], 0.0).sum(-1)
+
+    def per_token(self, per_document: torch.Tensor) -> torch.Tensor:
+        """Give every token the value of its document: [rows, documents of a row] -> [rows,
+        seq_len]."""
+        return per_document.gather(1, self.document.long())
 
     def pin(self) -> Batch:
         """The batch in pinned memory."""

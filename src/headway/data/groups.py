@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 from headway.records import KINDS
-from headway.records.base import record_kind
+from headway.records.base import PREFERENCE_MARK, record_kind
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
@@ -189,6 +189,26 @@ def marks_of(source: TokenSource) -> frozenset[str]:
     # A store's `sources` begin with its mark; text stores list files there instead.
     first_words = (origin.split()[0] for origin in source.manifest.sources if origin.split())
     return frozenset(word for word in first_words if word.startswith("kind="))
+
+
+def is_preference(store: Store) -> bool:
+    """Whether a store holds pairs: documents 2i (chosen) and 2i + 1 (rejected)."""
+    return PREFERENCE_MARK in marks_of(store)
+
+
+def num_pairs(store: Store) -> int:
+    """How many pairs a store holds; an error if it does not hold pairs."""
+    if not is_preference(store):
+        raise DataError(
+            f"{store.name}: holds no preference pairs. Make them with `headway data tokenize "
+            "--kind preference`."
+        )
+    if store.num_documents % 2:
+        raise DataError(
+            f"{store.name}: has {store.num_documents} documents, but pairs need an even number. "
+            "Build the store again."
+        )
+    return store.num_documents // 2
 
 
 def ungrouped(source: TokenSource) -> TokenSource:

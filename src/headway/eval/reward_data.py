@@ -107,8 +107,8 @@ def _stored(
     source: RewardSource, loaded: LoadedModel, counts: ReadCounts
 ) -> Iterator[list[Candidates]]:
     """Pairs of a store, cut where they are longer than the model reads."""
+    from headway.data.groups import num_pairs
     from headway.store.reader import open_store
-    from headway.tasks.preference.source import num_pairs
 
     if source.chat_template is not None or source.keys.pairs:
         raise ConfigError(

@@ -38,7 +38,6 @@ from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, ParamSpec, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
-from headway.model.loading.native_vision import trained_parts, without_tower
 from headway.model.loading.other_parts import OtherParts, text_config
 from headway.model.media_files import without_media, write_media_files
 from headway.runtime.digests import write_digests
@@ -97,7 +96,8 @@ def export_huggingface(
     """
     gates = config.head_gates
     media = config.media
-    if config.vision is not None and parts is None:
+    has_tower = config.vision is not None
+    if has_tower and parts is None:
         raise ConfigError(
             "the model has a vision tower, and the folder that it began with is not known. Export "
             "a checkpoint in its run folder, which keeps what the folder had."
@@ -138,7 +138,10 @@ def export_huggingface(
             _write_json(folder / "generation_config.json", _generation_config(ids, end_ids))
 
         plain = without_media(_split_off_gates(weights, gate_values), media_weights)
-        plain = without_tower(plain, tower)
+        if has_tower:
+            from headway.model.loading.native_vision import without_tower
+
+            plain = without_tower(plain, tower)
         completed = _with_zero_biases(config, target, plain)
         _write_shards(target, completed, folder, dtype, max_shard_bytes, parts, tower)
         if parts is not None:
@@ -320,6 +323,8 @@ def _write_shards(
         total = sum(WIDTHS[dtype] * prod(shape) for shapes in files for shape in shapes.values())
         index = {name: writer.path.name for name, writer in writer_of.items()}
         if parts is not None:
+            from headway.model.loading.native_vision import trained_parts
+
             others = trained_parts(parts, tower or {})
             save_weights(others, folder / names[-1], MARK)
             _sync(folder / names[-1])

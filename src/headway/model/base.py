@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from headway.errors import ConfigError
 from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
 from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead, linear_distill
-from headway.kernels.policy_scores import DrawnFrom, PolicyScores, linear_policy_scores
 from headway.kernels.topk_distill_loss import TopLogProbs, linear_top_k, linear_topk_distill
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.adapter.config import adapted_spec
@@ -37,6 +36,7 @@ from headway.model.layout import GATES, ParamSpec, in_groups, spec_by_name
 if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
+    from headway.kernels.policy_scores import DrawnFrom, PolicyScores
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
     from headway.model.moe import ExpertCall
@@ -188,16 +188,18 @@ class LMHead:
         return log_prob.view(targets.shape), lse.view(targets.shape)
 
     def policy(
-        self, targets: Tensor, drawn: DrawnFrom = DrawnFrom(), kept: Tensor | None = None
+        self, targets: Tensor, drawn: DrawnFrom | None = None, kept: Tensor | None = None
     ) -> PolicyScores:
         """Log-probability and entropy of sampled targets, [B, T] each, in the distribution that
-        they were drawn from; differentiable in any way. `kept` [B, T, K]: the ids that it was cut
-        to, -1 behind the last."""
+        they were drawn from (None: the model's own); differentiable in any way. `kept` [B, T, K]:
+        the ids that it was cut to, -1 behind the last."""
+        from headway.kernels.policy_scores import DrawnFrom, PolicyScores, linear_policy_scores
+
         scores = linear_policy_scores(
             self._tokens(),
             self.weight,
             targets.flatten(),
-            drawn,
+            drawn or DrawnFrom(),
             self.chunk_tokens,
             self.shard,
             self.softcap,

@@ -37,64 +37,18 @@ from dataclasses import dataclass
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.adapter.config import PARTS, split_name
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, ParamSpec, Specs, active_share, in_groups, param_specs
+from headway.model.layout import HEAD, Depth, ParamSpec, Specs, active_share, in_groups, param_specs
 from headway.model.vision_shape import POSITION_TABLE, TOWER
 
 LORA_A, LORA_B, _ = PARTS
 OUTSIDE = in_groups("objective", "projector", "aligner", "tower")
 """What is no part of the language model."""
-CORE = 4
-"""Where in its block the attention core is, among SLOTS."""
 INTERNLM_MULTIPLE = 256
 """InternLM rounds the width of its feed-forward layers up to a multiple of this."""
 INTERNLM_MLP_RATIO = 8 / 3
 """Of that width, before it is rounded, to the hidden size."""
-SLOTS = {
-    "input_layernorm": 0,
-    "q_proj": 1,
-    "k_proj": 1,
-    "v_proj": 1,
-    "q_a_proj": 1,
-    "kv_a_proj_with_mqa": 1,
-    "q_norm": 2,
-    "k_norm": 2,
-    "q_a_layernorm": 2,
-    "kv_a_layernorm": 2,
-    "q_b_proj": 3,
-    "kv_b_proj": 3,
-    "sinks": CORE,
-    "z_proj": 1,
-    "b_proj": 1,
-    "a_proj": 1,
-    "c_proj": 1,
-    "x_proj": 1,
-    "dt_proj": 1,
-    "A_log": 2,
-    "dt_bias": 2,
-    "q_conv": CORE,
-    "k_conv": CORE,
-    "v_conv": CORE,
-    "conv": CORE,
-    "x_conv": CORE,
-    "b_conv": CORE,
-    "c_conv": CORE,
-    "D": CORE,
-    "o_gate": 5,
-    "out_proj": 5,
-    "o_proj": 5,
-    "post_self_attn_layernorm": 6,
-    "post_attention_layernorm": 7,
-    "gate": 8,
-    "shared_gate": 8,
-    "gate_proj": 8,
-    "up_proj": 8,
-    "down_proj": 9,
-    "post_mlp_layernorm": 10,
-}
-"""Where in its block the forward meets a parameter. Parameters with the same number need no
-gradient of each other's output."""
-Depth = tuple[int, int]
-"""Layer, and position inside it."""
+Position = tuple[int, int]
+"""Layer, and the `Depth` inside it."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +117,9 @@ def token_flops(
     trained = set(counted)
     if training is not None:
         trained &= set(training)
-    depths = {name: _depth(spec, config) for name, spec in counted.items()}
+    positions = {name: _position(spec, config) for name, spec in counted.items()}
     # Backward stops at the first parameter that trains; without one it stops behind all layers.
-    first = min((depths[name] for name in trained), default=(config.num_layers, CORE))
+    first = min((positions[name] for name in trained), default=(config.num_layers, Depth.CORE))
 
     matrices = 0.0
     for name, spec in counted.items():
@@ -174,12 +128,12 @@ def token_flops(
         if not spec.is_matrix or "score" in spec.groups or (spec.stage == "first" and not is_head):
             continue
         # A tied embedding is multiplied where the head is.
-        depth = depths[name]
+        position = positions[name]
         if is_head:
-            depth = (config.num_layers, 1)
+            position = (config.num_layers, 1)
         path, part = split_name(name)
         # The input of B is the output of A, which trains.
-        needs_inputs = first < depth or (part == LORA_B and f"{path}.{LORA_A}" in trained)
+        needs_inputs = first < position or (part == LORA_B and f"{path}.{LORA_A}" in trained)
         flops_per_weight = 2 + 2 * needs_inputs + 2 * (name in trained)
         matrices += active_share(config, spec) * spec.size * flops_per_weight
 
@@ -194,7 +148,7 @@ def token_flops(
     causal_streaming = 0.0
     for layer in range(config.num_layers):
         # Backward has two products of the same size for each of the forward's.
-        passes = 3 if first < (layer, CORE) else 1
+        passes = 3 if first < (layer, Depth.CORE) else 1
         if config.has_state(layer):
             attention += passes * state_flops(config)
             causal += passes * state_flops(config)
@@ -299,13 +253,13 @@ def state_flops(config: ModelConfig) -> float:
     return accesses * 2.0 * shape.memory_size + 2.0 * (kept + 1) * channels
 
 
-def _depth(spec: ParamSpec, config: ModelConfig) -> Depth:
+def _position(spec: ParamSpec, config: ModelConfig) -> Position:
     """Where the forward first meets a parameter: its layer, and where in it."""
     if isinstance(spec.stage, int):
-        return spec.stage, next((SLOTS[part] for part in spec.name.split(".") if part in SLOTS), 0)
+        return spec.stage, spec.depth
     # Gates act in the attention of the first layer on; their gradient needs all of backward.
     if "gates" in spec.groups:
-        return 0, CORE
+        return 0, Depth.CORE
     # The final norm comes before the head.
     if spec.stage == "last":
         return config.num_layers, int(not spec.groups.isdisjoint({"embedding", "score"}))

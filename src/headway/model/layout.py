@@ -20,6 +20,7 @@ Imports without torch; only the specs of a wrapped model (family transformers) c
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from math import prod
 from typing import Literal
@@ -108,6 +109,50 @@ SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replic
 (`ParamSpec.split_dim`)."""
 
 
+class Depth(IntEnum):
+    """Where in its layer the forward meets a parameter. Parameters with the same one need no
+    gradient of each other's output."""
+
+    ENTRY = 0
+    """The norm before attention."""
+    PROJECTION = 1
+    """Products of the layer's input: queries, keys, values, latents."""
+    INNER_NORM = 2
+    """What changes these channel by channel."""
+    EXPANSION = 3
+    """From latents to heads."""
+    CORE = 4
+    """Attention itself, a convolution, a state; the norm of its result."""
+    OUTPUT = 5
+    ATTENTION_END = 6
+    """The norm behind attention."""
+    FFN_ENTRY = 7
+    """The norm before the feed-forward."""
+    FFN_INPUT = 8
+    """Products of its input, routers too."""
+    FFN_OUTPUT = 9
+    FFN_END = 10
+    """The norm behind it."""
+
+
+NAMES_BY_DEPTH = {
+    Depth.PROJECTION: (
+        "q_proj k_proj v_proj q_a_proj kv_a_proj_with_mqa z_proj b_proj a_proj c_proj x_proj dt_proj"
+    ),
+    Depth.INNER_NORM: "q_norm k_norm q_a_layernorm kv_a_layernorm A_log dt_bias",
+    Depth.EXPANSION: "q_b_proj kv_b_proj",
+    Depth.CORE: "sinks q_conv k_conv v_conv conv x_conv b_conv c_conv D",
+    Depth.OUTPUT: "o_gate out_proj o_proj",
+    Depth.ATTENTION_END: "post_self_attn_layernorm",
+    Depth.FFN_ENTRY: "post_attention_layernorm",
+    Depth.FFN_INPUT: "gate shared_gate gate_proj up_proj",
+    Depth.FFN_OUTPUT: "down_proj",
+    Depth.FFN_END: "post_mlp_layernorm",
+}
+"""Names that published models share, for those without specs of their own."""
+DEPTH_BY_NAME = {name: depth for depth, names in NAMES_BY_DEPTH.items() for name in names.split()}
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter of the whole model."""
@@ -138,6 +183,8 @@ class ParamSpec:
     config's."""
     groups: frozenset[Group] = frozenset()
     """What it belongs to: patterns of a recipe choose by it."""
+    depth: Depth = Depth.ENTRY
+    """Where in its layer the forward meets it: backward ends at the first parameter that trains."""
 
     @property
     def split_dim(self) -> int | None:
@@ -207,7 +254,15 @@ def spec_by_name(name: str, shape: tuple[int, ...], stage: Stage = "first") -> P
         start = "uniform"
     elif leaf == "weight" and module.endswith(("o_proj", "down_proj")):
         start = "residual"
-    return ParamSpec(name, shape, stage=stage, start=start, groups=frozenset(groups))
+    known_parts = (DEPTH_BY_NAME[part] for part in name.split(".") if part in DEPTH_BY_NAME)
+    return ParamSpec(
+        name,
+        shape,
+        stage=stage,
+        start=start,
+        groups=frozenset(groups),
+        depth=next(known_parts, Depth.ENTRY),
+    )
 
 
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
@@ -306,18 +361,18 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
 
     specs: list[ParamSpec] = []
     if before:
-        specs += _norm(config, prefix + "input_layernorm", layer)
+        specs += _norm(config, prefix + "input_layernorm", layer, Depth.ENTRY)
     specs += mixer_specs(config, prefix, layer)
     if after:
-        specs += _norm(config, prefix + "post_self_attn_layernorm", layer)
+        specs += _norm(config, prefix + "post_self_attn_layernorm", layer, Depth.ATTENTION_END)
     if before and not config.parallel_block:
-        specs += _norm(config, prefix + "post_attention_layernorm", layer)
+        specs += _norm(config, prefix + "post_attention_layernorm", layer, Depth.FFN_ENTRY)
     if config.is_mixture(layer):
         specs += _mixture(config, prefix + "mlp.", layer)
     else:
         specs += _feed_forward(config, prefix + "mlp.", layer, config.ffn_size)
     if after:
-        specs += _norm(config, prefix + "post_mlp_layernorm", layer)
+        specs += _norm(config, prefix + "post_mlp_layernorm", layer, Depth.FFN_END)
     return specs
 
 
@@ -349,11 +404,12 @@ def short_convolution_specs(
         layer,
         start="uniform",
         groups=in_groups("taps"),
+        depth=Depth.CORE,
     )
     specs = [
-        *linear.of(prefix + "b_proj", shape, "column"),
-        *linear.of(prefix + "c_proj", shape, "column"),
-        *linear.of(prefix + "x_proj", shape, "column"),
+        *linear.of(prefix + "b_proj", shape, "column", Depth.PROJECTION),
+        *linear.of(prefix + "c_proj", shape, "column", Depth.PROJECTION),
+        *linear.of(prefix + "x_proj", shape, "column", Depth.PROJECTION),
         taps,
     ]
     if short.bias:
@@ -361,7 +417,7 @@ def short_convolution_specs(
         specs.append(
             replace(taps, name=prefix + "conv.bias", shape=shape[:1], start="zero", groups=bias)
         )
-    return specs + linear.of(prefix + "out_proj", (shape[1], shape[0]), "row")
+    return specs + linear.of(prefix + "out_proj", (shape[1], shape[0]), "row", Depth.OUTPUT)
 
 
 def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> list[ParamSpec]:
@@ -379,14 +435,17 @@ def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> 
     inner = (space.width, width)
     written = (space.group_width, width)
     specs = [
-        *heads.of(prefix + "z_proj", inner, "column"),
-        *heads.of(prefix + "x_proj", inner, "column"),
-        *groups.of(prefix + "b_proj", written, group_split),
-        *groups.of(prefix + "c_proj", written, group_split),
-        *single.of(prefix + "dt_proj", (space.heads, width), "column"),
-        ParamSpec(prefix + "A_log", (space.heads,), "column", layer, start="decay"),
-        ParamSpec(prefix + "dt_bias", (space.heads,), "column", layer, start="one"),
-        ParamSpec(prefix + "D", (space.heads,), "column", layer, start="one"),
+        *heads.of(prefix + "z_proj", inner, "column", Depth.PROJECTION),
+        *heads.of(prefix + "x_proj", inner, "column", Depth.PROJECTION),
+        *groups.of(prefix + "b_proj", written, group_split, Depth.PROJECTION),
+        *groups.of(prefix + "c_proj", written, group_split, Depth.PROJECTION),
+        *single.of(prefix + "dt_proj", (space.heads, width), "column", Depth.PROJECTION),
+    ]
+    of_heads = partial(ParamSpec, shape=(space.heads,), split="column", stage=layer)
+    specs += [
+        of_heads(prefix + "A_log", start="decay", depth=Depth.INNER_NORM),
+        of_heads(prefix + "dt_bias", start="one", depth=Depth.INNER_NORM),
+        of_heads(prefix + "D", start="one", depth=Depth.CORE),
     ]
 
     convolved: tuple[tuple[str, int, Split, int], ...] = (
@@ -404,6 +463,7 @@ def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> 
             covers="part",
             start="uniform",
             groups=in_groups("taps"),
+            depth=Depth.CORE,
         )
         specs.append(taps)
         if space.conv_bias:
@@ -426,9 +486,10 @@ def state_space_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> 
             space.head_dim,
             start="one",
             groups=NORM,
+            depth=Depth.CORE,
         )
     )
-    return specs + heads.of(prefix + "out_proj", (width, space.width), "row")
+    return specs + heads.of(prefix + "out_proj", (width, space.width), "row", Depth.OUTPUT)
 
 
 def linear_attention_specs(
@@ -446,26 +507,35 @@ def linear_attention_specs(
     values = _Linear(layer, unit=value)
     single = _Linear(layer)
     specs = [
-        *keys.of(prefix + "q_proj", (linear.key_width, width), "column"),
-        *keys.of(prefix + "k_proj", (linear.key_width, width), "column"),
-        *values.of(prefix + "v_proj", (linear.value_width, width), "column"),
-        *values.of(prefix + "z_proj", (linear.value_width, width), "column"),
-        *single.of(prefix + "b_proj", (heads, width), "column"),
-        *single.of(prefix + "a_proj", (heads, width), "column"),
-        ParamSpec(prefix + "A_log", (heads,), "column", layer, start="decay"),
-        ParamSpec(prefix + "dt_bias", (heads,), "column", layer, start="one"),
+        *keys.of(prefix + "q_proj", (linear.key_width, width), "column", Depth.PROJECTION),
+        *keys.of(prefix + "k_proj", (linear.key_width, width), "column", Depth.PROJECTION),
+        *values.of(prefix + "v_proj", (linear.value_width, width), "column", Depth.PROJECTION),
+        *values.of(prefix + "z_proj", (linear.value_width, width), "column", Depth.PROJECTION),
+        *single.of(prefix + "b_proj", (heads, width), "column", Depth.PROJECTION),
+        *single.of(prefix + "a_proj", (heads, width), "column", Depth.PROJECTION),
+        ParamSpec(
+            prefix + "A_log", (heads,), "column", layer, start="decay", depth=Depth.INNER_NORM
+        ),
+        ParamSpec(
+            prefix + "dt_bias", (heads,), "column", layer, start="one", depth=Depth.INNER_NORM
+        ),
     ]
     taps = partial(
-        ParamSpec, split="column", stage=layer, start="uniform", groups=in_groups("taps")
+        ParamSpec,
+        split="column",
+        stage=layer,
+        start="uniform",
+        groups=in_groups("taps"),
+        depth=Depth.CORE,
     )
     specs += [
         taps(prefix + "q_conv.weight", (linear.key_width, 1, linear.taps), unit=key),
         taps(prefix + "k_conv.weight", (linear.key_width, 1, linear.taps), unit=key),
         taps(prefix + "v_conv.weight", (linear.value_width, 1, linear.taps), unit=value),
         # Not stored around 0, whatever the other norms of the model do.
-        replace(_inner_norm(prefix + "norm", value, layer), start="one"),
+        replace(_inner_norm(prefix + "norm", value, layer), start="one", depth=Depth.CORE),
     ]
-    return specs + values.of(prefix + "out_proj", (width, linear.value_width), "row")
+    return specs + values.of(prefix + "out_proj", (width, linear.value_width), "row", Depth.OUTPUT)
 
 
 def attention_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> list[ParamSpec]:
@@ -480,9 +550,10 @@ def attention_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> li
 
     specs = list[ParamSpec]()
     inner = _Linear(layer, unit=head, bias=config.qkv_bias)
-    specs += inner.of(prefix + "q_proj", (queries, width), "column")
-    specs += inner.of(prefix + "k_proj", (keys, width), "column", of_kv_heads=True)
-    specs += inner.of(prefix + "v_proj", (keys, width), "column", of_kv_heads=True)
+    specs += inner.of(prefix + "q_proj", (queries, width), "column", Depth.PROJECTION)
+    by_keys = partial(inner.of, split="column", depth=Depth.PROJECTION, of_kv_heads=True)
+    specs += by_keys(prefix + "k_proj", (keys, width))
+    specs += by_keys(prefix + "v_proj", (keys, width))
 
     if config.qk_norm and config.qk_norm_over == "head":
         # One weight for all heads: every rank has it whole.
@@ -490,17 +561,27 @@ def attention_specs(config: ModelConfig, prefix: str = "", layer: int = 0) -> li
         specs.append(_inner_norm(prefix + "k_norm", head, layer))
     elif config.qk_norm:
         # A weight per channel of all heads, split with the heads.
-        norm = partial(ParamSpec, split="column", stage=layer, unit=head, start="norm", groups=NORM)
+        norm = partial(
+            ParamSpec,
+            split="column",
+            stage=layer,
+            unit=head,
+            start="norm",
+            groups=NORM,
+            depth=Depth.INNER_NORM,
+        )
         specs.append(norm(prefix + "q_norm.weight", (queries,)))
         specs.append(norm(prefix + "k_norm.weight", (keys,), of_kv_heads=True))
 
     if config.attention_sinks:
-        specs.append(ParamSpec(prefix + "sinks", (config.num_heads,), "column", layer))
+        specs.append(
+            ParamSpec(prefix + "sinks", (config.num_heads,), "column", layer, depth=Depth.CORE)
+        )
 
     if config.attention_gate:
-        specs += inner.of(prefix + "o_gate", (queries, width), "column")
+        specs += inner.of(prefix + "o_gate", (queries, width), "column", Depth.OUTPUT)
     outer = _Linear(layer, unit=head, bias=config.output_bias)
-    return specs + outer.of(prefix + "o_proj", (width, queries), "row")
+    return specs + outer.of(prefix + "o_proj", (width, queries), "row", Depth.OUTPUT)
 
 
 def attention_weights(config: ModelConfig, layer: int) -> int:
@@ -523,20 +604,28 @@ def _latent(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     shared = _Linear(layer, bias=config.qkv_bias)
     by_head = _Linear(layer, unit=head)
     if latent.q_rank is None:
-        specs += by_head.of(prefix + "q_proj", (heads * head, width), "column")
+        specs += by_head.of(prefix + "q_proj", (heads * head, width), "column", Depth.PROJECTION)
     else:
-        specs += shared.of(prefix + "q_a_proj", (latent.q_rank, width), "replicated")
+        specs += shared.of(
+            prefix + "q_a_proj", (latent.q_rank, width), "replicated", Depth.PROJECTION
+        )
         specs.append(_inner_norm(prefix + "q_a_layernorm", latent.q_rank, layer))
-        specs += by_head.of(prefix + "q_b_proj", (heads * head, latent.q_rank), "column")
+        specs += by_head.of(
+            prefix + "q_b_proj", (heads * head, latent.q_rank), "column", Depth.EXPANSION
+        )
 
-    specs += shared.of(prefix + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated")
+    specs += shared.of(
+        prefix + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated", Depth.PROJECTION
+    )
     specs.append(_inner_norm(prefix + "kv_a_layernorm", latent.kv_rank, layer))
     key_and_value = latent.nope_head_dim + value
     expanded = _Linear(layer, unit=key_and_value)
-    specs += expanded.of(prefix + "kv_b_proj", (heads * key_and_value, latent.kv_rank), "column")
+    specs += expanded.of(
+        prefix + "kv_b_proj", (heads * key_and_value, latent.kv_rank), "column", Depth.EXPANSION
+    )
 
     outer = _Linear(layer, unit=value, bias=config.output_bias)
-    return specs + outer.of(prefix + "o_proj", (width, heads * value), "row")
+    return specs + outer.of(prefix + "o_proj", (width, heads * value), "row", Depth.OUTPUT)
 
 
 def _feed_forward(config: ModelConfig, prefix: str, layer: int, ffn: int) -> list[ParamSpec]:
@@ -547,8 +636,8 @@ def _feed_forward(config: ModelConfig, prefix: str, layer: int, ffn: int) -> lis
     specs = list[ParamSpec]()
     linear = _Linear(layer, bias=config.ffn_bias)
     for name in inputs:
-        specs += linear.of(prefix + name, (ffn, width), "column")
-    return specs + linear.of(prefix + "down_proj", (width, ffn), "row")
+        specs += linear.of(prefix + name, (ffn, width), "column", Depth.FFN_INPUT)
+    return specs + linear.of(prefix + "down_proj", (width, ffn), "row", Depth.FFN_OUTPUT)
 
 
 def _mixture(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
@@ -559,7 +648,7 @@ def _mixture(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     ffn = config.expert_size
 
     # A rank has a part of every expert, so the gradient of its router is that of these parts.
-    router = partial(ParamSpec, stage=layer, covers="part")
+    router = partial(ParamSpec, stage=layer, covers="part", depth=Depth.FFN_INPUT)
     specs = [router(prefix + "gate.weight", (num, width))]
     if config.experts.router_bias:
         specs.append(router(prefix + "gate.bias", (num,), start="zero", groups=in_groups("bias")))
@@ -569,8 +658,8 @@ def _mixture(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
 
     linear = _Linear(layer, bias=config.experts.bias, groups=in_groups("expert"))
     for name in ("gate_proj", "up_proj"):
-        specs += linear.of(f"{prefix}experts.{name}", (num, ffn, width), "column")
-    specs += linear.of(prefix + "experts.down_proj", (num, width, ffn), "row")
+        specs += linear.of(f"{prefix}experts.{name}", (num, ffn, width), "column", Depth.FFN_INPUT)
+    specs += linear.of(prefix + "experts.down_proj", (num, width, ffn), "row", Depth.FFN_OUTPUT)
 
     shared = config.experts.shared_ffn_size
     if shared:
@@ -580,15 +669,17 @@ def _mixture(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     return specs
 
 
-def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
+def _norm(
+    config: ModelConfig, name: str, stage: Stage, depth: Depth = Depth.ENTRY
+) -> list[ParamSpec]:
     """A norm of the stream."""
     # The stream has all channels on every rank, so its norms are whole; with parallel.sequence a
     # rank's gradient covers its tokens (the default of `covers`).
     shape = (config.hidden_size,)
-    specs = [ParamSpec(name + ".weight", shape, stage=stage, start="norm", groups=NORM)]
+    norm = partial(ParamSpec, shape=shape, stage=stage, depth=depth)
+    specs = [norm(name + ".weight", start="norm", groups=NORM)]
     if config.norm == "layernorm":
-        biases = NORM | in_groups("bias")
-        specs.append(ParamSpec(name + ".bias", shape, stage=stage, start="zero", groups=biases))
+        specs.append(norm(name + ".bias", start="zero", groups=NORM | in_groups("bias")))
     return specs
 
 
@@ -598,7 +689,13 @@ def _inner_norm(name: str, size: int, layer: int) -> ParamSpec:
     Each uses it for its heads, so its gradient covers a part.
     """
     return ParamSpec(
-        name + ".weight", (size,), stage=layer, covers="part", start="norm", groups=NORM
+        name + ".weight",
+        (size,),
+        stage=layer,
+        covers="part",
+        start="norm",
+        groups=NORM,
+        depth=Depth.INNER_NORM,
     )
 
 
@@ -612,7 +709,13 @@ class _Linear:
     groups: frozenset[Group] = frozenset()
 
     def of(
-        self, name: str, shape: tuple[int, ...], split: Split, *, of_kv_heads: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        split: Split,
+        depth: Depth,
+        *,
+        of_kv_heads: bool = False,
     ) -> list[ParamSpec]:
         """The weight of a linear, and its bias."""
         weight = ParamSpec(
@@ -626,6 +729,7 @@ class _Linear:
             # Row-split matrices are those whose output is added to the stream.
             start="residual" if split == "row" else "normal",
             groups=self.groups | in_groups("linear"),
+            depth=depth,
         )
         if not self.bias:
             return [weight]

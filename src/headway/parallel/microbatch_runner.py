@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headway.data.batch import Batch, StepBatch
-from headway.kernels.policy_scores import DrawnFrom
+from headway.data.batch import KEPT, Batch, StepBatch
 from headway.model.base import Model, ModelOut
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
@@ -30,7 +30,9 @@ from headway.tasks.base import (
     Task,
     first_passes_of,
 )
-from headway.tasks.grpo import KEPT
+
+if TYPE_CHECKING:
+    from headway.kernels.policy_scores import DrawnFrom
 
 FULL_HEADS = "full_heads"
 STREAMING_HEADS = "streaming_heads"

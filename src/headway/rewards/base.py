@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, cast
 
@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, ValidationError
 from pydantic_core import to_json
 
 import headway
-from headway.config.kinds import KindConfig, KindIn, NestedErrors
+from headway.config.kinds import KindConfig, KindIn, NestedErrors, one_or_more
 from headway.config.section import setting
 from headway.config.user_code import is_file_name
 from headway.errors import ConfigError
@@ -76,8 +76,10 @@ class BuiltReward(Protocol):
         """All that the score depends on beside the digest, as a JSON value."""
         ...
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """The outcomes in order. A failure is an outcome, never an exception."""
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """The outcomes by the index of their input, in portions: what takes long, or is asked of
+        somebody, is handed over as it is ready. A failure is an outcome, never an exception.
+        """
         ...
 
     def close(self) -> None:
@@ -190,17 +192,8 @@ class RewardIn(KindIn):
         return super().validate(value, base)
 
 
-def _as_tuple(value: Any) -> Any:
-    """A single reward is a list of one; a strict section takes no list for a tuple."""
-    if isinstance(value, (str, dict, RewardSettings)):
-        return (value,)
-    if isinstance(value, list):
-        return tuple(cast(list[Any], value))
-    return value
-
-
 RewardList = Annotated[
-    tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(_as_tuple)
+    tuple[Annotated[RewardSettings, RewardIn()], ...], BeforeValidator(one_or_more)
 ]
 """The type of a recipe's field `reward`."""
 

@@ -13,8 +13,7 @@ import http.client
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -30,6 +29,7 @@ from headway.rewards.base import (
     column_value,
     settings_digest,
 )
+from headway.rewards.portions import OutcomeThreads
 from headway.rewards.worker import WorkerReward
 from headway.runtime.process import SECRET_NAME
 from headway.runtime.web import DeadlineOpener, secret_from_environment
@@ -161,14 +161,16 @@ class Config(WorkerSettings):
 
 
 class JudgeReward:
-    """Several requests at a time; a process of its own searches the texts with the pattern."""
+    """Several requests at a time; a process of its own searches the texts with the pattern. A number
+    is handed over before the next request begins, so that no answered request is paid for again.
+    """
 
     def __init__(self, settings: Config, client: Client, reader: WorkerReward, digest: str) -> None:
         self.settings = settings
         self._client = client
         self._reader = reader
         self._digest = digest
-        self._threads = ThreadPoolExecutor(settings.requests, thread_name_prefix="headway-judge")
+        self._threads = OutcomeThreads(settings.requests, "headway-judge")
 
     def digest(self) -> str:
         """Address, model, prompt and how the number is read."""
@@ -178,31 +180,23 @@ class JudgeReward:
         """The text that the judge gets."""
         return {"prompt": judge_prompt(self.settings.prompt, answer)}
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """Ask about all of them, then read the numbers."""
-        replies = list(self._threads.map(self._ask, inputs))
-        texts = [{"text": reply} for reply in replies if isinstance(reply, str)]
-        numbers = iter(self._reader.score(texts))
-        outcomes: list[RewardOutcome] = []
-        for reply in replies:
-            if isinstance(reply, RewardOutcome):
-                outcomes.append(reply)
-            else:
-                outcomes.append(next(numbers))
-        return outcomes
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """Ask about all of them, and read each number as it arrives."""
+        return self._threads.portions(self._ask, inputs)
 
-    def _ask(self, inputs: Mapping[str, Any]) -> str | RewardOutcome:
-        """What the judge wrote, or why there is nothing."""
+    def _ask(self, inputs: Mapping[str, Any]) -> RewardOutcome:
+        """The number that the judge wrote, or why there is none."""
         try:
-            return self._client.ask(inputs["prompt"], self.settings.timeout).text
+            text = self._client.ask(inputs["prompt"], self.settings.timeout).text
         except EndpointError as problem:
             return RewardOutcome(None, " ".join(str(problem).split()))
+        return self._reader.outcome({"text": text})
 
     def close(self) -> None:
         """End waiting requests and the process."""
         self._client.stop()
         self._reader.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close(wait=False)
 
 
 def judge_prompt(template: str, answer: RewardAnswer) -> str:

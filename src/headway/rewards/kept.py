@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from headway.rewards.base import RewardOutcome
 from headway.runtime.json_file import read_bounded
-from headway.runtime.storage import fsync_file, writing
+from headway.runtime.storage import fsync_file, fsync_folder, writing
 
 LARGEST_BYTES = 8 << 30
 
@@ -63,6 +63,7 @@ class KeptRewards:
             if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab")
+                fsync_folder(self.folder)
             self._file.write(lines)
             self._file.flush()
             fsync_file(self._file.fileno())

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.config.section import setting
@@ -44,9 +44,11 @@ class LengthPenalty:
         """The number of tokens."""
         return {"tokens": answer.tokens}
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """From 0 to -1 each."""
-        return [RewardOutcome(self._penalty(item["tokens"])) for item in inputs]
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """From 0 to -1 each, all at once."""
+        yield {
+            index: RewardOutcome(self._penalty(item["tokens"])) for index, item in enumerate(inputs)
+        }
 
     def _penalty(self, tokens: int) -> float:
         free = self.settings.max_tokens - self.settings.buffer

@@ -10,7 +10,7 @@ This package knows no torch: the caller that makes the panel says how models are
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from headway.config.section import setting
@@ -87,9 +87,13 @@ class ModelReward:
             "tools": answer.record.get("tools"),
         }
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """One number each."""
-        return [self._outcome(score) for score in self._scorer.score(inputs)]
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """One number each, all at once: what is scored beside an answer decides about the rounding
+        of its number. A run that is killed in between computes the same batches again, and so the
+        same bits; batches of the answers that were left would give others.
+        """
+        scores = self._scorer.score(inputs)
+        yield {index: self._outcome(score) for index, score in enumerate(scores)}
 
     def _outcome(self, score: float | str) -> RewardOutcome:
         if isinstance(score, str):

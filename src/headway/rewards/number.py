@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.config.section import setting
@@ -43,15 +43,15 @@ class NumberReward:
         """The text and the right answer."""
         return self.settings.inputs(answer)
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """1 or 0 each."""
-        outcomes: list[RewardOutcome] = []
-        for item in inputs:
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """1 or 0 each, all at once."""
+        outcomes: dict[int, RewardOutcome] = {}
+        for index, item in enumerate(inputs):
             try:
-                outcomes.append(RewardOutcome(number_score(item)))
+                outcomes[index] = RewardOutcome(number_score(item))
             except NoGoldError as problem:
-                outcomes.append(RewardOutcome(None, str(problem)))
-        return outcomes
+                outcomes[index] = RewardOutcome(None, str(problem))
+        yield outcomes
 
     def close(self) -> None:
         """Nothing is open."""

@@ -11,10 +11,11 @@ that fails on too many ends the run with one line.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 from headway.errors import ConfigError, GaveUpError
@@ -61,11 +62,19 @@ class _Member:
         for key, item in zip(keys, inputs, strict=True):
             if kept.get(key) is None:
                 new[key] = item
-        computed = dict(zip(new, self.source.score(list(new.values())), strict=True))
-        kept.add(computed)
+        new_keys = list(new)
+        computed: dict[str, RewardOutcome] = {}
+        for portion in self.source.score(list(new.values())):
+            outcomes_by_key = {new_keys[index]: outcome for index, outcome in portion.items()}
+            # On the disk before the source begins more: a kill during the batch must not make a
+            # resumed run ask for these again.
+            kept.add(outcomes_by_key)
+            computed |= outcomes_by_key
 
-        # Failures are never kept, so only what was computed now can be one.
-        for outcome in computed.values():
+        # Failures are never kept, so only what was computed now can be one. In the order of the
+        # answers: the last failures must not depend on which answer was judged first.
+        for key in new_keys:
+            outcome = computed[key]
             self.failures.append(outcome.value is None)
             self.num_answers += 1
             if outcome.value is None:
@@ -139,6 +148,7 @@ class RewardPanel:
         self._kept = [KeptRewards(_folder_of(cache, member)) for member in self._members]
         # Rewards wait for processes and servers most of the time, so a thread for each is enough.
         self._threads = ThreadPoolExecutor(len(names), thread_name_prefix="headway-rewards")
+        self._closing = threading.Event()
         self.seconds = 0.0
         """That `score` has taken so far."""
 
@@ -169,7 +179,9 @@ class RewardPanel:
         )
 
     def score(self, answers: Sequence[RewardAnswer]) -> list[Score]:
-        """The score of every answer, in order. Rewards run at the same time."""
+        """The score of every answer, in order. Rewards run at the same time. Raises CancelledError
+        if another thread closes the panel meanwhile.
+        """
         started = time.monotonic()
         columns = list(
             self._threads.map(
@@ -178,6 +190,10 @@ class RewardPanel:
             )
         )
         self.seconds += time.monotonic() - started
+        # A process that was ended and a request that was given up look like failures of the reward.
+        # The run must not use their default: a resumed one would have asked.
+        if self._closing.is_set():
+            raise CancelledError("the rewards were closed while they judged answers")
         # After all have ended: what succeeded is kept by now, and a resumed run does not ask again.
         for member in self._members:
             member.require_health()
@@ -201,6 +217,7 @@ class RewardPanel:
 
     def close(self) -> None:
         """End all processes."""
+        self._closing.set()
         for member in self._members:
             member.source.close()
             member.report_failures()

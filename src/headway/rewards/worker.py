@@ -21,19 +21,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from headway.errors import ConfigError
 from headway.rewards.base import RewardAnswer, RewardOutcome, RewardTools, WorkerSettings
 from headway.rewards.messages import LENGTH
+from headway.rewards.portions import OutcomeThreads
 from headway.runtime.process import start_module
 
 START_SECONDS = 120.0
 """For imports, on a machine that is busy."""
 LARGEST_MESSAGE = 1 << 20
 SHOWN_CHARACTERS = 200
+PORTION_SECONDS = 0.1
+"""How long outcomes of quick calls are collected, so that they wait for the disk ten times a second
+at most. A call that took longer is kept before its worker begins another.
+"""
 
 
 class WorkerFailure(Exception):
@@ -217,7 +221,7 @@ class WorkerReward:
         self._workers = [RewardWorker(setup) for _ in range(tools.workers)]
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(tools.workers, thread_name_prefix="headway-reward")
+        self._threads = OutcomeThreads(tools.workers, "headway-reward", PORTION_SECONDS)
         self._closing = threading.Event()
 
     def digest(self) -> str:
@@ -234,11 +238,12 @@ class WorkerReward:
                 text = f"reward kind {self.settings.kind} cannot start: {text}."
             raise ConfigError(text) from None
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> list[RewardOutcome]:
-        """The outcomes in order, computed by all workers."""
-        return list(self._threads.map(self._score, inputs))
+    def score(self, inputs: Sequence[dict[str, Any]]) -> Iterator[dict[int, RewardOutcome]]:
+        """The outcomes as they are ready, computed by all workers."""
+        return self._threads.portions(self.outcome, inputs)
 
-    def _score(self, inputs: dict[str, Any]) -> RewardOutcome:
+    def outcome(self, inputs: dict[str, Any]) -> RewardOutcome:
+        """The outcome of one input, by a worker that is idle; any thread may ask."""
         if self._closing.is_set():
             return RewardOutcome(None, "stopped")
         worker = self._idle.get()
@@ -256,7 +261,7 @@ class WorkerReward:
         self._closing.set()
         for worker in self._workers:
             worker.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
 
 
 def outcome_of(answer: dict[str, Any]) -> RewardOutcome:

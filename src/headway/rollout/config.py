@@ -8,6 +8,8 @@ from pydantic import model_validator
 
 from headway.config.section import Section, setting
 
+JOURNAL = "rollouts.jsonl"
+"""In the run folder: what was sampled and what it earned (journal.py)."""
 MOST_KEPT = 1024
 """Ids that a token may be drawn from where the distribution is cut: they are in the journal."""
 

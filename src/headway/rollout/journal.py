@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
+from headway.rollout.config import JOURNAL as FILE
 
 log = logging.getLogger("headway")
 
-FILE = "rollouts.jsonl"
 DAMAGED_FILE = "rollouts.damaged"
 """Lines that were taken out of the journal, because they or one before them were damaged."""
 ANSWERS = "answers"

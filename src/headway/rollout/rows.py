@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from headway.data.batch import ROUTES, StepBatch, StepStats
+from headway.data.batch import (
+    ADVANTAGE,
+    ANSWERS,
+    KEPT,
+    OLD,
+    ROUTES,
+    SAMPLED,
+    StepBatch,
+    StepStats,
+)
 from headway.data.groups import Columns, GroupSource
 from headway.data.mixture import Row
 from headway.data.packing import RowShape, plan_rows
@@ -26,7 +35,6 @@ from headway.data.step_plan import balanced_order
 from headway.errors import DataError
 from headway.rollout.journal import Floats, KeptIds, Routes
 from headway.store.source import Flags, Ids, Longs
-from headway.tasks.grpo import ADVANTAGE, ANSWERS, KEPT, OLD, SAMPLED
 
 if TYPE_CHECKING:
     from headway.data.rows import RowPieces

@@ -5,6 +5,7 @@
     preference/      what tasks over pairs share: dpo, orpo, simpo, reward
     kto/             labelled answers
     grpo/            answers that the model samples itself, and their rewards
+    answers.py       what tasks share that learn from such answers
     balance.py       the losses of mixtures of experts, added to any task
 """
 

@@ -9,9 +9,11 @@ of dropout and of sampled head gates, which is drawn per microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+from pydantic import PrivateAttr
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
     from headway.data.groups import SourceReader
     from headway.data.samples import SampleSource
     from headway.kernels.distill_loss import TeacherHead
-    from headway.kernels.policy_scores import DrawnFrom
     from headway.model.base import ModelOut
     from headway.model.config import Head
+    from headway.tasks.answers import AnswerGroup, AnswerSampling
 
 MetricSums = dict[str, "tuple[Tensor, Tensor]"]
 """Metrics by name, each as (sum, weight): over the step both are added up, then divided."""
@@ -302,12 +304,14 @@ class TaskNeeds:
     """Head gates that train."""
     rollouts: bool = False
     """Whether its rows are answers that the model samples while it trains (`rollout` and `reward`
-    of the recipe)."""
+    of the recipe). Such a task defines `TaskConfig.advantages_of`."""
 
 
 class TaskConfig(KindConfig):
     """What is asked of a task before anything is built. No torch. Every question has an answer that
     suits single documents of text."""
+
+    _answer_sampling: Any = PrivateAttr(None)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -340,10 +344,45 @@ class TaskConfig(KindConfig):
         """These settings once the teacher is loaded."""
         return self
 
-    def with_sampling(self, drawn: DrawnFrom, longest: int, *, exact: bool = False) -> Self:
-        """These settings once it is known how answers are sampled, and how many tokens the longest
-        one may have."""
-        return self
+    # What follows is asked of a task that learns from answers (`needs.rollouts`).
+
+    def advantages_of(self, groups: Sequence[AnswerGroup]) -> Sequence[Sequence[float]]:
+        """The advantages of the answers to some prompts, those of one rollout: a finite number for
+        each answer, by prompts. A function of its argument alone: a resumed run asks again."""
+        raise ConfigError(
+            f"objective {self.kind} learns from rollouts, but does not say what their rewards are "
+            "worth. Define advantages_of in its Config (docs/extend.md)."
+        )
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether answers are of no use without a reward of the recipe."""
+        return True
+
+    @property
+    def fewest_samples(self) -> int:
+        """The least number of answers to a prompt that it can compare."""
+        return 1
+
+    @property
+    def reward_divergence(self) -> float:
+        """What the reward of an answer loses for every unit of log p - log p_frozen, summed over
+        its tokens, with the model of `needs.frozen`. Above 0, answers are scored once, when they
+        were sampled, and not with every microbatch."""
+        return 0.0
+
+    def with_sampling(self, sampling: AnswerSampling) -> Self:
+        """These settings once it is known how answers are sampled."""
+        config = self.model_copy()
+        config._answer_sampling = sampling
+        return config
+
+    @property
+    def answer_sampling(self) -> AnswerSampling:
+        """How answers are sampled: known when `build` is called."""
+        from headway.tasks.answers import AnswerSampling
+
+        return self._answer_sampling or AnswerSampling()
 
     # What follows is asked of a task whose model puts out vectors of modalities.
 

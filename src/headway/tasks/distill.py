@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from headway.config.section import setting
+from headway.data.batch import TEACHER_STATES
 from headway.tasks.base import (
     Collectives,
     Loss,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead
     from headway.model.base import ModelOut
-
-TAUGHT = "teacher"
-"""The column of a batch with the teacher's hidden states: [rows, seq_len, width of the teacher]."""
 
 
 class Config(TaskConfig):
@@ -166,5 +164,5 @@ class Distill:
         # The teacher's logits are never whole either: its head is applied chunk by chunk, beside
         # the model's.
         return out.head.distill(
-            batch.targets, batch.loss_weight, batch.extra[TAUGHT], self.head, shaping
+            batch.targets, batch.loss_weight, batch.extra[TEACHER_STATES], self.head, shaping
         )

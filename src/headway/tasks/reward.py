@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from headway.config.section import setting
 from headway.tasks.base import Collectives, Loss, MetricSums, StepInfo, TaskNeeds, Term
 from headway.tasks.preference import PreferenceConfig
-from headway.tasks.preference.loss import document_sums, share_right, sides
+from headway.tasks.preference.loss import share_right, sides
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,7 +97,7 @@ def _scored_pairs(scores: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]
     row]. Other places have score 0."""
     # Documents without a loss target are padding. Their scores are replaced, not multiplied: a NaN
     # there would survive a product with 0.
-    lengths = sides(document_sums(batch.loss_weight, batch))
+    lengths = sides(batch.sum_documents(batch.loss_weight))
     is_pair = (lengths[0] > 0) & (lengths[1] > 0)
     chosen, rejected = (side.masked_fill(~is_pair, 0.0) for side in sides(scores))
     return chosen, rejected, is_pair.to(scores.dtype)

@@ -113,9 +113,9 @@ class Console:
                 log.info("step %d  valid: %s", step, _short(valid), extra=SCREEN_ONLY)
 
         others: dict[str, Value] = {}
+        shown = {*SHOWN, *ROLLOUT, *ROLLOUT_UPDATES, *self.added}
         for name, value in flat.items():
-            is_shown = name in SHOWN or name in ROLLOUT or name in self.added
-            if not is_shown and not name.startswith("valid") and value is not None:
+            if name not in shown and not name.startswith("valid") and value is not None:
                 others[name] = value
         if others:
             log.debug("%s", "  " + _pairs(others))
@@ -201,7 +201,7 @@ def rollout_lines(metrics: Mapping[str, Value]) -> Iterator[str]:
     fast. Nothing for other runs."""
     if "rollout/prompts" not in metrics:
         return
-    for labels in (ROLLOUT, ROLLOUT_SPEED):
+    for labels in (ROLLOUT, ROLLOUT_UPDATES):
         parts: list[str] = []
         for name, (label, write) in labels.items():
             value = metrics.get(name)
@@ -235,16 +235,17 @@ ROLLOUT: dict[str, tuple[str, Callable[[float], str]]] = {
     "answer/tokens": ("tokens", quantity),
     "answer/cut": ("cut", _share),
     "rollout/no_signal": ("no signal", _share),
-    "clipped/high": ("clipped", _share),
 }
 """Metrics of the second line of a step with rollouts, with their labels, in order."""
-ROLLOUT_SPEED: dict[str, tuple[str, Callable[[float], str]]] = {
+ROLLOUT_UPDATES: dict[str, tuple[str, Callable[[float], str]]] = {
     "rollout_share": ("rollouts", _share),
     "rollout/tokens_per_second": ("sampling", _token_rate),
     "update_tokens_per_second": ("updates", _token_rate),
+    "clipped/low": ("clip low", _share),
+    "clipped/high": ("clip high", _share),
     "rollout/staleness": ("staleness", quantity),
 }
-"""The same of the third line."""
+"""The same of the third line: how fast, and how far the weights are from those that sampled."""
 
 
 def _loss(value: Value) -> str:

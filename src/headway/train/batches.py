@@ -5,13 +5,13 @@ steps and validation batches go out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import ceil
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Protocol, Self
 
-from headway.data.loader import Loader, LoaderState
+from headway.data.loader import DataAmount, Loader, LoaderState, ReplayedBatches
 from headway.data.open import open_data
 from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
@@ -21,18 +21,68 @@ from headway.train.run_form import run_form
 if TYPE_CHECKING:
     import torch
 
-    from headway.data.batch import Batch
+    from headway.data.batch import Batch, StepBatch
     from headway.data.config import ResolvedBatch
     from headway.data.open import OpenData
     from headway.parallel.collectives import RankGroups
     from headway.train.config import Recipe
     from headway.train.resolve import Resolved
-    from headway.train.rollouts import RolloutLoader, Rollouts
+    from headway.train.rollouts import Rollouts
 
 log = logging.getLogger("headway")
 
-StepSource = Union[Loader, "RolloutLoader"]
-"""What a run takes its steps from: stored data, or answers that it samples."""
+
+class StepSource(Protocol):
+    """What a run takes its steps from: stored data (`Loader`), or answers that it samples
+    (`RolloutLoader`). An iterator of (step, cursor after it); all ranks ask in the same order."""
+
+    read_seconds: float
+    """How long this rank waited for the last step."""
+    rollout_seconds: float | None
+    """How much of that was sampling and rewards; None: stored data needs none."""
+
+    @property
+    def state(self) -> LoaderState:
+        """The cursor after the last step that was returned."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[StepBatch, LoaderState]]: ...
+
+    def __next__(self) -> tuple[StepBatch, LoaderState]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None:
+        """End threads and processes."""
+        ...
+
+    def batches_in(self, epochs: int) -> int:
+        """Batches of that many passes over the data, skipped ones included."""
+        ...
+
+    def rows_per_epoch(self) -> int:
+        """Rows of one pass over the data; of prompts, one each."""
+        ...
+
+    def amount(self, batches: int, epochs: float | None = None) -> DataAmount:
+        """How much data there is, and how much of it so many steps read."""
+        ...
+
+    def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
+        """The documents of some batches by source, from a cursor before them."""
+        ...
+
+    def batches_reading(
+        self, wanted: Mapping[int, range], stops: Callable[[], bool]
+    ) -> ReplayedBatches:
+        """Which batches up to the last one returned hold some documents."""
+        ...
+
+    def steps_after(self, batch: int) -> int:
+        """How many updates followed those of a batch."""
+        ...
 
 
 def open_run_data(

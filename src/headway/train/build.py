@@ -41,12 +41,11 @@ from headway.runtime.process import Process
 from headway.train.batches import count_steps, make_loader, open_run_data, plan_rows
 from headway.train.config import Recipe
 from headway.train.data_check import DataCheck
-from headway.train.frozen_model import Reference, drawn_from, make_reference
+from headway.train.frozen_model import Reference, answer_sampling, make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
 from headway.train.resolve import Resolved, leaves_gates
-from headway.train.rollout_check import scores_rollouts
 from headway.train.run import Run, Session
 from headway.train.run_form import run_form
 from headway.train.samples import plain_weights
@@ -123,11 +122,9 @@ def build(
                 f"rollout.exact is true and the run computes on {compute.name}; only CPUs have "
                 "products that give sampler and trainer the same bits. Set exact to false."
             )
-        objective = spec.objective.with_sampling(
-            drawn_from(resolved), recipe.rollout.max_new_tokens, exact=recipe.rollout.exact
-        )
+        objective = spec.objective.with_sampling(answer_sampling(resolved))
         spec = replace(spec, objective=objective)
-        if scores_rollouts(recipe):
+        if objective.reward_divergence:
             # Scored once, before the reward is known; not again with every microbatch.
             spec = replace(spec, prepare=None)
 
@@ -136,14 +133,14 @@ def build(
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
-        job = describe_job(recipe, model, compute, batch, process.world)
+        job = describe_job(recipe, model, compute, batch, process.world, data)
         check_host_memory(job, _ranks_per_node(process))
 
     engine = assemble(spec)
     if reference is not None and reference.bind is not None:
         reference.bind(engine.model)
     if recipe.memory.limit_gib is not None:
-        job = describe_job(recipe, model, compute, batch, process.world)
+        job = describe_job(recipe, model, compute, batch, process.world, data)
         apply_limit(recipe, job, compute.device)
 
     loss_monitor = LossMonitor(recipe.heal, compute.device)
@@ -220,7 +217,7 @@ def make_rollouts(
     if tokenizer.eos_id is not None:
         end_ids.add(tokenizer.eos_id)
     score = None
-    if reference is not None and scores_rollouts(recipe):
+    if reference is not None and recipe.objective.reward_divergence:
         score = reference.prepare
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -237,7 +234,7 @@ def make_rollouts(
         end_ids=frozenset(end_ids),
         folder=start.folder,
         weights=weights,
-        drawn=drawn_from(resolved),
+        drawn=answer_sampling(resolved).drawn,
         score=score,
     )
     rollouts.check_rewards()

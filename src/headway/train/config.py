@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -20,13 +20,17 @@ from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
-from headway.rewards.base import RewardList
 from headway.rollout.config import RolloutConfig
 from headway.tasks.base import TaskConfig
 from headway.tasks.next_token import Config as NextTokenConfig
 from headway.track.base import TrackerConfig
 from headway.train.launch_config import LaunchConfig, SuperviseConfig
 from headway.train.multimodal_config import MultimodalConfig
+
+if TYPE_CHECKING:
+    from headway.rewards.base import RewardList
+else:
+    from headway.train.reward_list import RewardsOnDemand as RewardList
 
 MAX_SAMPLES = 100
 """Of log.samples: they are computed at once."""

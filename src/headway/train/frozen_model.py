@@ -25,13 +25,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headway.checkpoint.stored_model import find_model
-from headway.data.batch import ROUTES, Batch
+from headway.data.batch import KEPT, ROUTES, TEACHER_STATES, Batch
 from headway.data.config import DataConfig, default_cache_dir
 from headway.data.groups import GroupSource
 from headway.data.loader import Loader
@@ -39,7 +40,6 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
-from headway.kernels.policy_scores import DrawnFrom
 from headway.model.adapter.config import AdapterConfig
 from headway.model.base import Model, build_frozen_model, build_model
 from headway.model.config import ModelConfig
@@ -60,10 +60,13 @@ from headway.runtime.storage import (
     write_sealed,
 )
 from headway.tasks.base import ReferenceSpec, ScoreColumns, TaskConfig
-from headway.tasks.grpo import KEPT
 from headway.train.batches import PlannedRows
 from headway.train.resolve import Resolved
 from headway.train.start import Start
+
+if TYPE_CHECKING:
+    from headway.kernels.policy_scores import DrawnFrom
+    from headway.tasks.answers import AnswerSampling
 
 log = logging.getLogger("headway")
 
@@ -206,7 +209,7 @@ def make_reference(
             prepare = score_with(frozen, spec.chunk_tokens, columns)
         elif wanted.token_column is not None:
             prepare = score_tokens_with(
-                frozen, spec.chunk_tokens, wanted.token_column, drawn_from(resolved)
+                frozen, spec.chunk_tokens, wanted.token_column, answer_sampling(resolved).drawn
             )
         else:
             from headway.kernels.distill_loss import TeacherHead
@@ -223,7 +226,7 @@ def _base_of_adapter(resolved: Resolved, column: str) -> Reference:
     """The frozen base under the adapter that trains: no second copy of the weights."""
     from headway.model.adapter.lora import without_updates
 
-    drawn = drawn_from(resolved)
+    drawn = answer_sampling(resolved).drawn
     models: list[Model] = []
 
     @torch.no_grad()
@@ -413,13 +416,11 @@ def score_with(model: Model, chunk_tokens: int, columns: ScoreColumns) -> Callab
 
     Of a document: the sum over its targets of log p(target) * loss weight.
     """
-    from headway.tasks.preference.loss import document_sums
-
     model.chunk_tokens = chunk_tokens
 
     def score(batch: Batch) -> Tensor:
         log_prob, _ = model.forward_batch(batch).head.scores(batch.targets)
-        return document_sums(log_prob * batch.loss_weight, batch)
+        return batch.sum_documents(log_prob * batch.loss_weight)
 
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
@@ -443,10 +444,18 @@ def score_tokens_with(
     return prepare
 
 
-def drawn_from(resolved: Resolved) -> DrawnFrom:
-    """The distribution that the answers of a run are drawn from."""
+def answer_sampling(resolved: Resolved) -> AnswerSampling:
+    """How the answers of a run are sampled."""
+    from headway.tasks.answers import AnswerSampling
+
     assert resolved.tokenizer is not None, "prompts need one"
-    return DrawnFrom(resolved.recipe.rollout.temperature, resolved.tokenizer.vocab_size)
+    rollout = resolved.recipe.rollout
+    return AnswerSampling(
+        rollout.temperature,
+        resolved.tokenizer.vocab_size,
+        rollout.max_new_tokens,
+        rollout.exact,
+    )
 
 
 def with_token_scores(model: Model, batch: Batch, column: str, drawn: DrawnFrom) -> Batch:
@@ -464,11 +473,11 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
     Its logits are computed with the loss, a chunk at a time.
     """
 
-    from headway.tasks.distill import TAUGHT
-
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
-        return replace(batch, extra={**batch.extra, TAUGHT: model.forward_batch(batch).hidden})
+        return replace(
+            batch, extra={**batch.extra, TEACHER_STATES: model.forward_batch(batch).hidden}
+        )
 
     return prepare
 

@@ -18,7 +18,7 @@ from headway.config.load import load
 from headway.data.config import SourceConfig
 from headway.errors import HeadwayError
 from headway.records.base import record_kind
-from headway.rollout.journal import FILE as ROLLOUTS
+from headway.rollout.config import JOURNAL
 from headway.runtime.optional import is_installed
 from headway.train.config import Recipe
 from headway.train.run_folder import RECIPE
@@ -92,7 +92,7 @@ def _score(run: Path, recipe: Recipe) -> list[Command]:
 
 def _sampled(run: Path) -> list[Command]:
     """The answers that a run with rollouts has learned from."""
-    if not (run / ROLLOUTS).is_file():
+    if not (run / JOURNAL).is_file():
         return []
     words = ["headway", "rollouts", str(run)]
     return [([*words, "--best"], "the best answers"), ([*words, "--worst"], "the worst")]

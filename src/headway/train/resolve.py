@@ -21,11 +21,11 @@ from headway.model.families.base import WRAPPED, classifier_of, family_of
 from headway.model.layout import DECIDED
 from headway.prepare.detect import with_kinds
 from headway.records.base import record_kind
+from headway.rollout.config import RolloutConfig
 from headway.runtime.process import from_environment
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
-from headway.train.rollout_check import check_exact_model, check_rollouts
 from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 
 if TYPE_CHECKING:
@@ -180,7 +180,12 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
                 "Remove it, or set multimodal."
             )
 
-    check_rollouts(recipe)
+    if recipe.objective.needs.rollouts:
+        from headway.train.rollout_check import check_rollouts
+
+        check_rollouts(recipe)
+    else:
+        _refuse_rollout_settings(recipe)
 
     # Where the run starts from.
     weights = previous
@@ -227,7 +232,10 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
             f"data.seq_len is {recipe.data.seq_len}; "
             f"it must not exceed model.max_seq_len={model.max_seq_len}. Lower it."
         )
-    check_exact_model(recipe, model)
+    if recipe.objective.needs.rollouts:
+        from headway.train.rollout_check import check_exact_model
+
+        check_exact_model(recipe, model)
     recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
 
     # Every rank resolves the recipe; one of them says what it found.
@@ -239,16 +247,14 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
         "model": model,
         "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.reads),
     }
-    if recipe.objective.needs.rollouts and recipe.checkpoint.metric == "loss":
-        # Validations of rollouts have no loss; the default would end the run at the first one.
-        changes["checkpoint"] = recipe.checkpoint.model_copy(update={"metric": "reward"})
     if recipe.steps is None and recipe.epochs is None:
         if recipe.data.train is None:
             changes["steps"] = GENERATED_STEPS
         else:
             changes["epochs"] = 1.0
     if recipe.objective.needs.rollouts and recipe.checkpoint.metric == CheckpointConfig().metric:
-        # Held-out prompts are answered and judged: such a validation has no loss.
+        # Held-out prompts are answered and judged: such a validation has no loss, and the default
+        # would end the run at the first one.
         changes["checkpoint"] = recipe.checkpoint.model_copy(update={"metric": "reward"})
     return Resolved(
         recipe.model_copy(update=changes),
@@ -260,6 +266,18 @@ def resolve(recipe: Recipe, previous: StoredModel | None = None) -> Resolved:
         media,
         vision,
     )
+
+
+def _refuse_rollout_settings(recipe: Recipe) -> None:
+    """Refuse settings of rollouts in a run that samples no answers."""
+    # By value: the recipe in a run folder states every section.
+    is_set = {"reward": bool(recipe.reward), "rollout": recipe.rollout != RolloutConfig()}
+    for name, states in is_set.items():
+        if states:
+            raise ConfigError(
+                f"{name} is set, but objective {recipe.objective.kind} samples no answers. "
+                "Use objective.kind=grpo, or remove it."
+            )
 
 
 def describe_change(stored: ModelConfig, model: ModelConfig) -> str:

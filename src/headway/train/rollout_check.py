@@ -1,5 +1,5 @@
-"""What of a recipe does not fit rollouts. A recipe comes in; a ConfigError names the setting and the
-remedy, before anything is read.
+"""What does not fit rollouts in a recipe that has some. A recipe comes in; a ConfigError names the
+setting and the remedy, before anything is read.
 """
 
 from __future__ import annotations
@@ -8,38 +8,32 @@ from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
 from headway.model.exact_config import why_not_exact
-from headway.rollout.config import RolloutConfig
-from headway.tasks.grpo import Config as PolicyConfig
+from headway.records.base import record_kind
+from headway.tasks.answers import check_answers
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
+    from headway.tasks.base import TaskConfig
     from headway.train.config import Recipe
 
 
 def check_rollouts(recipe: Recipe) -> None:
     """Refuse settings of rollouts that cannot work together, before anything is read."""
     objective = recipe.objective
-    if not objective.needs.rollouts:
-        for name, is_set in (("reward", bool(recipe.reward)), ("rollout", _states_rollout(recipe))):
-            if is_set:
-                raise ConfigError(
-                    f"{name} is set, but objective {objective.kind} samples no answers. "
-                    "Use objective.kind=grpo, or remove it."
-                )
-        return
-
-    assert isinstance(objective, PolicyConfig)
     rollout = recipe.rollout
-    if not recipe.reward and objective.teacher is None:
+    _check_task(objective)
+    if not recipe.reward and objective.needs_rewards:
         raise ConfigError(
             "reward is empty, so nothing says which answers are good. "
             "Name at least one, e.g. reward=math (docs/rl.md)."
         )
-    if rollout.samples == 1 and objective.teacher is None:
+    if rollout.samples < objective.fewest_samples:
         raise ConfigError(
-            "rollout.samples is 1; an answer is compared with others to the same prompt. "
-            "Use at least 2."
+            f"rollout.samples is {rollout.samples}; an answer is compared with others to the same "
+            f"prompt. Use at least {objective.fewest_samples}."
         )
+    # Not before there are enough answers to compare. What a plug-in lacks is found here.
+    check_answers(objective, rollout.samples)
     if recipe.data.train is None:
         raise ConfigError("data.train is null; rollouts need prompts. Set data.train.")
     if recipe.data.seq_len <= rollout.max_new_tokens:
@@ -75,11 +69,29 @@ def check_rollouts(recipe: Recipe) -> None:
         )
     if rollout.exact:
         _check_exact(recipe)
-    keeps_base = recipe.adapter is not None and objective.reference is None
-    if objective.beta and keeps_base and (recipe.train or recipe.init.merge):
+    frozen = objective.needs.frozen
+    changes_base = recipe.adapter is not None and bool(recipe.train or recipe.init.merge)
+    # Without a path the frozen model is what lies under the adapter.
+    if frozen is not None and frozen.path is None and changes_base:
         raise ConfigError(
-            "objective.beta compares with the base under the adapter, and `train` or init.merge "
-            "changes the base. Name objective.reference."
+            "the objective compares with the base under the adapter, and `train` or init.merge "
+            f"changes the base. Name {frozen.setting}."
+        )
+
+
+def _check_task(objective: TaskConfig) -> None:
+    """Refuse a task whose answers about rollouts do not fit together."""
+    kinds = [record_kind(name) for name in objective.reads]
+    if any(kind.has_tokens for kind in kinds):
+        raise ConfigError(
+            f"objective {objective.kind} learns from rollouts, which answer prompts, and reads "
+            f'records of kind {", ".join(objective.reads)}. Let its `reads` return ("prompt",).'
+        )
+    frozen = objective.needs.frozen
+    if objective.reward_divergence and (frozen is None or frozen.token_column is None):
+        raise ConfigError(
+            f"objective {objective.kind} has a reward_divergence and no frozen model that scores "
+            "tokens. Let needs.frozen be a ReferenceSpec with token_column."
         )
 
 
@@ -114,7 +126,7 @@ def _check_exact(recipe: Recipe) -> None:
 
 def check_exact_model(recipe: Recipe, model: ModelConfig) -> None:
     """Refuse a model that has no such form."""
-    if not (recipe.objective.needs.rollouts and recipe.rollout.exact):
+    if not recipe.rollout.exact:
         return
     reason = why_not_exact(model, recipe.data.seq_len)
     if reason:
@@ -122,17 +134,3 @@ def check_exact_model(recipe: Recipe, model: ModelConfig) -> None:
             f"rollout.exact is true and the model has {reason}; sampler and trainer would not "
             "compute the same bits. Set exact to false (docs/rl.md)."
         )
-
-
-def _states_rollout(recipe: Recipe) -> bool:
-    # By value: the recipe in a run folder states every section.
-    return recipe.rollout != RolloutConfig()
-
-
-def scores_rollouts(recipe: Recipe) -> bool:
-    """Whether a divergence from the reference is part of the reward: answers are then scored once,
-    when they were sampled."""
-    objective = recipe.objective
-    return (
-        isinstance(objective, PolicyConfig) and objective.beta > 0 and objective.kl_in == "reward"
-    )

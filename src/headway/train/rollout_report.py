@@ -120,8 +120,8 @@ class RolloutReport:
 
 
 @dataclass(frozen=True)
-class _StageBatch:
-    """A batch of the journal with the updates that train on it."""
+class JournalBatch:
+    """A batch of a journal with the updates that train on it."""
 
     stage: str | None
     num_updates: int
@@ -139,14 +139,14 @@ class _StageBatch:
 
 def read_rollouts(run: Path, choice: RolloutChoice = RolloutChoice()) -> RolloutReport:
     """The batches of a run, the newest if there are many, or the answers that are wanted."""
-    folders = _journals(run)
+    folders = journal_folders(run)
     if choice.wants_answers:
         return _read_answers(run, folders, choice)
 
     limit = choice.limit or BATCHES_SHOWN
     newest: list[RolloutFigures] = []
     count = 0
-    for batch in _batches(folders):
+    for batch in journal_batches(folders):
         count += 1
         newest = [*newest, _figures(batch)][-limit:]
     if not count:
@@ -154,7 +154,7 @@ def read_rollouts(run: Path, choice: RolloutChoice = RolloutChoice()) -> Rollout
     return RolloutReport(run, tuple(newest), (), count - len(newest))
 
 
-def _journals(run: Path) -> list[tuple[str | None, Path]]:
+def journal_folders(run: Path) -> list[tuple[str | None, Path]]:
     """The stages of a run that have a journal, each with its folder."""
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder. Give the folder of a run.")
@@ -171,11 +171,12 @@ def _journals(run: Path) -> list[tuple[str | None, Path]]:
     )
 
 
-def _batches(folders: Iterable[tuple[str | None, Path]]) -> Iterator[_StageBatch]:
+def journal_batches(folders: Iterable[tuple[str | None, Path]]) -> Iterator[JournalBatch]:
+    """The batches of some stages, each with the updates that train on it."""
     for stage, folder in folders:
         num_updates = load(Recipe, folder / RECIPE).rollout.num_updates
         for sampled, rewarded in read_journal(folder):
-            yield _StageBatch(stage, num_updates, sampled, rewarded)
+            yield JournalBatch(stage, num_updates, sampled, rewarded)
 
 
 def _read_answers(
@@ -209,7 +210,7 @@ class _SeenSteps:
     first: int | None = None
     last: int = 0
 
-    def add(self, batch: _StageBatch) -> None:
+    def add(self, batch: JournalBatch) -> None:
         if self.first is None:
             self.first = batch.first_step
         self.first = min(self.first, batch.first_step)
@@ -235,7 +236,7 @@ class _Counted:
 def _matching(
     folders: list[tuple[str | None, Path]], choice: RolloutChoice, seen_steps: _SeenSteps
 ) -> Iterator[ReadAnswer]:
-    for batch in _batches(folders):
+    for batch in journal_batches(folders):
         seen_steps.add(batch)
         if choice.step is not None and not batch.first_step <= choice.step <= batch.last_step:
             continue
@@ -258,7 +259,7 @@ def _nothing(run: Path, choice: RolloutChoice, seen_steps: _SeenSteps) -> str:
     return f"{run}: the answers of these steps have no rewards yet. Try again in a moment."
 
 
-def _answers(batch: _StageBatch) -> Iterator[ReadAnswer]:
+def _answers(batch: JournalBatch) -> Iterator[ReadAnswer]:
     sampled = batch.sampled
     rewarded = batch.rewarded
     # All prompts of a batch have the same number of answers, one prompt after the other.
@@ -294,7 +295,7 @@ def _answers(batch: _StageBatch) -> Iterator[ReadAnswer]:
         )
 
 
-def _figures(batch: _StageBatch) -> RolloutFigures:
+def _figures(batch: JournalBatch) -> RolloutFigures:
     sampled = batch.sampled
     rewarded = batch.rewarded
     answers = sampled.answers

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,9 +60,8 @@ from headway.rollout.rows import StepRows, TrainedAnswer, answer_step
 from headway.rollout.sampler import AnswerRequest, DrawnAnswer, PolicySampler, SamplerSettings
 from headway.runtime.progress import progress
 from headway.store.checksums import Checksums
+from headway.tasks.answers import AnswerGroup, rated
 from headway.tasks.base import StepInfo
-from headway.tasks.grpo import SCORED
-from headway.tasks.grpo import Config as PolicyConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,6 +175,8 @@ class _Group:
     answers: tuple[SampledAnswer, ...]
     rewards: tuple[float, ...]
     old: tuple[Floats, ...] = ()
+    advantages: tuple[float, ...] = ()
+    """By the task, once it is known which groups are trained on."""
 
     @property
     def has_signal(self) -> bool:
@@ -615,8 +616,7 @@ class Rollouts:
         ]
         step = answer_step(answers, self.step_rows(), self.state.epoch)
         info = StepInfo(self.state.step, 1, training=False)
-        policy = self.recipe.objective
-        assert isinstance(policy, PolicyConfig)
+        frozen = self.recipe.objective.needs.frozen
         old: dict[int, Floats] = {}
         divergence: dict[int, float] = {}
         log_probs = self.state.engine.token_log_probs(step.batch.microbatches, info, self.drawn)
@@ -625,8 +625,9 @@ class Rollouts:
         ):
             reference = None
             if self.score is not None:
+                assert frozen is not None and frozen.token_column is not None
                 scored_micro = self.score(micro.to(self.compute.device))
-                reference = scored_micro.extra[SCORED].float().cpu().numpy()
+                reference = scored_micro.extra[frozen.token_column].float().cpu().numpy()
             here = values.float().cpu().numpy()
             for answer, row, first in places:
                 part = slice(first, first + len(answers[answer].ids))
@@ -837,13 +838,10 @@ class RolloutLoader:
     def _step(self, groups: Sequence[_Group], collected: _Collected, update: int) -> StepBatch:
         rollouts = self._rollouts
         rollout = rollouts.recipe.rollout
-        policy = rollouts.recipe.objective
-        assert isinstance(policy, PolicyConfig)
         answers: list[TrainedAnswer] = []
         for group in groups:
-            advantages = policy.advantages(group.rewards)
             for index, (answer, advantage) in enumerate(
-                zip(group.answers, advantages, strict=True)
+                zip(group.answers, group.advantages, strict=True)
             ):
                 old = None
                 if rollout.num_updates > 1:
@@ -922,16 +920,25 @@ class RolloutLoader:
         # may have fewer prompts than a rollout has updates: some then train on the same answers.
         groups += without_signal[: max(0, rollout.updates - len(groups))]
         groups = [groups[index % len(groups)] for index in range(max(len(groups), rollout.updates))]
+        groups = self._rate(groups)
         version = min(sampled.version for sampled, _ in sampled_batches)
         return _Collected(groups, version, self._facts(sampled_batches), before, after, epoch)
+
+    def _rate(self, groups: Sequence[_Group]) -> list[_Group]:
+        """The groups of a rollout with the advantages of their answers."""
+        asked = [
+            AnswerGroup(group.rewards, tuple(len(answer.ids) for answer in group.answers))
+            for group in groups
+        ]
+        advantages = rated(self._rollouts.recipe.objective, asked)
+        return [replace(group, advantages=of) for group, of in zip(groups, advantages, strict=True)]
 
     def _groups(
         self, sampled: SampledBatch, rewarded: RewardedBatch, start: int
     ) -> Iterator[_Group]:
         """The answers of a batch by their prompts, with the rewards that count."""
         rollouts = self._rollouts
-        policy = rollouts.recipe.objective
-        assert isinstance(policy, PolicyConfig)
+        weight = rollouts.recipe.objective.reward_divergence
         totals = list(rewarded.totals)
         old: tuple[Floats, ...] = ()
         if rollouts.needs_scores:
@@ -939,7 +946,7 @@ class RolloutLoader:
             old = scored.old
             if scored.divergence:
                 totals = [
-                    total - policy.beta * divergence
+                    total - weight * divergence
                     for total, divergence in zip(totals, scored.divergence, strict=True)
                 ]
         samples = rollouts.recipe.rollout.samples

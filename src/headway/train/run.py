@@ -41,7 +41,6 @@ from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.tasks.base import StepInfo
-from headway.tasks.grpo import AGREEMENT, DIFFERING
 from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackRequests, RunCallbacks
 from headway.track.console import Console
@@ -361,6 +360,21 @@ class Run:
 
     def _check_agreement(self, record: dict[str, Any]) -> None:
         """Give up where trainer and sampler no longer compute the same probabilities."""
+        if self.rollouts is None:
+            return
+        from headway.tasks.answers import AGREEMENT, DIFFERING
+
+        rollout = self.recipe.rollout
+        limit = rollout.difference_limit
+        lacks_mean = limit is not None and AGREEMENT not in record
+        if lacks_mean or (rollout.exact and DIFFERING not in record):
+            self.healer.gave_up = (
+                f"step {record['step']}: objective {self.recipe.objective.kind} does not report how "
+                "far trainer and sampler are apart, which rollout.difference_limit and exact "
+                "compare. Add SampledTokens.agreement() to the metrics of its loss, or set "
+                "difference_limit to null and exact to false"
+            )
+            return
         differing = record.get(DIFFERING)
         if differing:
             self.healer.gave_up = (
@@ -370,7 +384,6 @@ class Run:
                 "to train on"
             )
             return
-        limit = self.recipe.rollout.difference_limit
         difference = record.get(AGREEMENT)
         if limit is None or difference is None or difference <= limit:
             return

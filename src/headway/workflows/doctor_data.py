@@ -33,7 +33,7 @@ from headway.train.resolve import Resolved, resolve
 from headway.train.run_form import run_form
 from headway.train.staged_run import check_stages
 from headway.train.stages import expand
-from headway.workflows.doctor_prompts import ShownPrompt, check_prompts
+from headway.workflows.doctor_prompts import SampledSignal, ShownPrompt, check_prompts
 from headway.workflows.far_check import far_check
 
 ROUND_TRIP_TEXTS = 2000
@@ -72,6 +72,8 @@ class DataCheckup:
     samples: tuple[SourceSamples, ...] = field(default_factory=tuple)
     prompts: tuple[ShownPrompt, ...] = ()
     """Where rows are sampled: prompts with sampled answers instead of documents."""
+    signal: SampledSignal | None = None
+    """From how many of these prompts a policy could learn."""
 
 
 def resolve_all(recipe: Recipe) -> list[tuple[str | None, Resolved]]:
@@ -100,8 +102,8 @@ def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions
         return DataCheckup(stage, (Check("samples", "ok", detail),))
 
     if recipe.objective.needs.rollouts:
-        prompt_checks, shown = check_prompts(resolved, data, options.documents, options.wanted)
-        return DataCheckup(stage, tuple(prompt_checks), prompts=tuple(shown))
+        checkup = check_prompts(resolved, data, options.documents, options.wanted)
+        return DataCheckup(stage, checkup.checks, prompts=checkup.prompts, signal=checkup.signal)
 
     end_ids = frozenset[int]()
     if resolved.weights:

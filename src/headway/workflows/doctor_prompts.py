@@ -1,5 +1,6 @@
 """`headway doctor data` of a recipe whose rows are sampled: a resolved recipe comes in; checks of its
-prompts and rewards, and a few prompts with what sampled answers earn, go out.
+prompts and rewards, a few prompts with what sampled answers earn, and how many of these prompts a
+policy could learn from, go out.
 
 Trains nothing and makes no run folder. Answers are sampled from the weights that the run would
 start from; without any there are prompts alone.
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,8 +26,13 @@ from headway.rollout.prompts import PromptSource, RolloutPrompt
 from headway.runtime.device import choose_compute
 from headway.train.resolve import Resolved
 
-ANSWERS = 4
-"""Sampled answers to a prompt that is shown."""
+if TYPE_CHECKING:
+    from headway.infer.generate import Generation
+
+MOST_ANSWERS = 8
+"""Sampled answers to a prompt that is shown, where a group of the run has more."""
+MOST_WITHOUT_SIGNAL = 0.8
+"""The share of prompts without signal above which the prompts do not suit the model."""
 CUT = ("length", "context")
 """Why an answer ended that the model did not end."""
 
@@ -50,11 +57,36 @@ class ShownPrompt:
     tokens: int
     text: str
     answers: tuple[JudgedAnswer, ...] = ()
+    has_signal: bool | None = None
+    """Whether its answers earn different rewards, so that training on them teaches something; None
+    without rewards.
+    """
+
+
+@dataclass(frozen=True)
+class SampledSignal:
+    """From how many of the prompts that are shown the model could learn."""
+
+    prompts: int
+    answers: int
+    """To each of them; a group of the run may have more."""
+    without_signal: float
+    """The share of prompts whose answers all earn the same."""
+
+
+@dataclass(frozen=True)
+class PromptCheckup:
+    """What was found in prompts and rewards."""
+
+    checks: tuple[Check, ...]
+    prompts: tuple[ShownPrompt, ...]
+    signal: SampledSignal | None = None
+    """None where no answers were sampled, or no reward scores them."""
 
 
 def check_prompts(
     resolved: Resolved, data: OpenData, count: int, wanted: Sequence[int] = ()
-) -> tuple[list[Check], list[ShownPrompt]]:
+) -> PromptCheckup:
     """The checks, and up to `count` prompts of the training data, spread over it."""
     sources = [member.selection.source for member in data.train]
     prompts = [
@@ -77,15 +109,20 @@ def check_prompts(
         checks.append(
             Check("rewards", "fail", str(problem), "Correct it; training would stop too.")
         )
-        return checks, shown
+        return PromptCheckup(tuple(checks), tuple(shown))
 
     checks.append(check)
-    if rewarded:
-        shown = [
-            ShownPrompt(prompt.number, prompt.place, prompt.tokens, prompt.text, judged)
-            for prompt, judged in zip(shown, rewarded, strict=True)
-        ]
-    return checks, shown
+    if not rewarded:
+        return PromptCheckup(tuple(checks), tuple(shown))
+    shown = [
+        replace(prompt, answers=judged, has_signal=_has_signal(judged))
+        for prompt, judged in zip(shown, rewarded, strict=True)
+    ]
+    signal = SampledSignal(
+        len(shown), len(rewarded[0]), fmean(not prompt.has_signal for prompt in shown)
+    )
+    checks.append(_signal_check(signal, resolved.recipe.rollout.samples))
+    return PromptCheckup(tuple(checks), tuple(shown), signal)
 
 
 def _lengths(resolved: Resolved, prompts: Sequence[RolloutPrompt]) -> Check:
@@ -122,8 +159,8 @@ def _show(resolved: Resolved, prompts: Sequence[RolloutPrompt], number: int) -> 
     return ShownPrompt(number, prompt.place, len(prompt.ids), text)
 
 
-def _sample(resolved: Resolved, prompts: Sequence[RolloutPrompt]) -> list[list[tuple[str, bool]]]:
-    """For each prompt the texts of its answers, and whether the model ended them."""
+def _sample(resolved: Resolved, prompts: Sequence[RolloutPrompt]) -> list[list[Generation]]:
+    """The answers to each prompt, drawn as the run draws them."""
     source = resolved.recipe.init.source
     if source is None or not prompts:
         return []
@@ -134,26 +171,32 @@ def _sample(resolved: Resolved, prompts: Sequence[RolloutPrompt]) -> list[list[t
     compute = choose_compute(resolved.recipe.device, resolved.recipe.precision)
     loaded = load_model(source, device=compute.device, dtype=compute.dtype)
     rollout = resolved.recipe.rollout
+    samples = min(rollout.samples, MOST_ANSWERS)
     options = GenerateOptions(
         max_new_tokens=rollout.max_new_tokens,
-        sampling=Sampling(temperature=rollout.temperature, seed=resolved.recipe.seed),
-        rows=ANSWERS,
+        sampling=Sampling(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            seed=resolved.recipe.seed,
+        ),
+        rows=samples,
     )
     inputs = [
         (f"{prompt.place} {sample}", list(prompt.ids))
         for prompt in prompts
-        for sample in range(ANSWERS)
+        for sample in range(samples)
     ]
     generations = generate_from_ids(loaded, inputs, options)
-    texts = [(each.text, each.stopped_by not in CUT) for each in generations]
-    return [texts[first : first + ANSWERS] for first in range(0, len(texts), ANSWERS)]
+    return [generations[first : first + samples] for first in range(0, len(inputs), samples)]
 
 
 def _judge(
     resolved: Resolved,
     prompts: Sequence[RolloutPrompt],
     numbers: Sequence[int],
-    answers: Sequence[Sequence[tuple[str, bool]]],
+    answers: Sequence[Sequence[Generation]],
 ) -> tuple[list[tuple[JudgedAnswer, ...]], Check]:
     """The answers with their rewards. Refuses records that a reward cannot read."""
     recipe = resolved.recipe
@@ -166,16 +209,17 @@ def _judge(
             return [], Check("rewards", "ok", f"{names}: the columns that they read are there")
 
         requests: list[RewardAnswer] = []
-        for number, texts in zip(numbers, answers, strict=True):
-            for text, is_finished in texts:
-                prompt = prompts[number]
+        for number, generations in zip(numbers, answers, strict=True):
+            prompt = prompts[number]
+            for generation in generations:
                 requests.append(
                     RewardAnswer(
                         len(requests),
                         prompt.messages,
-                        text,
+                        generation.text,
                         prompt.record,
-                        finished=is_finished,
+                        tokens=len(generation.token_ids),
+                        finished=generation.stopped_by not in CUT,
                     )
                 )
         scores = panel.score(requests)
@@ -183,8 +227,34 @@ def _judge(
         JudgedAnswer(request.text, score.total, score.parts, score.problems)
         for request, score in zip(requests, scores, strict=True)
     ]
-    groups = [tuple(judged[first : first + ANSWERS]) for first in range(0, len(judged), ANSWERS)]
+    samples = len(answers[0])
+    groups = [tuple(judged[first : first + samples]) for first in range(0, len(judged), samples)]
     return groups, _verdict(names, groups)
+
+
+def _has_signal(answers: Sequence[JudgedAnswer]) -> bool:
+    """Whether an advantage, which compares answers to one prompt, is anything but 0."""
+    return len({answer.reward for answer in answers}) > 1
+
+
+def _signal_check(signal: SampledSignal, samples: int) -> Check:
+    """Whether there is anything to learn from these prompts."""
+    count = round(signal.without_signal * signal.prompts)
+    detail = (
+        f"{count} of {signal.prompts} prompts ({signal.without_signal:.0%}) without signal: all "
+        f"{signal.answers} answers to each earn the same, which teaches nothing"
+    )
+    if samples > signal.answers:
+        detail += f"; of {samples} answers, as in the run, fewer do"
+    if signal.without_signal <= MOST_WITHOUT_SIGNAL:
+        return Check("signal", "ok", detail)
+    return Check(
+        "signal",
+        "warn",
+        detail,
+        "Look at more prompts (--samples 20). If most have none, choose easier or harder prompts, "
+        "or a reward with more steps.",
+    )
 
 
 def _verdict(names: str, groups: Sequence[tuple[JudgedAnswer, ...]]) -> Check:
@@ -202,14 +272,5 @@ def _verdict(names: str, groups: Sequence[tuple[JudgedAnswer, ...]]) -> Check:
             "warn",
             f"{detail}; {len(problems)} could not be judged: {problems[0]}",
             "Look at the records and at the settings of the reward.",
-        )
-    # An advantage compares answers to one prompt: where all earn the same there is none.
-    if min(rewards) == max(rewards):
-        return Check(
-            "rewards",
-            "warn",
-            f"{detail}; equal rewards teach nothing",
-            "Look at more prompts (--samples 20). If all are equal, choose easier or harder "
-            "prompts, or a reward with more steps.",
         )
     return Check("rewards", "ok", detail)

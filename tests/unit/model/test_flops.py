@@ -1,5 +1,6 @@
 """The arithmetic a token needs: by hand, by published numbers, and by counting what the engine really multiplies."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops, visible_tokens
-from headway.model.layout import num_parameters, param_specs
+from headway.model.layout import ParamSpec, num_parameters, param_specs
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
@@ -88,6 +89,26 @@ def test_a_loras_base_counts_four_and_its_own_matrices_six() -> None:
         flops.matrices == 4 * (3 * BLOCK + VOCAB) + 6 * 3 * (rank * 32 + 32 * rank) - 2 * unreached
     )
     assert flops.attention == 3 * 3 * CORE
+
+
+@pytest.mark.parametrize(
+    "part", ["q_proj", "o_proj", "post_attention_layernorm", "gate_proj", "down_proj"]
+)
+def test_where_backward_ends_is_said_by_specs_not_by_names(part: str) -> None:
+    trained = [
+        spec.name for spec in param_specs(SMALL) if spec.stage == 1 and part in spec.name.split(".")
+    ]
+    assert len(trained) == 1
+    renamed: dict[str, ParamSpec] = {}
+    other_name: dict[str, str] = {}
+    for number, spec in enumerate(param_specs(SMALL)):
+        other_name[spec.name] = spec.name
+        if isinstance(spec.stage, int):
+            other_name[spec.name] = f"weights.{number}"
+        renamed[other_name[spec.name]] = replace(spec, name=other_name[spec.name])
+    flops = token_flops(SMALL, SEQ, specs=renamed, training=[other_name[trained[0]]])
+    assert flops == token_flops(SMALL, SEQ, training=trained)
+    assert flops != token_flops(SMALL, SEQ, training=["model.layers.1.input_layernorm.weight"])
 
 
 def test_gates_over_frozen_weights_train_none_of_them() -> None:

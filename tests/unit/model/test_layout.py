@@ -9,7 +9,7 @@ from support.initial_weights import initialize
 
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.model.layout import ParamSpec, num_parameters, param_specs
+from headway.model.layout import ParamSpec, num_parameters, param_specs, spec_by_name
 from headway.model.presets import PRESETS
 from headway.model.transformer import Transformer
 
@@ -32,6 +32,26 @@ def test_specs_name_the_parameters_of_the_module_in_its_order(config: ModelConfi
         (n, tuple(p.shape)) for n, p in model.named_parameters()
     ]
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+DEEP = [
+    *VARIANTS,
+    SMALL.with_(norm_placement="both", experts={"num": 4, "per_token": 2, "shared_ffn_size": 16}),
+    SMALL.with_(num_kv_heads=None, latent_attention={"q_rank": 16, "kv_rank": 8}),
+    SMALL.with_(short_convolution={"taps": 3, "layers": (0,)}),
+    SMALL.with_(linear_attention={"key_heads": 2, "value_heads": 2, "layers": (0,)}),
+    SMALL.with_(state_space={"heads": 4, "head_dim": 16, "state_size": 8, "layers": (0,)}),
+]
+
+
+@pytest.mark.parametrize("config", DEEP)
+def test_a_published_name_says_the_depth_of_our_parameter_of_that_name(config: ModelConfig) -> None:
+    specs = [spec for spec in param_specs(config) if isinstance(spec.stage, int)]
+    assert len({spec.depth for spec in specs}) > 4
+    for spec in specs:
+        # A norm without a word of its own stands behind the state of a layer that has one.
+        if not spec.name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")):
+            assert spec_by_name(spec.name, spec.shape, spec.stage).depth == spec.depth, spec.name
 
 
 @pytest.mark.parametrize("config", VARIANTS)

@@ -11,12 +11,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from headway.data.config import DataConfig, SourceConfig
+from headway.data.groups import is_preference, num_pairs
 from headway.errors import ConfigError, DataError
 from headway.prepare.build import BuildOptions, build_store, cached_store
 from headway.prepare.sources import prepare_source
 from headway.store.open import open_source
 from headway.store.reader import Store, open_store
-from headway.tasks.preference.source import is_preference, num_pairs
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 

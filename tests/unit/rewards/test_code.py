@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -415,13 +415,14 @@ def test_a_closed_panel_leaves_no_program(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     opened = panel(folders=[str(tmp_path)], test_timeout=600.0, timeout=600.0)
     program = f"f = open({str(fifo)!r}, 'w'); f.write('x'); f.flush()\nwhile True: pass"
-    thread = threading.Thread(target=opened.score, args=([answer(program, TEXTS)],))
-    thread.start()
-    with fifo.open() as pipe:
-        assert pipe.read(1) == "x"
-        opened.close()
-        assert pipe.read() == ""
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        scores = thread.submit(opened.score, [answer(program, TEXTS)])
+        with fifo.open() as pipe:
+            assert pipe.read(1) == "x"
+            opened.close()
+            assert pipe.read() == ""
+        with pytest.raises(CancelledError):
+            scores.result(20)
 
 
 @pytest.mark.parametrize(

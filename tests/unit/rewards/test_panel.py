@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -387,13 +387,15 @@ def test_a_panel_that_is_closed_ends_a_reward_that_runs(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     body = f"f = open({str(fifo)!r}, 'w')\nf.write('x')\nf.flush()\ntime.sleep(600)"
     opened = panel(user_reward(tmp_path, body, timeout=600.0))
-    thread = threading.Thread(target=opened.score, args=([answer("4")],))
-    thread.start()
-    with fifo.open() as pipe:
-        assert pipe.read(1) == "x"
-        opened.close()
-        assert pipe.read() == ""
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        scores = thread.submit(opened.score, [answer("4")])
+        with fifo.open() as pipe:
+            assert pipe.read(1) == "x"
+            opened.close()
+            assert pipe.read() == ""
+        # A score of 0 would be taken for what the reward says.
+        with pytest.raises(CancelledError):
+            scores.result(20)
 
 
 def test_settings_are_plain_data_again(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.policy_steps import floats
 
+from headway.data.batch import ADVANTAGE, ANSWERS, OLD, SAMPLED
 from headway.errors import DataError
 from headway.rollout.rows import AnswerStep, StepRows, TrainedAnswer, answer_step
-from headway.tasks.grpo import ADVANTAGE, ANSWERS, OLD, SAMPLED
 
 SHAPES = [StepRows(24, 5, 1), StepRows(24, 2, 3), StepRows(64, 12, 2), StepRows(16, 3, 20)]
 

@@ -16,7 +16,7 @@ from headway.model.base import build_frozen_model
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 from headway.tasks.base import SeenRows, StepInfo
 from headway.tasks.dpo import DPO, GAINS, Config
-from headway.tasks.preference.loss import PairColumns, Pairs, document_sums
+from headway.tasks.preference.loss import PairColumns, Pairs
 from headway.train.frozen_model import score_with
 
 
@@ -161,7 +161,7 @@ def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
 
 def test_document_sums_are_sums_over_documents() -> None:
     batch = pair_batch([PAIRS[:2], PAIRS[2:3]], seq_len=32)
-    lengths = document_sums(batch.loss_weight, batch)
+    lengths = batch.sum_documents(batch.loss_weight)
     assert lengths[0].tolist() == [5, 2, 2, 5, 0, 0, 0, 0]
     assert lengths[1].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
 

@@ -26,7 +26,8 @@ def test_a_step_with_rollouts_begins_with_its_reward_and_has_two_more_lines() ->
         "answer/tokens": 187.0,
         "answer/cut": 0.04,
         "rollout/no_signal": 0.25,
-        "clipped/high": 0.0,
+        "clipped/low": 0.01,
+        "clipped/high": 0.12,
         "rollout_share": 0.61,
         "rollout/tokens_per_second": 12_340.0,
         "update_tokens_per_second": 45_600.0,
@@ -34,11 +35,26 @@ def test_a_step_with_rollouts_begins_with_its_reward_and_has_two_more_lines() ->
     }
     assert step_line(3, 10, metrics) == "3/10  reward 0.4125  loss 1e-08"
     assert list(rollout_lines(metrics)) == [
-        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%  clipped 0%",
-        "  rollouts 61%  sampling 12.3k tok/s  updates 45.6k tok/s  staleness 1",
+        "  entropy 0.38  kl 0.01  agreement 2.1e-07  tokens 187  cut 4%  no signal 25%",
+        "  rollouts 61%  sampling 12.3k tok/s  updates 45.6k tok/s  clip low 1%  clip high 12%  staleness 1",
     ]
     assert max(len(line) for line in rollout_lines(metrics)) <= 100
     assert list(rollout_lines({"loss": 1.0})) == []
+
+
+def test_the_line_of_v_repeats_no_number_of_the_lines_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = {
+        "reward": 0.5,
+        "rollout/prompts": 8.0,
+        "clipped/low": 0.01,
+        "update_tokens_per_second": 45_600.0,
+        "micro_num": 4,
+    }
+    with caplog.at_level(logging.DEBUG, "headway"):
+        Console().log(3, metrics)
+    assert caplog.messages[-1] == "  rollout/prompts 8  micro_num 4"
 
 
 def test_a_step_line_shows_sparsity_and_its_target() -> None:

@@ -181,6 +181,7 @@ def adapted_spec(name: str, shape: tuple[int, ...], known: Specs) -> ParamSpec:
         covers="part",
         start="given",
         groups=inherited | in_groups("adapter"),
+        depth=weight.depth,
     )
     # A of a row-split matrix is split by its inputs, B and the magnitude of another by their
     # outputs. The rest is whole on every rank.

@@ -23,36 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import model_validator
 
 from headway.config.section import setting
+from headway.data.batch import SCORED
 from headway.tasks.base import ReferenceSpec, TaskConfig, TaskNeeds, UsualRates
 
 if TYPE_CHECKING:
-    from headway.kernels.policy_scores import DrawnFrom
+    from headway.tasks.answers import AnswerGroup
     from headway.tasks.grpo.loss import PolicyTask
 
-ADVANTAGE = "policy.advantage"
-"""Column of a microbatch: the advantage of the answer that a target belongs to, fp32 [rows, T]."""
-SAMPLED = "policy.sampled"
-"""Column: the log-probability with which a target was sampled, fp32 [rows, T]."""
-OLD = "policy.old"
-"""Column: the trainer's log-probability of a target before the first update on these answers, fp32
-[rows, T]. Absent where the only update is the first."""
-KEPT = "policy.kept"
-"""Column: the ids that a target was drawn from, int32 [rows, T, K], -1 behind the last; absent where
-the sampling is not cut."""
-SCORED = "policy.scored"
-"""Column: the frozen model's log-probability of a target, fp32 [rows, T]; absent without one."""
-AGREEMENT = "agreement/mean"
-"""Metric: how far the log-probabilities of trainer and sampler are apart, on average."""
-DIFFERING = "agreement/differing"
-"""Metric: the share of tokens whose log-probability of the trainer has other bits than the
-sampler's; with `rollout.exact`."""
-ANSWERS = "answers"
-"""The total of a step that counts its answers."""
 SMALLEST_STD = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
 
@@ -163,10 +145,6 @@ class Config(TaskConfig):
     )
     importance_cap: float = setting(2.0, "Upper bound of that weight.", gt=0)
 
-    _drawn: Any = PrivateAttr(None)
-    _longest: int = PrivateAttr(1)
-    _exact: bool = PrivateAttr(False)
-
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if self.teacher is not None and self.beta:
@@ -209,6 +187,29 @@ class Config(TaskConfig):
             frozen = ReferenceSpec(self.reference, cached=False, token_column=SCORED)
         return TaskNeeds(frozen=frozen, rollouts=True)
 
+    @property
+    def needs_rewards(self) -> bool:
+        """A teacher judges every token by itself."""
+        return self.teacher is None
+
+    @property
+    def fewest_samples(self) -> int:
+        """Answers are compared with each other, unless a teacher judges them."""
+        if self.teacher is None:
+            return 2
+        return 1
+
+    @property
+    def reward_divergence(self) -> float:
+        """`beta`, where the divergence is part of the reward."""
+        if self.kl_in == "reward":
+            return self.beta
+        return 0.0
+
+    def advantages_of(self, groups: Sequence[AnswerGroup]) -> list[list[float]]:
+        """Every prompt by itself."""
+        return [self.advantages(group.rewards) for group in groups]
+
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """The advantages of the answers to one prompt, by the table above."""
         count = len(rewards)
@@ -224,16 +225,8 @@ class Config(TaskConfig):
         variance = math.fsum(deviation**2 for deviation in deviations) / (count - 1)
         return [deviation / (math.sqrt(variance) + SMALLEST_STD) for deviation in deviations]
 
-    def with_sampling(self, drawn: DrawnFrom, longest: int, *, exact: bool = False) -> Config:
-        """These settings with those of the sampling, which the loss needs."""
-        config = self.model_copy()
-        config._drawn = drawn
-        config._longest = longest
-        config._exact = exact
-        return config
-
     def build(self) -> PolicyTask:
         """Make the objective."""
         from headway.tasks.grpo.loss import PolicyTask
 
-        return PolicyTask(self, self._drawn, self._longest, exact=self._exact)
+        return PolicyTask(self, self.answer_sampling)

@@ -24,25 +24,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from headway.tasks.base import LARGEST, Collectives, Loss, MetricSums, StepInfo, Term
-from headway.tasks.grpo import (
-    ADVANTAGE,
-    AGREEMENT,
-    ANSWERS,
-    DIFFERING,
-    KEPT,
-    OLD,
-    SAMPLED,
-    SCORED,
-    Config,
-)
-from headway.tasks.preference.loss import document_sums
+from headway.data.batch import ANSWERS
+from headway.tasks.answers import AnswerSampling, SampledTokens
+from headway.tasks.base import Collectives, Loss, MetricSums, StepInfo, Term
+from headway.tasks.grpo import Config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
-    from headway.kernels.policy_scores import DrawnFrom
     from headway.model.base import ModelOut
 
 MOST_LOG_RATIO = 30.0
@@ -55,48 +45,29 @@ class PolicyTask:
     scope: Literal["row", "step"] = "row"
     module: nn.Module | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        drawn: DrawnFrom | None = None,
-        longest: int = 1,
-        *,
-        exact: bool = False,
-    ) -> None:
-        """`drawn`: the distribution of the answers' tokens; None: the model's own. `longest`:
-        tokens of the longest answer there may be. `exact`: count tokens whose bits differ."""
-        from headway.kernels.policy_scores import DrawnFrom
-
+    def __init__(self, config: Config, sampling: AnswerSampling) -> None:
         self.config = config
         self.parts = config.parts
-        self.drawn = drawn or DrawnFrom()
-        self.longest = longest
-        self.exact = exact
+        self.sampling = sampling
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The terms of one microbatch."""
         import torch
 
-        mask = batch.loss_weight
-        scores = out.head.policy(batch.targets, self.drawn, batch.extra.get(KEPT))
-        # Beside answers there is nothing to learn, and no number that may be used.
-        log_prob = torch.where(mask > 0, scores.log_prob, 0.0)
-        old = batch.extra.get(OLD)
-        if old is None:
-            old = log_prob.detach()
-        sampled = batch.extra[SAMPLED]
-        scored = batch.extra.get(SCORED)
-        if scored is not None:
-            scored = torch.where(mask > 0, scored, 0.0)
+        answers = SampledTokens.read(out, batch, self.sampling)
+        mask = answers.mask
+        log_prob = answers.log_prob
+        old = answers.old
+        scored = answers.scored
 
-        advantage = batch.extra[ADVANTAGE]
+        advantage = answers.advantage
         if self.config.teacher is not None:
             assert scored is not None
             advantage = advantage + self.config.teacher_weight * (scored - old)
-        lengths = document_sums(mask, batch)
+        lengths = batch.sum_documents(mask)
         log_ratio = self._log_ratio(log_prob - old, mask, lengths, batch)
         ratio = log_ratio.clamp(max=MOST_LOG_RATIO).exp()
-        importance = self._importance(old - sampled, mask, lengths, batch)
+        importance = self._importance(old - answers.sampled, mask, batch)
 
         clip_low = self.parts.clip_low
         if clip_low is None:
@@ -113,10 +84,10 @@ class PolicyTask:
         terms = {"policy": Term(-(weight * importance * value).sum(), per=per)}
         tokens = mask.sum()
         metrics: MetricSums = {
-            "entropy": ((scores.entropy.detach() * mask).sum(), tokens),
+            "entropy": ((answers.entropy.detach() * mask).sum(), tokens),
             "clipped/low": ((is_low * mask).sum(), tokens),
             "clipped/high": ((is_high * mask).sum(), tokens),
-            **self._agreement(old - sampled, importance, mask),
+            **self._agreement(answers, importance),
         }
         if scored is not None:
             kl = self._kl(scored - log_prob)
@@ -125,7 +96,7 @@ class PolicyTask:
                 terms["kl"] = Term((weight * kl).sum(), per=per, coefficient=self.config.beta)
         if self.config.entropy:
             terms["entropy"] = Term(
-                (scores.entropy * mask).sum(), per="targets", coefficient=-self.config.entropy
+                (answers.entropy * mask).sum(), per="targets", coefficient=-self.config.entropy
             )
         return Loss(terms, metrics)
 
@@ -134,14 +105,12 @@ class PolicyTask:
         token."""
         if self.parts.ratio == "token":
             return difference
-        sums = document_sums(difference * mask, batch)
+        sums = batch.sum_documents(difference * mask)
         if self.parts.ratio == "sequence":
             sums = sums / lengths.clamp(min=1)
-        return _per_token(sums, batch)
+        return batch.per_token(sums)
 
-    def _importance(
-        self, difference: Tensor, mask: Tensor, lengths: Tensor, batch: Batch
-    ) -> Tensor:
+    def _importance(self, difference: Tensor, mask: Tensor, batch: Batch) -> Tensor:
         """The weight that corrects for the sampler's arithmetic, [B,T]; no gradient."""
         import torch
 
@@ -149,7 +118,7 @@ class PolicyTask:
             return torch.ones_like(difference)
         difference = difference.detach() * mask
         if self.config.importance == "sequence":
-            difference = _per_token(document_sums(difference, batch), batch)
+            difference = batch.per_token(batch.sum_documents(difference))
         return difference.clamp(max=MOST_LOG_RATIO).exp().clamp(max=self.config.importance_cap)
 
     def _weights(self, mask: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, str]:
@@ -158,8 +127,8 @@ class PolicyTask:
         if weighting == "token":
             return mask, "targets"
         if weighting == "longest":
-            return mask / self.longest, ANSWERS
-        return mask / _per_token(lengths.clamp(min=1), batch), ANSWERS
+            return mask / self.sampling.longest, ANSWERS
+        return mask / batch.per_token(lengths.clamp(min=1)), ANSWERS
 
     def _kl(self, difference: Tensor) -> Tensor:
         """The estimate of the KL divergence from d = log p_reference - log p, [B,T]."""
@@ -169,23 +138,10 @@ class PolicyTask:
             return difference.square() / 2
         return difference.clamp(max=MOST_LOG_RATIO).exp() - difference - 1
 
-    def _agreement(self, difference: Tensor, importance: Tensor, mask: Tensor) -> MetricSums:
-        """How far trainer and sampler are apart on the tokens that were drawn."""
-        distance = difference.detach().abs() * mask
-        tokens = mask.sum()
-        metrics: MetricSums = {
-            AGREEMENT: (distance.sum(), tokens),
-            f"agreement{LARGEST}": (distance.max(), tokens.new_ones(())),
-        }
-        if self.exact:
-            differs = (difference.detach() != 0).to(mask.dtype)
-            metrics[DIFFERING] = ((differs * mask).sum(), tokens)
+    def _agreement(self, answers: SampledTokens, importance: Tensor) -> MetricSums:
+        """How far trainer and sampler are apart, and how often the correction for it is cut."""
+        metrics = answers.agreement()
         if self.config.importance != "off":
-            is_cut = (importance >= self.config.importance_cap).to(mask.dtype)
-            metrics["agreement/cut"] = ((is_cut * mask).sum(), tokens)
+            is_cut = (importance >= self.config.importance_cap).to(answers.mask.dtype)
+            metrics["agreement/cut"] = ((is_cut * answers.mask).sum(), answers.mask.sum())
         return metrics
-
-
-def _per_token(per_document: Tensor, batch: Batch) -> Tensor:
-    """Give every token the value of its document: [B,S] -> [B,T]."""
-    return per_document.gather(1, batch.document.long())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headway.tasks.base import Collectives, FirstPass, Loss, MetricSums, StepInfo, Term
 from headway.tasks.kto.source import LABEL, RECORD, kl_completions
-from headway.tasks.preference.loss import REFERENCE, document_sums, share_right
+from headway.tasks.preference.loss import REFERENCE, share_right
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -144,9 +144,9 @@ def _gains(out: ModelOut, batch: Batch, reference: Tensor) -> tuple[Tensor, Tens
     """Of every document: the log-probability of its answer, the same minus the reference's, and
     whether it has an answer."""
     per_token, _ = out.head.scores(batch.targets)
-    log_prob = document_sums(per_token * batch.loss_weight, batch)
+    log_prob = batch.sum_documents(per_token * batch.loss_weight)
     # A document without a loss target is an empty slot.
-    has_answer = (document_sums(batch.loss_weight, batch) > 0).to(log_prob.dtype)
+    has_answer = (batch.sum_documents(batch.loss_weight) > 0).to(log_prob.dtype)
     return log_prob, log_prob - reference.to(log_prob.dtype), has_answer
 
 

@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from headway.data.batch import Batch
-from headway.data.groups import Columns, StoreGroups, marks_of
+from headway.data.groups import Columns, StoreGroups, is_preference, marks_of
 from headway.errors import ConfigError, DataError
 from headway.records.base import UNPAIRED_MARK
 from headway.records.unpaired import BAD, GOOD
 from headway.store.reader import Store, ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
-from headway.tasks.preference.source import is_preference
 
 if TYPE_CHECKING:
     from headway.data.config import DataConfig

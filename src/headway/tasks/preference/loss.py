@@ -78,8 +78,8 @@ class PairTask:
     def pairs(self, out: ModelOut, batch: Batch) -> Pairs:
         """Log-probabilities of the answers; logits exist for one chunk of tokens at a time."""
         log_prob, _ = out.head.scores(batch.targets)
-        chosen, rejected = sides(document_sums(log_prob * batch.loss_weight, batch))
-        chosen_length, rejected_length = sides(document_sums(batch.loss_weight, batch))
+        chosen, rejected = sides(batch.sum_documents(log_prob * batch.loss_weight))
+        chosen_length, rejected_length = sides(batch.sum_documents(batch.loss_weight))
 
         # without a reference, gains are the log-probabilities themselves
         chosen_gain = chosen
@@ -146,19 +146,6 @@ class PerTokenTask(PairTask):
             chosen_gain=torch.where(is_pair, chosen_mean, -1.0),
             rejected_gain=torch.where(is_pair, rejected_mean, -1.0),
         )
-
-
-def document_sums(per_token: Tensor, batch: Batch) -> Tensor:
-    """Add up a per-token value over each document: [rows, seq_len] -> [rows, documents of a
-    row]."""
-    import torch
-
-    numbers = torch.arange(
-        batch.bounds.shape[1] - 1, device=per_token.device, dtype=batch.document.dtype
-    )
-    inside = batch.document[:, None, :] == numbers[:, None]
-    # A masked sum rather than a scatter: the order of additions is fixed on every device.
-    return torch.where(inside, per_token[:, None, :], 0.0).sum(-1)
 
 
 def share_right(margin: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from headway.data.groups import Columns, DocumentReader, StoreGroups, marks_of
-from headway.errors import ConfigError, DataError
-from headway.records.base import PREFERENCE_MARK
+from headway.data.groups import Columns, DocumentReader, StoreGroups, is_preference, num_pairs
+from headway.errors import ConfigError
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, TokenSource
 from headway.tasks.preference import PAIR
@@ -146,23 +145,3 @@ class PairReader(DocumentReader):
         pairs = PairSource(source, self._num_pairs)
         self._num_pairs += pairs.num_documents
         return pairs
-
-
-def is_preference(store: Store) -> bool:
-    """Whether a store holds pairs: documents 2i (chosen) and 2i + 1 (rejected)."""
-    return PREFERENCE_MARK in marks_of(store)
-
-
-def num_pairs(store: Store) -> int:
-    """How many pairs a store holds; an error if it does not hold pairs."""
-    if not is_preference(store):
-        raise DataError(
-            f"{store.name}: holds no preference pairs. Make them with `headway data tokenize "
-            "--kind preference`."
-        )
-    if store.num_documents % 2:
-        raise DataError(
-            f"{store.name}: has {store.num_documents} documents, but pairs need an even number. "
-            "Build the store again."
-        )
-    return store.num_documents // 2

@@ -97,9 +97,9 @@ def fine_tune(demo: Demo) -> dict[str, Any]:
 
 def prefer(demo: Demo) -> dict[str, Any]:
     """Prefer the right answer to a wrong one, which belongs to another function."""
+    from headway.data.groups import num_pairs
     from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
-    from headway.tasks.preference.source import num_pairs
 
     # The same file name and order as the questions, so that the same ones are held out.
     raw = demo.pairs / "docstrings.jsonl"
@@ -198,9 +198,9 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     """
     from headway.checkpoint.stored_model import find_model
     from headway.config.load import load
-    from headway.eval.long_context import LongPlan, evaluate_long
+    from headway.eval.long_context import evaluate_long
     from headway.eval.long_report import kv_rows, write_long_report
-    from headway.eval.options import LongQuestions
+    from headway.eval.options import LongPlan, LongQuestions
     from headway.infer.load import load_model
     from headway.model.head_masks.choice import MaskSpec
     from headway.train.config import Recipe
