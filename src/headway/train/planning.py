@@ -27,7 +27,7 @@ from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
 from headway.train.resolve import Resolved, resolve
-from headway.train.rollout_check import check_rollouts, scores_rollouts
+from headway.train.rollout_check import check_rollouts
 from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
@@ -201,8 +201,8 @@ def rollout_shape(
         passes=rollout.passes,
         ahead=rollout.ahead > 0,
         refill=rollout.refill,
-        scores_first=rollout.num_updates > 1 or scores_rollouts(recipe),
-        reference_once=scores_rollouts(recipe),
+        scores_first=rollout.num_updates > 1 or recipe.objective.reward_divergence,
+        reference_once=recipe.objective.reward_divergence,
     )
 
 
