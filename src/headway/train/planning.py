@@ -201,8 +201,8 @@ def rollout_shape(
         passes=rollout.passes,
         ahead=rollout.ahead > 0,
         refill=rollout.refill,
-        scores_first=rollout.num_updates > 1 or recipe.objective.reward_divergence,
-        reference_once=recipe.objective.reward_divergence,
+        scores_first=rollout.num_updates > 1 or recipe.objective.reward_divergence > 0,
+        reference_once=recipe.objective.reward_divergence > 0,
     )
 
 
