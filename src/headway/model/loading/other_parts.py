@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.config.regular_file import require_regular
 from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families._experts import TURNED
 from headway.runtime.json_file import read_object
@@ -361,6 +362,7 @@ def kept_parts(run: Path) -> OtherParts | None:
     from safetensors import SafetensorError, safe_open
 
     try:
+        require_regular(folder / KEPT)
         with safe_open(folder / KEPT, framework="pt") as opened:
             others = dict.fromkeys(opened.keys(), KEPT)
     except (SafetensorError, OSError) as error:
