@@ -6,6 +6,8 @@ theirs  model.layers.0.mlp.experts.3.gate_proj.weight  [out, in], one for each e
                                                        exported
 fused   model.layers.0.mlp.experts.gate_up_proj        [experts, 2 out, in], gate before up, and
                                                        down_proj [experts, out, in]: read too
+turned  the fused form as [experts, in, 2 out] and [experts, in, out]: read as part of a whole model,
+        under the names of the fused form with `TURNED` behind them
 """
 
 from collections.abc import Collection, Mapping
@@ -19,6 +21,8 @@ from headway.model.families.base import HfPiece
 from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
 EXPERT_KEYS: Keys = {"num_experts_per_tok": "per_token", "router_aux_loss_coef": "aux_loss"}
+TURNED = "_turned"
+"""Ends the name under which a tensor is read whose matrices are the other way."""
 PLAIN_NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 
@@ -46,6 +50,10 @@ def expert_pieces(
     if stored is not None and fused in stored:
         start = config.expert_size if leaf == "up_proj" else 0
         return (HfPiece(fused, dim=1, start=start, stop=start + spec.shape[1]),)
+    if stored is not None and fused + TURNED in stored:
+        start = config.expert_size if leaf == "up_proj" else 0
+        stop = start + spec.shape[1]
+        return (HfPiece(fused + TURNED, dim=2, start=start, stop=stop, transposed=True),)
 
     # One tensor for each expert, in the order in which ours are stacked.
     assert config.experts is not None

@@ -42,6 +42,13 @@ class WholeClass:
         tied = set(model.all_tied_weights_keys) if self.is_tied else set()
         self.names = frozenset(self._state) - tied
 
+    def shape(self, inner: str) -> tuple[int, ...]:
+        """The shape of a tensor of the class; () where it has none of this name."""
+        value = self._state.get(inner)
+        if value is None:
+            return ()
+        return tuple(value.shape)
+
     def inner_name(self, name: str) -> str:
         """The name in the class of a tensor in a folder."""
         from transformers.core_model_loading import rename_source_key
