@@ -88,7 +88,7 @@ def _class_config(key: str) -> dict[str, Any]:
 
 def tower_names(parts: OtherParts) -> dict[str, str]:
     """Our name of every tensor of the tower -> its name in the folder."""
-    from headway.model.stock.whole import WholeClass
+    from headway.model.stock.classes import WholeClass
 
     whole = WholeClass(dict(parts.hf_config))
     names: dict[str, str] = {}

@@ -285,7 +285,7 @@ class _Whole:
                 f"model_type is {kind!r}, which has parts besides text. headway reads the text part of {', '.join(KNOWN)}. "
                 "Give a folder of its text model."
             )
-        from headway.model.stock.whole import WholeClass
+        from headway.model.stock.classes import WholeClass
 
         self.hf_config = hf_config
         self._class = WholeClass(hf_config)
