@@ -29,10 +29,13 @@ OPTIONS = GenerateOptions(max_new_tokens=8)
 NEW = ("--max-new-tokens", "8")
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+)
+def workspace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("service")
-    write_vision(folder / "model", build_vision(std=0.3))
+    model = build_vision(std=0.3, kind=request.param)
+    write_vision(folder / "model", model, kind=request.param)
     write_conversations(folder)
     return folder
 

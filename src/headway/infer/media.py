@@ -243,7 +243,8 @@ def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str,
 
 
 def encode_picture(loaded: LoadedModel, ref: MediaRef) -> np.ndarray:
-    """The features [rows * columns, width] of a picture, by the model's own vision tower."""
+    """The features [rows * columns, F] of a picture, by the model's own vision tower
+    (model/vision.py)."""
     shape = loaded.config.vision
     assert shape is not None
     grid, cells = read_cells(ref, shape.spec)
