@@ -12,7 +12,7 @@ cached   It reads every pair or record once before training and is freed. Its nu
          A run of less than one epoch scores only what it will read, in the rows of its own steps,
          into a file of its own next to that one. A run that is extended scores the rest.
 
-The table of cached numbers has one row per group (a pair, or a record and its mismatch):
+The table of cached numbers has one row per group (a pair, or a record and its KL completion):
 
     batch.extra[number] [rows, places] -> table[number] [rows, places, 2] -> columns of the task
 """
@@ -485,8 +485,8 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
 class _CachedScores:
     """Two log-probabilities of the reference for each group, in one table over all sources.
 
-    A group is a pair's answers, or a record and its mismatch. A row of the table is found by the
-    group's number, which counts over all sources. NaN where nothing was scored.
+    A group is a pair's answers, or a record and its KL completion. A row of the table is found by
+    the group's number, which counts over all sources. NaN where nothing was scored.
     """
 
     def __init__(
