@@ -21,8 +21,11 @@ ARG TORCH_INDEX=https://pypi.org/simple
 RUN pip install "torch>=2.11,<2.14" --index-url ${TORCH_INDEX}
 
 ARG EXTRAS=all,ray,wandb,mlflow
-COPY pyproject.toml README.md LICENSE NOTICE /src/
+COPY pyproject.toml setup.py README.md LICENSE NOTICE /src/
 COPY src /src/src
+# The image has no .git; with this `headway --version` says the commit: --build-arg COMMIT=$(git rev-parse --short=12 HEAD)
+ARG COMMIT=
+RUN if [ -n "${COMMIT}" ]; then echo "${COMMIT}" > /src/src/headway/commit.txt; fi
 RUN cd /src && pip install ".[${EXTRAS}]" && rm -rf /src && headway --version
 
 RUN useradd --create-home --shell /bin/bash headway && mkdir /work && chown headway:headway /work

@@ -6,12 +6,13 @@ JOBS ?= 2
 # One version of each package. `make constraints` resolves them afresh; CONSTRAINTS=/dev/null takes the newest that pyproject.toml admits.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help setup constraints vendor demo test slow test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve reference pictures wheel release-check bench clean
+.PHONY: help setup constraints vendor demo test slow test-extra test-gpu test-cluster drill-cluster check format drill mutants docs docs-serve reference pictures wheel release-check bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
 	@echo "make test      set up .venv and run the tests"
 	@echo "make slow      the tests of whole runs that make test leaves out (five minutes)"
+	@echo "make test-extra  both, with what some of them ask for: peft, TRL, lm-evaluation-harness, notebooks in a kernel (420 MB)"
 	@echo "make check     formatting, lint, types, import layers"
 	@echo "make drill     the long tests: full matrices, kill drills"
 	@echo "make test-gpu  the tests that need a CUDA device"
@@ -40,6 +41,11 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(PIP) -e ".[dev]"
 	@touch $@
 
+# And what tests of agreement with other libraries ask for.
+$(VENV)/.ready-extra: $(VENV)/.ready-dev
+	$(PIP) -e ".[test-extra]"
+	@touch $@
+
 setup: $(VENV)/.ready-dev
 
 constraints:
@@ -61,6 +67,9 @@ test: setup
 
 slow: setup
 	$(PYTEST) -n $(JOBS) -m "slow and not drill and not cluster"
+
+test-extra: $(VENV)/.ready-extra
+	$(PYTEST) -n $(JOBS) -m "not drill and not gpu and not cluster"
 
 # Eight processes share one GPU: most of the time is the compiler's, on the CPU. Carried packages go on PYTHONPATH behind src.
 GPU_JOBS ?= 8

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.engines import CONFIG, Setup, make_engine, share_of_step, train_steps
+from support.layout_trials import GATED as TRIAL_GATED
+from support.layout_trials import STEPS as LAYOUT_STEPS
+from support.layout_trials import Outcome, on_one_process, train_trial, trial
 from support.ranks import run_ranks
 
 from headway.model.config import HeadGatesConfig
@@ -109,6 +112,30 @@ def test_ranks_hold_gates_like_one_process(layout: str) -> None:
         assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
         for name in got:
             torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
+
+
+SPLIT = [
+    trial("tensor, frozen weights", 2, {"tensor": 2}, config=TRIAL_GATED, objective=HELD, freeze=("weights",)),
+    trial("pipeline", 2, {"pipeline": 2}, config=TRIAL_GATED, objective=HELD),
+]  # fmt: skip
+
+
+def trained_split(group: RankGroup) -> list[Outcome]:
+    """What every trial gives on this rank."""
+    return [train_trial(setting, group) for setting in SPLIT]
+
+
+def test_ranks_that_share_layers_or_have_stages_hold_gates_like_one_process() -> None:
+    from headway.model.head_gates import expected_z
+
+    right = [train_trial(on_one_process(setting), RankGroup()) for setting in SPLIT]
+    target = HELD.target_at(LAYOUT_STEPS, 20)
+    for outcomes in run_ranks(trained_split, 2):
+        for outcome, expected in zip(outcomes, right, strict=True):
+            assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
+            gates = outcome.weights[GATES]
+            torch.testing.assert_close(gates, expected.weights[GATES], rtol=1e-3, atol=1e-4)
+            assert float(1 - expected_z(gates.double()).mean()) == pytest.approx(target, abs=1e-6)
 
 
 def test_blocks_that_are_computed_again_see_the_same_gates() -> None:

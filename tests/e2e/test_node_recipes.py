@@ -192,7 +192,7 @@ def test_a_node_recipe_trains_and_leaves_a_model(
         assert model.config.no_rope_layers == (3, 4, 5)
     if name == "extend-base":
         assert model.config.rope_theta == 1e7, "the base of the last stage"
-    if name == "extend-yarn":
+    if name in ("extend-yarn", "extend-linear"):
         assert model.config.rope_scaling == recipe.model.rope_scaling
     if name.startswith("prulong"):
         assert GATES in dict(model.weights())

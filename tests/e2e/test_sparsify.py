@@ -1,16 +1,29 @@
 """`headway sparsify`: training, masks, questions and KV report in one folder; started again, nothing is done twice."""
 
 import json
+import os
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.byte_model import CONFIG, write_model
+from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.runs import headway
 
 from headway.cli import main
+from headway.config.load import load
+from headway.eval import long_context
+from headway.eval.long_cases import LongCase, make_cases
+from headway.eval.options import LongPlan, LongQuestions
+from headway.model.head_masks.choice import MaskVariant
 from headway.model.head_masks.file import read_masks
 from headway.prepare.build import build_store
 from headway.text.long_tasks import pairs, table
+from headway.tokenizer.load import Tokenizer
+from headway.train.config import Recipe
+from headway.workflows import sparsify
+from headway.workflows.sparsify_options import SparsifyPlan
 
 RECIPE = """\
 run: {{name: sparse, dir: {out}/runs}}
@@ -119,11 +132,76 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     assert main(command) == 0
     printed = json.loads(capsys.readouterr().out)
 
-    monkeypatch.setattr("headway.eval.long_context._measure", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(
+        "headway.eval.long_context._Evaluation._measure", lambda *_: pytest.fail("asked again")
+    )
     steps = (run / "metrics.jsonl").read_text()
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["variants"] == printed["variants"]
     assert (run / "metrics.jsonl").read_text() == steps
+
+
+SHORT = ["--sparsities", "0.5", "--samples", "1", "--depths", "0", "--random-draws", "2", "--no-simple-masks"]  # fmt: skip
+
+
+def test_cases_are_made_once_before_training_and_serve_the_trained_model(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
+        calls.append(tokenizer.fingerprint)
+        return make_cases(tokenizer, plan)
+
+    monkeypatch.setattr("headway.eval.long_report.can_draw", lambda: False)
+    monkeypatch.setattr("headway.workflows.sparsify.can_draw", lambda: False)
+    monkeypatch.setattr("headway.workflows.sparsify.make_cases", counted)
+    monkeypatch.setattr("headway.eval.long_context.make_cases", counted)
+    assert main(["sparsify", str(recipe), *SHORT, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["variants"]) == 4
+    assert len(calls) == 1
+
+
+def test_a_model_with_another_tokenizer_gets_cases_of_its_own(recipe: Path) -> None:
+    checked = sparsify.check(load(Recipe, recipe), SparsifyPlan(questions=LongQuestions((0.0,))))
+    tokenizer = checked.tokenizer
+    assert checked.cases_for(tokenizer.with_chat_template(tokenizer.chat_template)) is checked.cases
+    assert checked.cases_for(tokenizer.with_chat_template("{{ messages }}")) is None
+    assert checked.cases_for(byte_tokenizer("<more>")) is None
+    assert checked.cases_for(None) is None
+
+
+@pytest.mark.slow
+def test_sparsify_killed_between_measurements_ends_like_an_uninterrupted_one(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = headway("sparsify", str(recipe), *SHORT, "--json", "run.name=whole")
+    assert whole.returncode == 0, whole.stderr
+    measure = long_context._Evaluation._measure
+
+    def killed_at_a_draw(evaluation: Any, variant: MaskVariant) -> Any:
+        if variant.kind == "random":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return measure(evaluation, variant)
+
+    command = ["sparsify", str(recipe), *SHORT, "--json", "run.name=killed"]
+    with monkeypatch.context() as patched:
+        patched.setattr(long_context._Evaluation, "_measure", killed_at_a_draw)
+        assert headway(*command).returncode == -signal.SIGKILL
+    parts = tmp_path / "runs/killed/sparsify/parts"
+    before = {file.name: file.read_text() for file in parts.iterdir()}
+    assert sorted(before) == ["full.json", "s=0.5.json"]
+    resumed = headway(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert {name: (parts / name).read_text() for name in before} == before
+    expected = json.loads(whole.stdout)
+    printed = json.loads(resumed.stdout)
+    for report in (expected, printed):
+        for variant in report["variants"]:
+            del variant["prefill_tokens_per_second"]
+            del variant["decode_tokens_per_second"]
+    for key in ("variants", "comparisons", "critical", "gates", "verdict"):
+        assert printed[key] == expected[key], key
 
 
 @pytest.mark.parametrize(

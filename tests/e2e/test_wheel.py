@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +29,22 @@ QUESTIONS = [
 ]
 
 
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def make_checkout(folder: Path) -> None:
+    """Make a folder a repository with all of its files in one commit."""
+    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, *author, "commit", "--quiet", "-m", "all files")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A wheel and a source distribution of a copy of the tree."""
+    """A wheel and a source distribution of a copy of the tree, which is a checkout of git."""
     folder = tmp_path_factory.mktemp("build")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -38,6 +55,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             )
         else:
             shutil.copy2(ROOT / name, folder / name)
+    (folder / ".gitignore").write_text("build\ndist\n*.egg-info\n")
+    make_checkout(folder)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BUILD],
         cwd=folder,
@@ -48,6 +67,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     assert done.returncode == 0, done.stderr
     return {path.suffix: path for path in (folder / "dist").iterdir()}
+
+
+@pytest.fixture
+def setup_file(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs setup.py, as if it stood in `folder`; returns what it hands to setuptools, and its names."""
+
+    def run(address: str | None, folder: Path = ROOT) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        monkeypatch.setattr("setuptools.setup", lambda **options: arguments.update(options))
+        monkeypatch.delenv("HEADWAY_REPOSITORY", raising=False)
+        if address is not None:
+            monkeypatch.setenv("HEADWAY_REPOSITORY", address)
+        names = runpy.run_path(str(ROOT / "setup.py"))
+        names["commit_text"].__globals__["ROOT"] = folder
+        return {**arguments, **names}
+
+    return run
 
 
 def test_the_wheel_holds_what_a_user_needs(built: dict[str, Path]) -> None:
@@ -87,6 +123,84 @@ def test_the_wheel_holds_what_a_user_needs(built: dict[str, Path]) -> None:
     for library in libraries:
         assert library["package"] in notice
         assert {f"headway/vendor/{name}" for name in library["files"]} <= names
+
+
+def test_on_a_package_index_the_readme_has_no_relative_link(built: dict[str, Path]) -> None:
+    wheel = zipfile.ZipFile(built[".whl"])
+    info = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+    about = HeaderParser().parsestr(wheel.read(info).decode())
+    assert about["Description-Content-Type"] == "text/markdown"
+    published = about.get_payload()
+    assert isinstance(published, str)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def targets(text: str) -> list[str]:
+        return re.findall(r"\]\(([^)]+)\)", text)
+
+    assert len(targets(published)) == len(targets(readme)) > 40
+    paths: list[str] = []
+    for before, after in zip(targets(readme), targets(published), strict=True):
+        if before.startswith(("https:", "http:", "mailto:", "#")):
+            assert after == before
+            continue
+        match = re.fullmatch(rf"{REPOSITORY}/(raw|blob|tree)/HEAD/(.+)", after)
+        assert match is not None, after
+        assert match[2] == before
+        path = ROOT / before.partition("#")[0]
+        # What a browser shows in the page, a file, a folder.
+        kind = "raw" if path.suffix == ".png" else "blob"
+        assert match[1] == ("tree" if path.is_dir() else kind)
+        paths.append(match[1])
+    assert {"raw", "blob", "tree"} <= set(paths)
+
+
+def test_without_an_address_the_readme_of_a_package_is_the_file(
+    setup_file: Callable[..., dict[str, Any]],
+) -> None:
+    assert setup_file(None)["long_description"] == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("address", ["http://git.example.org/a/b", "https://me@git.example.org/a"])
+def test_an_address_that_is_no_page_ends_the_build_in_one_line(
+    address: str, setup_file: Callable[..., dict[str, Any]]
+) -> None:
+    with pytest.raises(SystemExit, match="it must be https://HOST/OWNER/NAME"):
+        setup_file(address)
+
+
+def test_a_wheel_of_a_checkout_says_its_commit(built: dict[str, Path], tmp_path: Path) -> None:
+    commit = git(built[".whl"].parents[1], "rev-parse", "HEAD")[:12]
+    with tarfile.open(built[".gz"]) as archive:
+        name = next(name for name in archive.getnames() if name.endswith("headway/commit.txt"))
+        file = archive.extractfile(name)
+        assert file is not None
+        assert file.read().decode() == f"{commit}\n"
+
+    zipfile.ZipFile(built[".whl"]).extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "headway", "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"commit {commit}" in done.stdout
+    assert "modified" not in done.stdout
+
+
+def test_a_build_of_changed_files_says_that_they_are_modified(
+    tmp_path: Path, setup_file: Callable[..., dict[str, Any]]
+) -> None:
+    (tmp_path / "file.txt").write_text("a")
+    make_checkout(tmp_path)
+    commit = git(tmp_path, "rev-parse", "HEAD")[:12]
+    commit_text = setup_file(None, tmp_path)["commit_text"]
+    assert commit_text() == f"{commit}\n"
+    (tmp_path / "file.txt").write_text("b")
+    assert commit_text() == f"{commit}, modified\n"
+    shutil.rmtree(tmp_path / ".git")
+    assert commit_text() is None
 
 
 def test_the_source_distribution_holds_the_same(built: dict[str, Path]) -> None:

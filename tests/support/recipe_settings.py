@@ -1,11 +1,14 @@
 """Every setting a recipe can hold, by its path."""
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
 from headway.config.kinds import KindIn, kind_config, kind_names
+from headway.train.config import Recipe
 
 
 def setting_paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -39,3 +42,21 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return [
         section for below in getattr(annotation, "__args__", ()) for section in _sections(below)
     ]
+
+
+@cache
+def settings() -> tuple[set[str], set[str]]:
+    """All settings, and the sections and single words that lead to them."""
+    known = {re.sub(r"\[[\w.]+\]", "", path) for path in setting_paths(Recipe)}
+    return known, {
+        ".".join(path.split(".")[:end]) for path in known for end in range(1, path.count(".") + 1)
+    }
+
+
+def is_setting(name: str) -> bool:
+    """`data.train.0.path`, `stages.2.data.train.0.path` and the like count by what they mean."""
+    # `data.valid=FILE` is one source, which `data.valid.0` names.
+    name = re.sub(r"^data\.valid\.0\.", "data.train.0.", name)
+    plain = re.sub(r"\.\d+(?=\.|$)", "", re.sub(r"^stages\.\d+\.", "", name))
+    known, sections = settings()
+    return plain in known or plain in sections

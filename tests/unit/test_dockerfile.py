@@ -35,7 +35,7 @@ def test_it_has_known_instructions_in_an_order_that_works() -> None:
         assert shlex.split(rest.replace("&&", ";")), rest  # quotes are closed
     arguments = {rest.split("=")[0] for rest in of("ARG")}
     used = set(re.findall(r"\$\{(\w+)\}", (ROOT / "Dockerfile").read_text(encoding="utf-8")))
-    assert used == arguments == {"BASE", "TORCH_INDEX", "EXTRAS"}
+    assert used == arguments == {"BASE", "TORCH_INDEX", "EXTRAS", "COMMIT"}
 
 
 def test_what_is_copied_exists_and_reaches_the_builder() -> None:
@@ -52,8 +52,12 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
             assert (ROOT / source).exists() and any(fnmatch(source, pattern) for pattern in sent), (
                 source
             )
-    needed = [project()["readme"], "pyproject.toml", "src"]
-    assert all(any(str(path) in rest.split() for rest in of("COPY")) for path in needed)
+    # pyproject.toml names the licences; setup.py reads the README.
+    licences = project()["license-files"]
+    assert isinstance(licences, list)
+    needed = ["src", "pyproject.toml", "setup.py", "README.md", *licences]
+    copied = {word for rest in of("COPY") for word in rest.split()[:-1]}
+    assert set(needed) == copied
 
 
 def test_torch_and_the_extras_are_those_of_the_project_and_its_readme() -> None:

@@ -27,14 +27,25 @@ ANSWERS = {
     "processing_class": "the tokenizer is that of the model",
     "peft_config": "here it is the setting adapter={'rank': 16}",
     "optimizers": "the optimizer is the setting optim={'kind': 'adamw', 'lr': 1e-4}",
+    "optimizer_cls_and_kwargs": (
+        "an optimizer of your own is the setting optim={'kind': './FILE.py'} (docs/extend.md)"
+    ),
+    "model_init": "the model is a setting of the recipe; for several runs call hw.train in a loop",
+    "data_collator": "rows are packed from documents by the settings data.packing, data.seq_len",
+    "compute_loss_func": (
+        "a loss of your own is the setting objective={'kind': './FILE.py'} (docs/extend.md)"
+    ),
+    "preprocess_logits_for_metrics": (
+        "validation keeps no logits; a callback adds metrics: self.control.add_metric(NAME, VALUE)"
+    ),
 }
 """Arguments of the trainers of transformers and TRL that no setting has the name of."""
 
 
 def explain_arguments(arguments: Mapping[str, Any]) -> str:
     """One line for arguments that `train` does not have, with what to write instead."""
-    from headway.train.change import translate_key
-    from headway.workflows.import_config.names import DATA
+    from headway.workflows.import_config.names import DATA, find_answer
+    from headway.workflows.import_config.rules import has_setting
 
     lines: list[str] = []
     for name, value in arguments.items():
@@ -42,11 +53,17 @@ def explain_arguments(arguments: Mapping[str, Any]) -> str:
         if answer is None and name in DATA:
             answer = "here it is data="
         if answer is None:
-            answer = translate_key(name, value)
-            if answer is not None:
-                answer += ", a setting of the recipe"
-        if answer is None:
-            answer = f"it takes {ARGUMENTS}"
+            known = find_answer(name, value)
+            if known is None and has_setting(name):
+                answer = f"it is a setting of the recipe: hw.Recipe.load(NAME, {{'{name}': VALUE}})"
+            elif known is None:
+                answer = f"it takes {ARGUMENTS}"
+            elif known.settings == 1:
+                answer = f"{known.text}, a setting of the recipe"
+            elif known.settings > 1:
+                answer = f"{known.text}, settings of the recipe"
+            else:
+                answer = known.text
         lines.append(f"hw.train has no argument {name}; {answer}.")
     return " ".join(lines)
 
@@ -93,5 +110,10 @@ def train(
         recipe = Recipe.load(recipe)
     recipe = with_data(recipe, data, valid, kind)
     if live_chart and in_notebook():
-        callbacks = [*callbacks, LiveChart(str(recipe.run.folder), cell_output())]
+        from headway.board.runs import planned_steps
+
+        # Of a recipe with stages, the steps of all of them.
+        total_steps = planned_steps(recipe.model_dump(mode="json", exclude_unset=True))
+        chart = LiveChart(str(recipe.run.folder), cell_output(), total_steps)
+        callbacks = [*callbacks, chart]
     return TrainResult.of(train_recipe(recipe, resume=resume, callbacks=callbacks))

@@ -69,9 +69,6 @@ def _as_setting(head: str, name: str, value: str | None, verb: str) -> str | Non
         return f"{head}; the recipe is an argument: {verb} {value or 'RECIPE'}."
 
     translated = translate(name, _parsed(value))
-    if translated is None and value is None:
-        # A name without its value: any number shows where it belongs.
-        translated = (translate(name, 1) or "").replace("=1", "=VALUE") or None
     if translated is not None:
         return f"{head}; {translated}"
 

@@ -29,7 +29,7 @@ def demo(
     control: bool = typer.Option(
         False,
         "--control",
-        help="With --rl: also a run that is rewarded for the sums of other questions.",
+        help="With --rl: also a run that is rewarded by chance, whatever its answers are.",
     ),
     json: bool = JSON,
 ) -> None:
@@ -86,12 +86,16 @@ def _reinforcement(out: Path, *, control: bool, json: bool) -> None:
         f"\nThe demo took {summary['seconds']:.0f} s. Right sums of two-digit numbers, of "
         f"{summary['held_out_questions']} held-out questions:"
     )
-    rows: list[tuple[str, str, str]] = []
-    for name, label in (("grpo", "rewarded for right sums"), ("control", "for other sums")):
+    rows: list[tuple[str, str, str, str]] = []
+    for name, label in (("grpo", "right sums"), ("control", "chance")):
         if name in summary:
             shares = summary[name]
-            rows.append((label, f"{shares['before']:.1%}", f"{shares['after']:.1%}"))
-    print_table(["run", "before", "after"], rows)
+            rows.append((label, "sampled", f"{shares['before']:.1%}", f"{shares['after']:.1%}"))
+            greedy_before = f"{shares['greedy_before']:.1%}"
+            greedy_after = f"{shares['greedy_after']:.1%}"
+            rows.append((label, "likeliest token", greedy_before, greedy_after))
+    print_table(["rewarded for", "answers", "before", "after"], rows)
+    typer.echo(f"\n{summary['verdict']['text']}")
     typer.echo("\nTry next:")
     for line in summary["next"]:
         typer.echo(f"  {line}")

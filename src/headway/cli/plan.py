@@ -43,6 +43,17 @@ def plan(
     price: float | None = typer.Option(
         None, help="Price of a GPU hour; with --tokens, prints the cost.", min=0
     ),
+    prompt_tokens: int | None = typer.Option(
+        None,
+        help="With sampled answers: tokens of a prompt; default: read from data.train, else "
+        "assumed.",
+        min=1,
+    ),
+    answer_tokens: int | None = typer.Option(
+        None,
+        help="With sampled answers: their expected mean length; default: rollout.max_new_tokens.",
+        min=1,
+    ),
     search: bool = typer.Option(
         False, "--search", help="List the ten fastest layouts that fit, for the same batch."
     ),
@@ -76,7 +87,7 @@ def plan(
 
     recipe = read_recipe(arguments)
     hardware = find_gpu(gpu).with_network(network_gbps, gpus_per_node)
-    job = plan_job(recipe, PlanTarget(hardware, world))
+    job = plan_job(recipe, PlanTarget(hardware, world, prompt_tokens, answer_tokens))
     estimate = make_plan(job)
 
     # All work is done before anything is printed, so that an error does not end a half table.

@@ -14,20 +14,23 @@ them to its attention kernel, after RoPE and norms.
 
     weights = softmax(rule(q k / sqrt(hd)))        of the keys that the layer's window shows
 
-Shapes: T tokens, H query heads, KV key heads, hd head width.
+Layers that keep a state in place of attention (linear attention, short convolutions) have no weights
+and are left out.
+
+Shapes: T tokens, A layers with attention, H query heads, KV key heads, hd head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError, DataError
 from headway.eval.attention_options import AttentionPlan
-from headway.eval.long_context import LongCase, make_cases
+from headway.eval.long_cases import LongCase, make_cases
 from headway.infer.load import LoadedModel
 from headway.runtime.progress import progress
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headway.kernels.attention import ScoreRule
+    from headway.model.config import ModelConfig
     from headway.model.transformer import Block
     from headway.tokenizer.load import Tokenizer
 
@@ -71,6 +75,8 @@ class AttentionResult:
     num_heads: int
     rope_scaling: str | None
     """The kind of scaling that extends the context; None: none."""
+    layers_without_attention: list[int] = field(default_factory=list)
+    """Layers with a state in place of attention: they have no weights, and no row in `heads`."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -99,7 +105,7 @@ def measure_attention(
         raise ConfigError(f"--model is {loaded.path}: it has no tokenizer, and prompts are text.")
 
     cases = make_cases(tokenizer, plan.prompts())
-    # [L,H] of each prompt, by its length and depth
+    # [A,H] of each prompt for A layers with attention, by its length and depth
     weights: dict[tuple[int, float], list[Tensor]] = {}
     spans: dict[tuple[int, float], list[tuple[float, float]]] = {}
     with progress("read prompts", total=len(cases), unit="prompts") as advance:
@@ -112,12 +118,13 @@ def measure_attention(
             spans.setdefault(cell, []).append((distance, (end - begin) / len(case.ids)))
             advance(1)
 
+    layers = _layers_with_attention(config)
     heads: list[HeadAttention] = []
     for (length, depth), of_prompts in weights.items():
         distance = fmean(distance for distance, _ in spans[length, depth])
         uniform = fmean(share for _, share in spans[length, depth])
         mean = sum(of_prompts[1:], start=of_prompts[0]) / len(of_prompts)
-        for layer, row in enumerate(mean.tolist()):
+        for layer, row in zip(layers, mean.tolist(), strict=True):
             has_rope = config.positions == "rotary" and layer not in config.no_rope_layers
             window = config.window_of(layer)
             for head, attention in enumerate(row):
@@ -129,9 +136,21 @@ def measure_attention(
     scaling = None
     if config.rope_scaling is not None:
         scaling = config.rope_scaling.kind
+    without = [layer for layer in range(config.num_layers) if layer not in layers]
     return AttentionResult(
-        name or str(loaded.path), plan, heads, config.num_layers, config.num_heads, scaling
+        name or str(loaded.path),
+        plan,
+        heads,
+        config.num_layers,
+        config.num_heads,
+        scaling,
+        without,
     )
+
+
+def _layers_with_attention(config: ModelConfig) -> list[int]:
+    """Layers whose heads have attention weights; the others of a hybrid keep a state."""
+    return [layer for layer in range(config.num_layers) if not config.has_state(layer)]
 
 
 def check_attention_model(loaded: LoadedModel) -> None:
@@ -141,6 +160,8 @@ def check_attention_model(loaded: LoadedModel) -> None:
         reason = "a class of transformers computes its attention"
     elif loaded.config.latent_attention is not None:
         reason = "its attention is latent"
+    elif not _layers_with_attention(loaded.config):
+        reason = "none of its layers has attention"
     if reason is not None:
         raise ConfigError(
             f"--model is {loaded.path}: {reason}, so the weights of its heads are not known here. "
@@ -183,7 +204,8 @@ def needle_span(tokenizer: Tokenizer, case: LongCase) -> tuple[int, int]:
 
 
 def needle_weights(loaded: LoadedModel, ids: Sequence[int], begin: int, end: int) -> Tensor:
-    """fp32 [L,H] on the host: the weights of the last position on the tokens [begin, end)."""
+    """fp32 [A,H] on the host: the weights of the last position on the tokens [begin, end), of the A
+    layers with attention."""
     import torch
 
     tokens = torch.tensor([list(ids)], dtype=torch.int64, device=loaded.device)
@@ -192,18 +214,21 @@ def needle_weights(loaded: LoadedModel, ids: Sequence[int], begin: int, end: int
     # Head masks of the model are left out: every head sees what its layer shows.
     with torch.inference_mode(), _watched(loaded, sums, begin, end):
         loaded.model.hidden_states(tokens, position)
-    return torch.stack([sums[name] for name in loaded.model.blocks()]).cpu()
+    return torch.stack([sums[name] for name in loaded.model.blocks() if name in sums]).cpu()
 
 
 @contextmanager
 def _watched(loaded: LoadedModel, sums: dict[str, Tensor], begin: int, end: int) -> Iterator[None]:
-    """Inside, every layer leaves the attention of its last position to [begin, end) in `sums`."""
+    """Inside, every layer with attention leaves that of its last position to [begin, end) in
+    `sums`."""
     from headway.model.transformer import Block
 
     blocks: dict[str, Block] = {}
     for name, block in loaded.model.blocks().items():
         assert isinstance(block, Block), "models without our blocks were refused"
-        blocks[name] = block
+        # The core of a layer with a state takes no queries and keys.
+        if block.stateful is None:
+            blocks[name] = block
     cores = {name: block.core for name, block in blocks.items()}
 
     def watching(name: str, block: Block) -> Any:

@@ -136,6 +136,10 @@ def report_lines(result: AttentionResult) -> Iterator[str]:
         "to all tokens equally."
     )
     yield ""
+    if result.layers_without_attention:
+        numbers = ", ".join(map(str, result.layers_without_attention))
+        yield f"Layers {numbers} have no attention and are left out."
+        yield ""
     yield "## By distance"
     yield ""
     yield from markdown_table(COLUMNS, summary_rows(result))
@@ -159,14 +163,15 @@ def picture(result: AttentionResult) -> Figure:
         (head.layer, head.head, head.length, head.depth): head.attention for head in result.heads
     }
     distances = {(head.length, head.depth): head.distance for head in result.heads}
-    rows = [(layer, head) for layer in range(result.num_layers) for head in range(result.num_heads)]
+    layers = sorted({head.layer for head in result.heads})
+    rows = [(layer, head) for layer in layers for head in range(result.num_heads)]
     table = [
         [max(LEAST_SHOWN, values[layer, head, *cell]) for cell in cells] for layer, head in rows
     ]
     kinds = {head.layer: kind_of(head) for head in result.heads}
 
     # Inches: a row of a large model is thin, but every layer has room for its name.
-    height = max(2.5, 0.22 * result.num_layers + 1.2, 0.03 * len(rows) + 1.2)
+    height = max(2.5, 0.22 * len(layers) + 1.2, 0.03 * len(rows) + 1.2)
     figure = Figure(
         figsize=(max(5.0, 0.8 * len(cells) + 3.0), height), dpi=120, layout="constrained"
     )
@@ -182,11 +187,8 @@ def picture(result: AttentionResult) -> Figure:
     axes.set_xlabel("tokens from the needle to the question")
     middle = (result.num_heads - 1) / 2
     axes.set_yticks(
-        [layer * result.num_heads + middle for layer in range(result.num_layers)],
-        [
-            f"{layer}" if kinds[layer] == "RoPE" else f"{layer} ({kinds[layer]})"
-            for layer in range(result.num_layers)
-        ],
+        [row * result.num_heads + middle for row in range(len(layers))],
+        [f"{layer}" if kinds[layer] == "RoPE" else f"{layer} ({kinds[layer]})" for layer in layers],
         fontsize=7,
     )
     axes.set_ylabel(f"layer ({result.num_heads} heads each)")

@@ -5,6 +5,10 @@ scores and KV footprints go out.
     texts (optional)                   -> windows -> score   -> perplexity by tokens of context
 
 Cases are the same for every variant. Windows have the greatest length of the plan.
+
+Variants share their cases, the sums of the weights, and the speed of masks of one size. They share no
+keys and values: under other masks every layer but the first computes other ones. Within a variant,
+cases that are read in chunks of one size share an engine, and prompts that begin alike their pages.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +27,31 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
+from headway.eval.long_cases import (
+    FROM_FILES,
+    LongCase,
+    make_cases,
+    prompts_in_words,
+    prompts_key,
+)
 from headway.eval.mask_comparison import MaskComparison, compare_masks, scores_of
 from headway.eval.mask_verdict import GateState, LongVerdict, verdict_of
 from headway.eval.options import LongPlan
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
-from headway.text import longbench, ruler
-from headway.text.long_tasks import Case, Generator, find_task, fit, smallest
-from headway.text.ruler_files import RulerFiles
+from headway.text import helmet, ruler
 
 if TYPE_CHECKING:
-    from headway.eval.perplexity import EvalDocument
-    from headway.infer.load import LoadedModel
-    from headway.model.head_masks.choice import MaskVariant, VariantKind
-    from headway.tokenizer.load import Tokenizer
+    import torch
 
+    from headway.eval.perplexity import EvalDocument
+    from headway.infer.generate import Generation
+    from headway.infer.load import LoadedModel
+    from headway.infer.speed import GenerationSpeed
+    from headway.model.config import ModelConfig
+    from headway.model.head_masks.choice import MaskVariant, VariantKind
+    from headway.model.head_masks.masks import HeadMasks
 
 log = logging.getLogger("headway")
 
@@ -131,90 +146,12 @@ class LongResult:
         }
 
 
-@dataclass(frozen=True)
-class LongCase:
-    """A case of a plan: its task, length and depth, and the prompt's ids."""
-
-    task: str
-    length: int
-    depth: float
-    """Of the plan. `case.depth` is the exact one, or None for a task without a depth."""
-    case: Case
-    ids: list[int]
-    new_tokens: int
-    """The most tokens that its answer may have."""
-
-
-def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
-    """The cases of a plan; each leaves room for its answer inside the length."""
-    plan = plan.resolved()
-    ids_of = prompts_of(tokenizer, plan)
-    files = RulerFiles(plan.questions.ruler_data)
-    cases: list[LongCase] = []
-    choices: list[longbench.ChoiceQuestion] = []
-    if plan.questions.longbench is not None and set(plan.tasks) & set(longbench.NAMES):
-        choices = longbench.read_questions(plan.questions.longbench)
-    for task in plan.tasks:
-        if task in longbench.NAMES:
-            cases += _longbench_cases(task, choices, tokenizer, plan, ids_of)
-            continue
-        for length in plan.lengths:
-            generator = _generator(task, length, tokenizer, files)
-            for depth in plan.questions.depths:
-                for sample in range(plan.questions.samples):
-                    seed = (plan.questions.seed, length, depth, sample)
-                    # The room for the answer must be known before the prompt is fitted to the rest.
-                    answer_tokens = generator.answer_tokens
-                    if answer_tokens is None:
-                        shortest = smallest(task, depth, seed, generator)
-                        answer_tokens = _answer_tokens(shortest, tokenizer)
-                    case, _ = fit(
-                        task,
-                        lambda case: len(ids_of(case)),
-                        length,
-                        depth,
-                        seed,
-                        room=answer_tokens,
-                        generator=generator,
-                    )
-                    cases.append(LongCase(task, length, depth, case, ids_of(case), answer_tokens))
-    return cases
-
-
-def _longbench_cases(
-    task: str,
-    choices: list[longbench.ChoiceQuestion],
-    tokenizer: Tokenizer,
-    plan: LongPlan,
-    ids_of: Callable[[Case], list[int]],
-) -> list[LongCase]:
-    """Questions of one length class, cut to every length; as many as another task has cases."""
-    number = len(plan.questions.depths) * plan.questions.samples
-    questions = longbench.draw_questions(choices, task, number, plan.questions.seed)
-    cases: list[LongCase] = []
-    for length in plan.lengths:
-        for question in questions:
-            case = longbench.cut_case(
-                question,
-                length,
-                tokenizer.encode,
-                tokenizer.decode,
-                lambda case: len(ids_of(case)),
-            )
-            cases.append(LongCase(task, length, 0.0, case, ids_of(case), longbench.ANSWER_TOKENS))
-    return cases
-
-
-def _generator(task: str, length: int, tokenizer: Tokenizer, files: RulerFiles) -> Generator:
-    """How cases of a task are made for a length."""
-    if task in ruler.NAMES:
-        return ruler.generator(task, length, lambda text: len(tokenizer.encode(text)), files)
-    return Generator(find_task(task))
-
-
 def plan_notes(plan: LongPlan) -> list[str]:
     """Limits of what the numbers mean."""
-    notes = ruler.notes(plan.tasks, plan.questions.ruler_data)
+    notes = [
+        *ruler.notes(plan.tasks, plan.questions.ruler_data),
+        *helmet.notes(plan.tasks, plan.lengths, plan.questions.helmet),
+    ]
     whole = plan.whole()
     if not whole:
         return notes
@@ -226,18 +163,6 @@ def plan_notes(plan: LongPlan) -> list[str]:
         "nothing is evicted meanwhile, so the KV footprint is about 100 % under any masks. Give a "
         "smaller chunk, or leave it out.",
     ]
-
-
-def prompts_in_words(tokenizer: Tokenizer, plan: LongPlan) -> str:
-    """The form of the prompts, in words."""
-    from headway.tokenizer.chat import expected_bos_ids
-
-    if plan.questions.template is not None:
-        return f"questions in chat template {plan.questions.template}"
-    before = expected_bos_ids(tokenizer, plan.questions.bos)
-    if before:
-        return f"text after {tokenizer.decode(before)}"
-    return "text with no begin token"
 
 
 def variant_in_words(variant: MaskVariant) -> str:
@@ -252,45 +177,6 @@ def variant_in_words(variant: MaskVariant) -> str:
     )
 
 
-def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[int]]:
-    """How a case becomes the ids of a prompt: plain text after the begin token, or a question in a
-    chat and the answer's beginning.
-    """
-    from headway.tokenizer.chat import (
-        Segment,
-        Turn,
-        encode_segments,
-        expected_bos_ids,
-        find_template,
-    )
-
-    if plan.questions.template is None:
-        before = expected_bos_ids(tokenizer, plan.questions.bos)
-        return lambda case: [*before, *tokenizer.encode(case.prompt)]
-
-    template = find_template(plan.questions.template, tokenizer)
-
-    def chat_prompt(case: Case) -> list[int]:
-        # The assistant's turn is open and begins with the beginning of the answer, so that chat
-        # models and others continue the same words.
-        pieces = [*template.prompt([Turn("user", case.question)]), Segment(case.answer_start)]
-        (rendered,) = encode_segments([pieces], template.name, tokenizer)
-        if isinstance(rendered, Exception):
-            raise rendered
-        return rendered.ids.tolist()
-
-    return chat_prompt
-
-
-def _answer_tokens(case: Case, tokenizer: Tokenizer) -> int:
-    """Room for the answers, with words between them."""
-    answers = len(tokenizer.encode(" " + ", ".join(case.answers)))
-    # A case with stop texts has one bare answer, which the stop ends.
-    if case.stop:
-        return answers + 2
-    return answers + answers // 2 + 8
-
-
 def evaluate_long(
     loaded: LoadedModel,
     variants: Sequence[MaskVariant],
@@ -300,11 +186,13 @@ def evaluate_long(
     texts: Callable[[], Iterable[EvalDocument]] | None = None,
     results_dir: Path | None = None,
     target: float | None = None,
+    cases: list[LongCase] | None = None,
 ) -> LongResult:
     """Evaluate every variant on the same cases.
 
     With `results_dir`, results are stored there and not measured again. `target`: the sparsity that
-    the model's gates were trained for, if it is known.
+    the model's gates were trained for, if it is known. `cases`: those of the plan, where they were
+    made before with the model's tokenizer.
     """
     if loaded.tokenizer is None:
         raise ConfigError(
@@ -317,7 +205,8 @@ def evaluate_long(
             f"{loaded.config.max_seq_len}. Give lengths up to that."
         )
 
-    cases = make_cases(loaded.tokenizer, plan)
+    if cases is None:
+        cases = make_cases(loaded.tokenizer, plan)
     prompts = prompts_in_words(loaded.tokenizer, plan)
     notes = plan_notes(plan)
     plan = plan.resolved()
@@ -334,14 +223,8 @@ def evaluate_long(
     for note in notes:
         log.warning("%s", note)
 
-    texts_key = ""
-    if results_dir is not None and texts is not None:
-        texts_key = _texts_key(texts())
-    results: list[VariantResult] = []
-    for variant in variants:
-        results.append(
-            _load_or_measure(loaded, variant, plan, cases, texts, results_dir, texts_key)
-        )
+    evaluation = _Evaluation(loaded, plan, cases, texts, results_dir)
+    results = [evaluation.result(variant) for variant in variants]
 
     # Baselines are what masks are compared with; they do not count as a way to save.
     full = results[0]
@@ -363,38 +246,181 @@ def evaluate_long(
     )
 
 
-def _load_or_measure(
-    loaded: LoadedModel,
-    variant: MaskVariant,
-    plan: LongPlan,
-    cases: list[LongCase],
-    texts: Callable[[], Iterable[EvalDocument]] | None,
-    results_dir: Path | None,
-    texts_key: str,
-) -> VariantResult:
-    """The stored result of a variant, if it was measured under the same conditions, or a new one."""
-    if results_dir is None:
-        return _measure(loaded.with_masks(variant.masks), variant, plan, cases, texts)
+class _Evaluation:
+    """The measurements of one model on one plan, and what its variants share."""
 
-    # Files may change under the same plan; other prompts follow from it.
-    if any(task in (*ruler.NAMES, *longbench.NAMES) for task in plan.tasks):
-        texts_key += _prompts_key(cases)
-    key = _key(loaded, variant, plan, texts_key)
-    file = results_dir / f"{variant.name.replace(' ', '-')}.json"
-    if file.is_file():
-        content = load_json(file)
-        if content.get("key") == key:
-            stored = content["result"]
-            result = VariantResult(
-                **{**stored, "cells": [Cell(**cell) for cell in stored["cells"]]}
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: LongPlan,
+        cases: list[LongCase],
+        texts: Callable[[], Iterable[EvalDocument]] | None,
+        results_dir: Path | None,
+    ) -> None:
+        self.loaded = loaded
+        self.plan = plan
+        """With the names of tasks for those of groups."""
+        self.cases = cases
+        self.texts = texts
+        self.results_dir = results_dir
+        self._speeds: dict[tuple[object, ...], GenerationSpeed] = {}
+        """By the size of the masks (`mask_size`)."""
+
+    @cached_property
+    def _weights_key(self) -> list[str]:
+        """What tells other weights of the same shapes."""
+        # Sums instead of all weights: any training step changes them, and they cost little.
+        return [str(float(weight.float().sum())) for weight in self.loaded.model.parameters()]
+
+    @cached_property
+    def _inputs_key(self) -> str:
+        """A hash of the texts, and of the prompts where they are made of files.
+
+        Other prompts follow from the plan and the model's tokenizer; files may change under the
+        same plan.
+        """
+        key = ""
+        if self.texts is not None:
+            key = _texts_key(self.texts())
+        if FROM_FILES & set(self.plan.tasks):
+            key += prompts_key(self.cases)
+        return key
+
+    def _key(self, variant: MaskVariant) -> str:
+        """A hash of what a variant's numbers depend on: plan, masks, weights, texts and device."""
+        content = json.dumps(
+            [
+                self.plan.to_json(),
+                repr(variant.masks),
+                self._weights_key,
+                self._inputs_key,
+                str(self.loaded.device),
+            ]
+        )
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def result(self, variant: MaskVariant) -> VariantResult:
+        """The stored result of a variant, if it was measured under the same conditions, or a new
+        one.
+        """
+        if self.results_dir is None:
+            return self._measure(variant)
+
+        key = self._key(variant)
+        file = self.results_dir / f"{variant.name.replace(' ', '-')}.json"
+        if file.is_file():
+            content = load_json(file)
+            if content.get("key") == key:
+                return self._stored(variant, content["result"])
+
+        result = self._measure(variant)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps({"key": key, "result": asdict(result)}, indent=1) + "\n")
+        return result
+
+    def _stored(self, variant: MaskVariant, stored: dict[str, Any]) -> VariantResult:
+        """A result that an earlier command has measured."""
+        from headway.infer.speed import GenerationSpeed
+
+        result = VariantResult(**{**stored, "cells": [Cell(**cell) for cell in stored["cells"]]})
+        # Masks of this size that are still to be measured have the same speed.
+        speed = GenerationSpeed(
+            result.cache_bytes,
+            result.prefill_tokens_per_second,
+            result.decode_tokens_per_second,
+        )
+        self._speeds.setdefault(mask_size(self.loaded.config, variant.masks), speed)
+        # What the measurement is of is said by this command, not by the one that made it.
+        return replace(result, **_about(variant))
+
+    def _measure(self, variant: MaskVariant) -> VariantResult:
+        """Scores, footprints, speed and perplexity of one variant."""
+        from headway.eval.perplexity import perplexity
+
+        plan = self.plan
+        masks = variant.masks
+        loaded = self.loaded.with_masks(masks)
+        longest = max(plan.lengths)
+
+        # (task, length, depth) -> scores of its cases.
+        groups: dict[tuple[str, int, float | None], list[float]] = {}
+        shares: dict[str, list[float]] = {task: [] for task in plan.tasks}
+        peaks: list[float] = []
+        answers = answer_cases(loaded, plan, self.cases, variant.name)
+        for case, answer in zip(self.cases, answers, strict=True):
+            # A task whose answer is in many places has no depth; its cases form one cell.
+            depth = None
+            if case.case.depth is not None:
+                depth = case.depth
+            score = case.case.score(answer.text)
+            groups.setdefault((case.task, case.length, depth), []).append(score)
+            chunk = plan.chunk(case.length)
+            kept = footprint(masks, len(case.ids), len(answer.token_ids), chunk)
+            shares[case.task].append(kept.share)
+            peaks.append(kept.peak)
+        cells = [
+            Cell(*group, sum(scores) / len(scores), len(scores)) for group, scores in groups.items()
+        ]
+
+        # Without tasks, texts alone are scored: the footprint is that of a prompt of the greatest
+        # length. It has no task, so only its mean is reported below, not `footprints`.
+        if not self.cases:
+            kept = footprint(masks, longest, 0, plan.chunk(longest))
+            shares = {"": [kept.share]}
+            peaks = [kept.peak]
+        footprints = {task: sum(values) / len(values) for task, values in shares.items()}
+        mean_footprint = sum(footprints.values()) / len(footprints)
+
+        speed = self._speed(loaded)
+        text_scores = None
+        if self.texts is not None:
+            batch_tokens = plan.questions.measured_rows * longest
+            scored = perplexity(loaded, self.texts(), window=longest, batch_tokens=batch_tokens)
+            text_scores = scored.to_json()
+
+        return VariantResult(
+            name=variant.name,
+            sparsity=0.0 if masks is None else masks.sparsity,
+            window=None if masks is None else masks.window,
+            sinks=None if masks is None else masks.sinks,
+            masks_from=None if masks is None else variant.masks_from,
+            cells=cells,
+            footprints=footprints if self.cases else {},
+            footprint=mean_footprint,
+            peak=sum(peaks) / len(peaks),
+            length=longest,
+            cache_bytes=speed.cache_bytes,
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            decode_tokens_per_second=speed.decode_tokens_per_second,
+            perplexity=text_scores,
+            **_about(variant),
+        )
+
+    def _speed(self, loaded: LoadedModel) -> GenerationSpeed:
+        """Of the model under its masks; masks of one size are measured once."""
+        from headway.infer.speed import measure_speed
+
+        size = mask_size(loaded.config, loaded.masks)
+        if size not in self._speeds:
+            longest = max(self.plan.lengths)
+            self._speeds[size] = measure_speed(
+                loaded,
+                longest,
+                rows=self.plan.questions.measured_rows,
+                chunk_tokens=self.plan.chunk(longest),
             )
-            # What the measurement is of is said by this command, not by the one that made it.
-            return replace(result, **_about(variant))
+        return self._speeds[size]
 
-    result = _measure(loaded.with_masks(variant.masks), variant, plan, cases, texts)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps({"key": key, "result": asdict(result)}, indent=1) + "\n")
-    return result
+
+def mask_size(config: ModelConfig, masks: HeadMasks | None) -> tuple[object, ...]:
+    """What the work under masks depends on: their window and sinks, and how many heads are full in
+    the layers of each sliding window."""
+    if masks is None:
+        return ()
+    full = Counter[int | None]()
+    for layer in range(masks.num_layers):
+        full[config.window_of(layer)] += len(masks.full_heads(layer))
+    return masks.window, masks.sinks, frozenset(full.items())
 
 
 def _texts_key(texts: Iterable[EvalDocument]) -> str:
@@ -407,95 +433,6 @@ def _texts_key(texts: Iterable[EvalDocument]) -> str:
     return digest.hexdigest()
 
 
-def _prompts_key(cases: Sequence[LongCase]) -> str:
-    """A hash of the ids of all prompts."""
-    digest = hashlib.sha256()
-    for case in cases:
-        digest.update(np.asarray([len(case.ids), *case.ids], np.int64).tobytes())
-    return digest.hexdigest()
-
-
-def _key(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, texts_key: str) -> str:
-    """A hash of what a variant's numbers depend on: plan, masks, weights, texts and device.
-
-    The prompts are not in it, but those made of files: they follow from the plan and the model's
-    tokenizer.
-    """
-    # Sums instead of all weights: any training step changes them, and they cost little.
-    weights = [str(float(parameter.float().sum())) for parameter in loaded.model.parameters()]
-    content = json.dumps(
-        [plan.to_json(), repr(variant.masks), weights, texts_key, str(loaded.device)]
-    )
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _measure(
-    loaded: LoadedModel,
-    variant: MaskVariant,
-    plan: LongPlan,
-    cases: list[LongCase],
-    texts: Callable[[], Iterable[EvalDocument]] | None,
-) -> VariantResult:
-    """Scores, footprints, speed and perplexity of one variant, whose masks are on the model."""
-    from headway.eval.perplexity import perplexity
-    from headway.infer.speed import measure_speed
-
-    masks = variant.masks
-    rows = plan.questions.rows
-    longest = max(plan.lengths)
-
-    # (task, length, depth) -> scores of its cases.
-    groups: dict[tuple[str, int, float | None], list[float]] = {}
-    shares: dict[str, list[float]] = {task: [] for task in plan.tasks}
-    peaks: list[float] = []
-    answers = _answer(loaded, variant, plan, cases)
-    for case, (score, new_tokens) in zip(cases, answers, strict=True):
-        # A task whose answer is in many places has no depth; its cases form one cell.
-        depth = None
-        if case.case.depth is not None:
-            depth = case.depth
-        groups.setdefault((case.task, case.length, depth), []).append(score)
-        kept = footprint(masks, len(case.ids), new_tokens, plan.chunk(case.length))
-        shares[case.task].append(kept.share)
-        peaks.append(kept.peak)
-    cells = [
-        Cell(*group, sum(scores) / len(scores), len(scores)) for group, scores in groups.items()
-    ]
-
-    # Without tasks, texts alone are scored: the footprint is that of a prompt of the greatest
-    # length. It has no task, so only its mean is reported below, not `footprints`.
-    if not cases:
-        kept = footprint(masks, longest, 0, plan.chunk(longest))
-        shares = {"": [kept.share]}
-        peaks = [kept.peak]
-    footprints = {task: sum(values) / len(values) for task, values in shares.items()}
-    mean_footprint = sum(footprints.values()) / len(footprints)
-
-    speed = measure_speed(loaded, longest, rows=rows, chunk_tokens=plan.chunk(longest))
-    text_scores = None
-    if texts is not None:
-        scored = perplexity(loaded, texts(), window=longest, batch_tokens=rows * longest)
-        text_scores = scored.to_json()
-
-    return VariantResult(
-        name=variant.name,
-        sparsity=0.0 if masks is None else masks.sparsity,
-        window=None if masks is None else masks.window,
-        sinks=None if masks is None else masks.sinks,
-        masks_from=None if masks is None else variant.masks_from,
-        cells=cells,
-        footprints=footprints if cases else {},
-        footprint=mean_footprint,
-        peak=sum(peaks) / len(peaks),
-        length=longest,
-        cache_bytes=speed.cache_bytes,
-        prefill_tokens_per_second=speed.prefill_tokens_per_second,
-        decode_tokens_per_second=speed.decode_tokens_per_second,
-        perplexity=text_scores,
-        **_about(variant),
-    )
-
-
 def _about(variant: MaskVariant) -> dict[str, Any]:
     """What a variant is for, as fields of its result."""
     return {
@@ -505,37 +442,49 @@ def _about(variant: MaskVariant) -> dict[str, Any]:
     }
 
 
-def _answer(
-    loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[LongCase]
-) -> list[tuple[float, int]]:
-    """Score and generated tokens of every case; the cases of one task and length form a batch."""
-    from headway.infer.generate import GenerateOptions, generate_from_ids
+def answer_cases(
+    loaded: LoadedModel, plan: LongPlan, cases: Sequence[LongCase], name: str
+) -> list[Generation]:
+    """What a model writes after every case, under the masks that are on it.
+
+    Cases whose prompts are read in chunks of one size go through one engine, whatever their tasks
+    and lengths. `name` is for the progress bar.
+    """
+    from headway.infer.generate import GenerateOptions, PromptEnd, generate_from_ids
     from headway.tokenizer.chat import answer_end
 
-    assert loaded.tokenizer is not None
     stop_ids = ()
     if plan.questions.template is not None:
-        stop_ids = answer_end(plan.questions.template, loaded.tokenizer)
+        stop_ids = answer_end(plan.questions.template, loaded.require_tokenizer())
 
-    # Cases of one task and length have the same stop texts and the same chunk.
-    groups: dict[tuple[str, int], list[int]] = {}
+    # The cases of a task and length have equal room, whatever their own answers need.
+    room: dict[tuple[str, int], int] = {}
+    by_chunk: dict[int, list[int]] = {}
     for index, case in enumerate(cases):
-        groups.setdefault((case.task, case.length), []).append(index)
+        group = (case.task, case.length)
+        room[group] = max(case.new_tokens, room.get(group, 0))
+        by_chunk.setdefault(plan.chunk(case.length), []).append(index)
 
-    results: list[tuple[float, int]] = [(0.0, 0)] * len(cases)
-    with progress(f"evaluate {variant.name}", total=len(cases), unit="cases") as advance:
-        for indices in groups.values():
-            batch = [cases[index] for index in indices]
+    answers: dict[int, Generation] = {}
+    with progress(f"evaluate {name}", total=len(cases), unit="cases") as advance:
+        for chunk, indices in by_chunk.items():
+            chosen = [cases[index] for index in indices]
+            ends = [PromptEnd(room[case.task, case.length], case.case.stop) for case in chosen]
+            prompts = [(case.case.prompt, case.ids) for case in chosen]
             options = GenerateOptions(
-                max(case.new_tokens for case in batch),
-                batch[0].case.stop,
-                stop_ids,
-                rows=plan.questions.rows,
-                chunk_tokens=plan.chunk(batch[0].length),
+                stop_ids=stop_ids, rows=plan.questions.answered_rows, chunk_tokens=chunk
             )
-            prompts = [(case.case.prompt, case.ids) for case in batch]
-            generations = generate_from_ids(loaded, prompts, options)
-            for index, case, generation in zip(indices, batch, generations, strict=True):
-                results[index] = (case.case.score(generation.text), len(generation.token_ids))
-            advance(len(batch))
-    return results
+            generations = generate_from_ids(loaded, prompts, options, ends=ends)
+            answers.update(zip(indices, generations, strict=True))
+            _return_memory(loaded.device)
+            advance(len(chosen))
+    return [answers[index] for index in range(len(cases))]
+
+
+def _return_memory(device: torch.device) -> None:
+    """Give the memory of an engine that has ended back: the next cache is as large as what is
+    free."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -377,7 +377,7 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
         "Footprint: KV entries that are kept, summed over all steps, as a share of full "
         "attention (prompts read in chunks of "
         f"{chunks}). Cache and speed were measured at {first.length} tokens with "
-        f"{plan.questions.rows} rows."
+        f"{plan.questions.measured_rows} rows."
     )
     yield ""
     for note in result.notes:

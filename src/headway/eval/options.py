@@ -20,7 +20,7 @@ from headway.config.options import (
 from headway.errors import ConfigError
 from headway.infer.generate_options import GenerateOptions
 from headway.infer.sampling import Sampling
-from headway.text import longbench, ruler
+from headway.text import helmet, longbench, ruler
 from headway.text.long_tasks import find_task, task_names
 from headway.text.record_keys import KEYS_HELP, KEYS_METAVAR, KeyMap
 
@@ -35,6 +35,10 @@ CHUNKS = 8
 """A prompt is read in about this many chunks."""
 MAX_CHUNK = 4096
 """Tokens of the largest chunk."""
+ANSWERED_ROWS = 64
+"""Prompts that are answered at once, where no number is given and the memory is enough."""
+MEASURED_ROWS = 4
+"""Prompts whose cache and speed are measured, where no number is given."""
 BOS = (
     "Put the begin token before each window; default: if the tokenizer or its chat template does.",
     "--bos/--no-bos",
@@ -205,7 +209,11 @@ class LongQuestions:
     chunk_tokens: int | None = option(
         None, "Prefill chunk in tokens; default: length/8, at most 4096."
     )
-    rows: int = option(4, "Prompts computed at once.")
+    rows: int | None = option(
+        None,
+        "Prompts computed at once; default: as many as the memory takes, up to 64. Cache and speed "
+        "are measured with this many, else with 4.",
+    )
     template: str | None = option(
         None,
         "Ask in this chat template: a name, tokenizer (the model's own) or a .jinja file; "
@@ -218,8 +226,16 @@ class LongQuestions:
         None, "A folder with the essays, word lists and question sets of RULER's tasks."
     )
     longbench: Path | None = option(None, "data.json of LongBench v2, for its tasks.")
+    helmet: Path | None = option(
+        None, "The folder data of HELMET, with json_kv and ruler, for its recall tasks."
+    )
 
     def __post_init__(self) -> None:
+        if self.helmet is not None and not self.helmet.is_dir():
+            raise ConfigError(
+                f"--helmet is {str(self.helmet)!r}, which is not a folder. Give the folder data of "
+                "HELMET."
+            )
         if self.longbench is not None and not self.longbench.is_file():
             raise ConfigError(
                 f"--longbench is {str(self.longbench)!r}, which is not a file. Give data.json of "
@@ -244,6 +260,20 @@ class LongQuestions:
         ):
             if value is not None and not 1 <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be from 1 to {most}.")
+
+    @property
+    def answered_rows(self) -> int:
+        """Prompts that are answered at once, at most."""
+        if self.rows is None:
+            return ANSWERED_ROWS
+        return self.rows
+
+    @property
+    def measured_rows(self) -> int:
+        """Prompts whose cache and speed are measured."""
+        if self.rows is None:
+            return MEASURED_ROWS
+        return self.rows
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -279,7 +309,7 @@ class LongPlan:
         ...,
         "Tasks, comma separated; default: all of headway's. needle_* hide numbers, passkey, "
         "key_value, variable_tracking, common_words; ruler is all of RULER's, ruler_vt one; "
-        "longbench_v2 or longbench_v2_short.",
+        "longbench_v2 or longbench_v2_short; helmet or helmet_json_kv.",
         written=None,
         read=_long_tasks,
     )
@@ -302,19 +332,24 @@ class LongPlan:
                 ruler.check(task, self.tasks, self.questions.ruler_data)
             elif task.startswith(longbench.GROUP):
                 longbench.check(task, self.tasks, self.questions.longbench)
+            elif task.startswith(helmet.GROUP):
+                helmet.check(task, self.tasks, self.lengths, self.questions.helmet)
             else:
                 find_task(task)
         if min(self.lengths) < 1:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
 
     def resolved(self) -> LongPlan:
-        """With the names of tasks for those of groups; of RULER's, those whose files are there."""
+        """With the names of tasks for those of groups; of RULER's and HELMET's, those whose files are
+        there."""
         tasks: list[str] = []
         for task in self.tasks:
             if task == ruler.GROUP:
                 tasks += ruler.available(self.questions.ruler_data)
             elif task == longbench.GROUP:
                 tasks += longbench.NAMES
+            elif task == helmet.GROUP:
+                tasks += helmet.available(self.lengths, self.questions.helmet)
             else:
                 tasks.append(task)
         return replace(self, tasks=tuple(tasks))
@@ -335,8 +370,10 @@ class LongPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         questions = asdict(self.questions)
+        # How many are answered at once changes no number.
+        questions["rows"] = self.questions.measured_rows
         # Left out where they say nothing: results are found by these values.
-        for name in ("ruler_data", "longbench"):
+        for name in ("ruler_data", "longbench", "helmet"):
             path = questions.pop(name)
             if path is not None:
                 questions[name] = str(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,9 +43,20 @@ COMPILE_FROM_STEPS = 512
 """A generation of fewer steps would wait longer for the compiler than it gains."""
 RECORD_FROM_STEPS = 8
 """Fewer plain steps take less time than recording one."""
+LEAST_SHARED = 0.25
+"""Share of a prompt that another one must begin with, so that it waits for that one."""
 OnText = Callable[[int, str], object]
 """Receives the number of a prompt and the next piece of its text."""
 StoppedBy = Literal["eos", "stop", "grammar", "length", "context"]
+
+
+@dataclass(frozen=True)
+class PromptEnd:
+    """Where the continuation of one prompt ends."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    """It ends before one of these."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +187,14 @@ def generate_from_ids(
     options: GenerateOptions,
     on_text: OnText | None = None,
     media: Sequence[PromptMedia] | None = None,
+    ends: Sequence[PromptEnd] | None = None,
 ) -> list[Generation]:
     """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of
     text as soon as it is known.
 
-    `media`: the pictures and sounds of every prompt, for a model that takes them.
+    `media`: the pictures and sounds of every prompt, for a model that takes them. `ends`: of every
+    prompt, in place of `max_new_tokens` and `stop` of the options. What prompts begin with together
+    is computed once.
     """
     tokenizer = loaded.require_tokenizer()
     limit = loaded.config.max_seq_len
@@ -192,9 +206,12 @@ def generate_from_ids(
                 f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room "
                 "after it. Shorten the prompt."
             )
+        end = PromptEnd(options.max_new_tokens, options.stop)
+        if ends is not None:
+            end = ends[number]
         request = EngineRequest(
             tuple(ids),
-            options.max_new_tokens,
+            end.max_new_tokens,
             options.sampling,
             # The same prompt twice gives two samples: the key counts the repetitions.
             key=f"{seen[prompt]}:{prompt}",
@@ -206,11 +223,11 @@ def generate_from_ids(
         say = None
         if on_text is not None:
             say = partial(on_text, number)
-        rows.append(_Sequence(tokenizer, request, options.stop, say))
+        rows.append(_Sequence(tokenizer, request, end.stop, say))
     if not rows:
         return []
 
-    _report_room(rows, options, limit)
+    _report_room(rows, limit)
     make_constraints = None if options.grammar is None else options.grammar.make_constraints
     engine = build_engine(
         loaded, _engine_options(rows, options, loaded), make_constraints=make_constraints
@@ -226,16 +243,17 @@ def generate_from_ids(
     return [row.result() for row in rows]
 
 
-def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int) -> None:
+def _report_room(rows: Sequence[_Sequence], limit: int) -> None:
     """Warn if the model's context ends before max_new_tokens."""
-    least = min(limit - len(row.prompt) for row in rows)
-    if least < options.max_new_tokens:
+    short = [row for row in rows if limit - len(row.prompt) < row.request.max_new_tokens]
+    if short:
+        longest = max(short, key=lambda row: len(row.prompt))
         log.warning(
             "max-new-tokens is %d; the model's max_seq_len=%d leaves room for only %d after the "
             "longest prompt. Its text ends there.",
-            options.max_new_tokens,
+            longest.request.max_new_tokens,
             limit,
-            least,
+            limit - len(longest.prompt),
         )
 
 
@@ -245,14 +263,15 @@ def _engine_options(
     """An engine that lives for one call is made no larger than that, and compiles only what pays
     for the wait."""
     on_cuda = loaded.device.type == "cuda"
-    longest = max(len(row.prompt) for row in rows) + options.max_new_tokens
+    longest = max(len(row.prompt) + row.request.max_new_tokens for row in rows)
+    most_new = max(row.request.max_new_tokens for row in rows)
     return EngineOptions(
         max_running=min(options.rows, len(rows)),
         max_waiting=len(rows),
         prefill_tokens=options.chunk_tokens,
         max_context=min(loaded.config.max_seq_len, longest),
-        record="auto" if options.max_new_tokens >= RECORD_FROM_STEPS else False,
-        compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
+        record="auto" if most_new >= RECORD_FROM_STEPS else False,
+        compile_blocks=on_cuda and most_new >= COMPILE_FROM_STEPS,
         speculation=options.speculation,
     )
 
@@ -329,16 +348,78 @@ class _Sequence:
         return Generation(text, self.new, self.stopped_by, len(self.prompt))
 
 
+@dataclass(frozen=True)
+class _Follower:
+    """A row that begins like the row before it."""
+
+    row: _Sequence
+    shared_pages: int
+    """What both begin with."""
+
+
 def _run(
     engine: InferenceEngine, rows: Sequence[_Sequence], advance: Callable[[int], object]
 ) -> None:
-    running = {engine.submit(row.request): row for row in rows}
+    running: dict[int, _Sequence] = {}
+    waiting: dict[int, deque[_Follower]] = {}
+    """By the number of the row whose prompt must be read first."""
+
+    def submit(chain: deque[_Follower]) -> None:
+        first = chain.popleft()
+        number = engine.submit(first.row.request)
+        running[number] = first.row
+        # The next one starts at once where it would gain nothing from waiting for this one.
+        there = first.shared_pages
+        while chain and chain[0].shared_pages <= there:
+            follower = chain.popleft()
+            number = engine.submit(follower.row.request)
+            running[number] = follower.row
+            there = follower.shared_pages
+        waiting[number] = chain
+
+    for chain in _chains(rows, engine.options.page_tokens):
+        submit(chain)
     while engine.busy:
         for event in engine.step():
             row = running.get(event.request)
-            if row is not None:  # otherwise the last event of one that was cancelled
-                if row.add(event):
-                    engine.cancel(event.request)
-                if row.stopped_by is not None:
-                    del running[event.request]
-                    advance(1)
+            if row is None:  # the last event of one that was cancelled
+                continue
+            # Its prompt has been read, so the next one finds the pages of their beginning.
+            chain = waiting.pop(event.request, None)
+            if chain:
+                submit(chain)
+            if row.add(event):
+                engine.cancel(event.request)
+            if row.stopped_by is not None:
+                del running[event.request]
+                advance(1)
+
+
+def _chains(rows: Sequence[_Sequence], page_tokens: int) -> list[deque[_Follower]]:
+    """Rows that begin alike, in an order in which each shares most with the one before it.
+
+    Rows that are read at the same time compute their common beginning once each, because pages are
+    shared when their prompt has been read. Reading one after the other costs the ends of rounds that
+    other prompts would fill: only what shares enough waits.
+    """
+    chains: list[deque[_Follower]] = []
+    before: _Sequence | None = None
+    for row in sorted(rows, key=lambda row: row.request.prompt):
+        shared_pages = 0
+        # The same ids may stand for different pictures, which share nothing.
+        if before is not None and row.request.media is None:
+            shared_pages = _common_length(before.request.prompt, row.request.prompt) // page_tokens
+        before = row
+        if shared_pages * page_tokens >= max(1, LEAST_SHARED * len(row.prompt)):
+            chains[-1].append(_Follower(row, shared_pages))
+        else:
+            chains.append(deque([_Follower(row, 0)]))
+    return chains
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that two prompts begin with."""
+    for length, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
+            return length
+    return min(len(first), len(second))

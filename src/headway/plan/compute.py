@@ -40,6 +40,12 @@ LOSS_PASSES = 3
 """Passes of the fused loss over one chunk of logits, which end as their own gradients."""
 LOSS_PASSES_FP32 = 12
 """The same in passes over 2-byte elements, where the loss works on fp32 copies."""
+POLICY_FORWARD_BYTES = 64
+POLICY_BACKWARD_BYTES = 38
+"""What the loss of sampled answers moves for each token and id, in plain torch operations
+(kernels/policy_scores.py). Forward: the product and its fp32 copy (8), the sum of exponentials (24),
+the entropy (32). Backward: the same product and copy (8), log-probabilities (8), probabilities (8),
+their gradient (8), in 16 bits (6)."""
 NORM_PASSES = 8
 """Passes of the last norm, which is never compiled, over the stream."""
 STEP_8BIT_SECONDS = 1.0e-11
@@ -121,7 +127,7 @@ def _layer(
     width = model.hidden_size
 
     # Products are fused: q, k and v in one, gate and up in another.
-    products = _attention_products(model, tensor, layer)
+    products = attention_products(model, tensor, layer)
     if not mixture:
         products += [((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
     fp8 = job.precision == "fp8"
@@ -135,7 +141,7 @@ def _layer(
         ffn = model.mean_ffn / tensor
 
     # Scores and weighted values: 2 FLOPs for each visible pair and channel, of keys and of values.
-    _, visible = visible_tokens(job.seq_len, window)
+    _, visible = visible_tokens(job.attended, window)
     flops = 2.0 * tokens * visible * model.num_heads * (model.head_size + model.value_size) / tensor
     # Kernels reach their rate by the length of the row; causal rows see half of it on the average.
     row_length = visible * 2
@@ -193,7 +199,7 @@ def _layer(
     return PassSeconds(max(forward, launches), max(inputs, launches), weights)
 
 
-def _attention_products(model: ModelConfig, tensor: int, layer: int) -> list[tuple[float, float]]:
+def attention_products(model: ModelConfig, tensor: int, layer: int) -> list[tuple[float, float]]:
     """(outputs, inputs) of attention's matrices on one rank; q, k and v in one product."""
     if model.latent_attention is None and not model.has_state(layer) and not model.attention_gate:
         query = model.num_heads * model.head_size / tensor
@@ -272,6 +278,12 @@ def head_seconds(job: PlanJob) -> PassSeconds:
     loss = passes * 2 * tokens * vocab / (gpu.bandwidth * STREAMING)
     norm = NORM_PASSES * 2 * tokens * model.hidden_size / (gpu.bandwidth * ELEMENTWISE)
     weights = matmul if head_trains(job) else 0.0
+    if job.rollout is not None:
+        # Backward computes the logits again.
+        streaming = gpu.bandwidth * STREAMING
+        forward_loss = POLICY_FORWARD_BYTES * tokens * vocab / streaming
+        backward_loss = POLICY_BACKWARD_BYTES * tokens * vocab / streaming
+        return PassSeconds(matmul + forward_loss + norm, 2 * matmul + backward_loss + norm, weights)
     return PassSeconds(matmul + loss / 2 + norm, matmul + loss / 2 + norm, weights)
 
 
@@ -296,9 +308,15 @@ def stage_seconds(job: PlanJob) -> list[PassSeconds]:
 
 
 def reference_seconds(job: PlanJob) -> float:
-    """The forward pass of a frozen second model over one microbatch."""
+    """The forward pass of a frozen second model over one microbatch.
+
+    Where it scores the answers of a rollout once for all passes over them, its part of one.
+    """
     if job.reference is None:
         return 0.0
+    passes = 1
+    if job.rollout is not None and job.rollout.reference_once:
+        passes = job.rollout.passes
     # The same cost model over its shape: nothing trains, nothing is recomputed.
     frozen = replace(
         job,
@@ -309,7 +327,8 @@ def reference_seconds(job: PlanJob) -> float:
         memory=MemoryConfig(),
     )
     layers = sum(layer_seconds(frozen, layer).forward for layer in range(frozen.model.num_layers))
-    return embedding_seconds(frozen).forward + layers + head_seconds(frozen).forward
+    seconds = embedding_seconds(frozen).forward + layers + head_seconds(frozen).forward
+    return seconds / passes
 
 
 def update_seconds(job: PlanJob, rank: int = 0) -> float:

@@ -26,6 +26,19 @@ IN_TRANSIT = 3
 microbatches in flight."""
 MAX_MICROBATCHES = 4096
 """Microbatches of a step whose order is looked at; more than that repeat what was before."""
+PAGE_TOKENS = 64
+"""Positions of a page of the cache (`EngineOptions.page_tokens`)."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens between two steps of decoding (`EngineOptions.prefill_tokens`)."""
+PAGES_OVER_NEED = 2
+MIN_SNAPSHOTS = 4
+SLOTS_PER_SNAPSHOT = 2
+"""As in infer/engine/memory.py, which needs torch; a test compares the bytes."""
+ROUTE_BYTES = 2
+"""Of the number of an expert."""
+DRAWING_BYTES = 24
+"""For each answer and id of the vocabulary while a token is drawn (infer/engine/sampler.py): scores,
+probabilities and their running sum, all in double."""
 STEADY_ROUNDS = 4
 """Microbatches per pipeline rank after which a schedule holds no more activations at once than
 before."""
@@ -45,6 +58,8 @@ class ReferenceModel:
     model: ModelConfig
     specs: Specs
     """Its parameters; what is stored quantised as bytes."""
+    is_base: bool = False
+    """It is the frozen base under the adapter that trains: it takes time and no memory."""
 
     def parameters(self, tensor: int = 1) -> ParamCount:
         """Its parameters on one tensor rank; nothing of it trains and no pipeline divides it."""
@@ -53,6 +68,8 @@ class ReferenceModel:
 
     def weight_bytes(self, compute_bytes: int, tensor: int = 1) -> int:
         """Its weights on one rank, in the compute dtype or quantised."""
+        if self.is_base:
+            return 0
         count = self.parameters(tensor)
         # No master copy, gradient or state: it never changes.
         return compute_bytes * (count.frozen - count.packed) + count.packed_bytes
@@ -72,46 +89,218 @@ class ReferenceModel:
 
 
 @dataclass(frozen=True)
+class PromptLengths:
+    """How long the prompts of a run are, in tokens."""
+
+    mean: float
+    longest: int
+    num_read: int = 0
+    """Prompts that were read; 0: the lengths are assumed."""
+
+
+@dataclass(frozen=True)
+class RolloutShape:
+    """How many answers the updates of a run train on, and how long they are expected to be, before
+    any is sampled.
+
+    A document is a prompt with its answer. Every update packs its documents into rows, as
+    `rollout/rows.py` does; here all documents have the expected length.
+    """
+
+    prompts: int
+    """Prompts of one rollout, over all ranks."""
+    samples: int
+    """Answers of a prompt."""
+    max_new_tokens: int
+    prompt: PromptLengths
+    answer_tokens: float
+    """Expected mean length of an answer."""
+    documents_per_row: int
+    """Most documents of a row; its padding counts as one."""
+    updates: int = 1
+    """Updates of a pass over the answers of a rollout."""
+    passes: int = 1
+    ahead: bool = False
+    """The next rollout is answered and judged while the updates on this one are computed."""
+    refill: int = 0
+    """Further batches of prompts that may be sampled in the place of prompts without signal."""
+    scores_first: bool = False
+    """The trainer scores the answers of a rollout before its first update."""
+    reference_once: bool = False
+    """The frozen model scores the answers once, with that pass, and not in every update."""
+
+    @property
+    def num_updates(self) -> int:
+        """Updates on the answers of one rollout."""
+        return self.updates * self.passes
+
+    @property
+    def answers(self) -> int:
+        """Answers of a rollout over all ranks."""
+        return self.prompts * self.samples
+
+    @property
+    def step_answers(self) -> int:
+        """Answers that one update trains on, over all ranks."""
+        return self.prompts // self.updates * self.samples
+
+    @property
+    def document_tokens(self) -> float:
+        """Expected length of a prompt with its answer."""
+        return self.prompt.mean + self.answer_tokens
+
+    @property
+    def longest_answer(self) -> float:
+        """Tokens of the longest answer of a rollout, where lengths are spread evenly around their
+        mean: twice the mean, at most max_new_tokens."""
+        return min(2 * self.answer_tokens, float(self.max_new_tokens))
+
+    def rank_prompts(self, ranks: int) -> int:
+        """Prompts that the rank with the most of them answers. All ranks share them, whatever their
+        layout: each has a whole copy of the weights."""
+        return -(-self.prompts // ranks)
+
+    def microbatches(self, seq_len: int, rows: int, data_ranks: int) -> int:
+        """Microbatches of an update on a rank.
+
+        A row of T tokens takes floor(T / L) documents of L tokens, at most `documents_per_row` - 1.
+        Rows are filled up to whole microbatches, the same number on every data-parallel rank.
+        """
+        fitting = int(seq_len // self.document_tokens)
+        per_row = max(1, min(self.documents_per_row - 1, fitting))
+        num_rows = -(-self.step_answers // per_row)
+        return -(-num_rows // (rows * data_ranks))
+
+
+@dataclass(frozen=True)
 class SamplerCopy:
     """What a run that samples its own answers keeps on every rank besides what trains.
 
     That is the whole model once more, without its adapter, and the keys and values of the answers
-    that are sampled at the same time."""
+    that are sampled at the same time: pages of PAGE_TOKENS positions for heads that see everything,
+    and for each answer the rings and states of the others (infer/engine/memory.py)."""
 
     model: ModelConfig
     at_once: int
+    """Answers that the cache has room for. A run reserves it for all of them, also where a rank has
+    fewer answers."""
     tokens: int
     """Of the longest prompt with its answer, at most."""
     cache_bytes_given: int | None = None
     """What the recipe allows for keys and values; None: as much as the answers need."""
+    keeps_routes: bool = False
+    """Each position also has the experts of its token."""
 
     def weight_bytes(self, compute_bytes: int) -> int:
         """The weights, in the compute dtype and on every rank whole."""
+        return compute_bytes * self.parameters
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
         specs = {spec.name: spec for spec in param_specs(self.model)}
         counts = count_parameters(self.model, specs, (), 1)
-        whole = counts.on_stages([range(self.model.num_layers)], first=True, last=True)
-        return compute_bytes * whole.frozen
+        return counts.on_stages([range(self.model.num_layers)], first=True, last=True).frozen
 
     def cache_bytes(self, compute_bytes: int) -> int:
-        """Keys and values of all answers at their longest; layers with a window keep no more."""
-        if self.cache_bytes_given is not None:
-            return self.cache_bytes_given
-        positions = 0
-        for layer in range(self.model.num_layers):
-            if self.model.has_state(layer):
-                continue
-            window = self.model.window_of(layer)
-            positions += self.tokens if window is None else min(self.tokens, window)
+        """What the engine allocates: pages of all answers at their longest, rings and states of
+        all answers and of the snapshots. With a budget, that at most, and at most twice the
+        pages that all answers need."""
+        page_bytes = self.page_bytes(compute_bytes)
+        state_bytes = self.state_bytes(compute_bytes)
+        snapshots = 0
+        if state_bytes:
+            snapshots = max(MIN_SNAPSHOTS, self.at_once // SLOTS_PER_SNAPSHOT)
+        fixed_bytes = self.idle_bytes(compute_bytes) + (self.at_once + snapshots) * state_bytes
+        wanted_pages = self.at_once * self.pages
+        if self.cache_bytes_given is None:
+            return fixed_bytes + wanted_pages * page_bytes
+
+        wanted_bytes = fixed_bytes + wanted_pages * page_bytes
+        if page_bytes == 0 or self.cache_bytes_given < wanted_bytes:
+            return min(self.cache_bytes_given, wanted_bytes)
+        affordable_pages = (self.cache_bytes_given - fixed_bytes) // page_bytes
+        return fixed_bytes + min(affordable_pages, PAGES_OVER_NEED * wanted_pages) * page_bytes
+
+    @property
+    def pages(self) -> int:
+        """Pages of the longest prompt with its answer."""
+        return -(-self.tokens // PAGE_TOKENS)
+
+    def _is_ring(self, layer: int) -> bool:
+        """Whether a layer keeps no more than a window, which is shorter than what it could see."""
+        window = self.model.window_of(layer)
+        return window is not None and window < self.tokens
+
+    def _entry_bytes(self, compute_bytes: int) -> int:
+        """Keys and values of one position in one layer."""
         # With latent attention the stored vector is key and value in one.
         vectors = 2 if self.model.latent_attention is None else 1
-        width = self.model.cached_heads * self.model.cached_size
-        states = 0
-        if self.model.has_states:
-            # A state of fixed size, in fp32, and the last inputs of the convolution.
-            shape = self.model.state_shape
-            layers = sum(map(self.model.has_state, range(self.model.num_layers)))
-            states = layers * (shape.input_size * compute_bytes + 4 * shape.memory_size)
-        return self.at_once * (positions * vectors * width * compute_bytes + states)
+        return vectors * self.model.cached_heads * self.model.cached_size * compute_bytes
+
+    def page_bytes(self, compute_bytes: int) -> int:
+        """One page in all layers."""
+        layers = [
+            layer
+            for layer in range(self.model.num_layers)
+            if not self.model.has_state(layer) and not self._is_ring(layer)
+        ]
+        routes = 0
+        if self.keeps_routes and self.model.experts is not None:
+            mixtures = sum(map(self.model.is_mixture, range(self.model.num_layers)))
+            routes = ROUTE_BYTES * mixtures * self.model.experts.per_token
+        return PAGE_TOKENS * (len(layers) * self._entry_bytes(compute_bytes) + routes)
+
+    def state_bytes(self, compute_bytes: int) -> int:
+        """What an answer has beside pages: rings of layers with a window, which may take back one
+        page, and states of a fixed size."""
+        entries = 0
+        for layer in range(self.model.num_layers):
+            window = self.model.window_of(layer)
+            if not self.model.has_state(layer) and self._is_ring(layer) and window is not None:
+                entries += window + PAGE_TOKENS
+        return entries * self._entry_bytes(compute_bytes) + self.idle_bytes(compute_bytes)
+
+    def idle_bytes(self, compute_bytes: int) -> int:
+        """The states of one sequence in all layers, in fp32, with the last inputs of their
+        convolutions. Rows of a batch that take no part have them once."""
+        if not self.model.has_states:
+            return 0
+        shape = self.model.state_shape
+        layers = sum(map(self.model.has_state, range(self.model.num_layers)))
+        return layers * (shape.input_size * compute_bytes + 4 * shape.memory_size)
+
+    def shared_tokens(self, prompt_tokens: float) -> int:
+        """Tokens of a prompt that its further answers find in the cache: whole pages before the
+        last token, which is always computed."""
+        return max(0, int(prompt_tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+    def running(self, shape: RolloutShape, ranks: int, compute_bytes: int) -> int:
+        """Answers that a rank samples at the same time: at_once, no more than its share of the
+        prompts has, and no more than a given budget of the cache holds at their longest. Answers
+        to one prompt share its whole pages."""
+        wanted = min(self.at_once, shape.rank_prompts(ranks) * shape.samples)
+        if self.cache_bytes_given is None:
+            return wanted
+        shared_pages = self.shared_tokens(shape.prompt.mean) // PAGE_TOKENS
+        own_pages = self.pages - shared_pages * (1 - 1 / shape.samples)
+        answer_bytes = own_pages * self.page_bytes(compute_bytes) + self.state_bytes(compute_bytes)
+        budget = self.cache_bytes_given - self.idle_bytes(compute_bytes)
+        return max(1, min(wanted, int(budget / answer_bytes)))
+
+    def work_bytes(self, compute_bytes: int) -> int:
+        """What sampling needs at its peak and gives back: log-probabilities of the vocabulary for
+        all answers while tokens are drawn, or a piece of prompts in a block."""
+        drawing = DRAWING_BYTES * self.at_once * self.model.vocab
+        width = self.model.hidden_size
+        # Gate, up and their product, and the stream with its norm, q, k and v.
+        prefill = PREFILL_TOKENS * compute_bytes * (3 * self.model.ffn_size + 5 * width)
+        return max(drawing, prefill)
+
+    @property
+    def logit_bytes(self) -> int:
+        """The buffer of logits, fp32, that recorded steps write into. It stays."""
+        return 4 * self.at_once * self.model.vocab
 
 
 @dataclass(frozen=True)
@@ -146,6 +335,8 @@ class PlanJob:
     """A frozen second model in memory."""
     sampler: SamplerCopy | None = None
     """The copy that samples answers, in a run that learns from rewards."""
+    rollout: RolloutShape | None = None
+    """The answers that such a run samples and trains on."""
 
     allows: Callable[[Layout], bool] | None = field(default=None, compare=False, repr=False)
     """Whether the recipe may run on another layout, besides the rules of sizes; None = on any."""
@@ -170,8 +361,17 @@ class PlanJob:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step over all ranks."""
+        """Tokens of a step over all ranks; of sampled answers without the padding of rows."""
+        if self.rollout is not None:
+            return round(self.rollout.step_answers * self.rollout.document_tokens)
         return self.rows * self.seq_len * self.accumulate * self.layout.data
+
+    @property
+    def attended(self) -> int:
+        """Tokens within which a token attends: its row, or its prompt and answer."""
+        if self.rollout is not None:
+            return min(self.seq_len, round(self.rollout.document_tokens))
+        return self.seq_len
 
     @property
     def all_specs(self) -> Specs:
@@ -324,9 +524,13 @@ class PlanJob:
 
         sampler_weights = 0
         answer_cache = 0
+        answer_logits = 0
+        sampling_work = 0
         if self.sampler is not None:
             sampler_weights = self.sampler.weight_bytes(self.compute_bytes)
             answer_cache = self.sampler.cache_bytes(self.compute_bytes)
+            answer_logits = self.sampler.logit_bytes
+            sampling_work = self.sampler.work_bytes(self.compute_bytes)
 
         return MemoryJob(
             model=self.model,
@@ -364,6 +568,8 @@ class PlanJob:
             reference_token_bytes=reference_token_bytes,
             sampler_weights=sampler_weights,
             answer_cache=answer_cache,
+            answer_logits=answer_logits,
+            sampling_work=sampling_work,
         )
 
     @property

@@ -3,15 +3,17 @@ numbers go out; nothing imports torch.
 
     all the time      weights (what the model computes with), masters (fp32, where they are not the
                       weights themselves), optimizer state, a reference model or teacher in memory
+    with rollouts     the sampler's copy of the weights, its cache of answers and its logits
     during a step     gradients, activations (what autograd saves between forward and backward),
                       logits (one chunk, the head's gradients)
 
-The peak is the largest of three moments. Kinds are those of that moment:
+The peak is the largest of these moments. Kinds are those of that moment:
 
     head     all activations, one chunk of logits, the head's gradient
     block    backward of the last block: all activations, what this block computes again, its
              working memory
     end      backward of the first block: all gradients, one block's activations and working memory
+    sampling answers are drawn, between two updates: no gradients and no activations
 
 Gradients kept across microbatches count at every moment; on CUDA a step of one microbatch allocates
 them during backward. Widths: D stream, A query heads, K key heads, F feed-forward. What a block
@@ -74,6 +76,10 @@ WORTHWHILE = 0.01
 """A setting that frees less than this share of a rank's bytes is not suggested."""
 ROUTER_SCORE_COPIES = 3
 """fp32 tensors over all experts that routing keeps for each token."""
+POLICY_LOGIT_BYTES = 12
+"""For each token of a chunk and id, at the peak of the loss of sampled answers
+(kernels/policy_scores.py): fp32 logits of a chunk and of the one before, the latter's gradient, and
+the result of the product in 16 bits."""
 ROUTED_SLOT_BYTES = 24
 """Bytes that routing keeps for each token and expert chosen for it: weights and the order by
 experts."""
@@ -141,6 +147,10 @@ class MemoryJob:
     """The copy of the model that samples answers (`SamplerCopy`)."""
     answer_cache: int = 0
     """Keys and values of the answers that it samples at the same time."""
+    answer_logits: int = 0
+    """Its buffer of logits, which stays."""
+    sampling_work: int = 0
+    """What it needs while it samples, and gives back."""
 
     @property
     def tokens(self) -> int:
@@ -180,6 +190,21 @@ def amount(size: float) -> str:
 
 def estimate(job: MemoryJob) -> Estimate:
     """Bytes by kind at the peak of a step."""
+    peak = max(moments(job).values(), key=lambda kinds: sum(kinds.values()))
+    return _at(job, peak)
+
+
+def phase_estimates(job: MemoryJob) -> dict[str, Estimate]:
+    """Bytes by kind at the peak of each phase of a run that samples its own answers: sampling and
+    training. The larger one is `estimate`."""
+    by_moment = moments(job)
+    sampling = by_moment.pop("sampling")
+    training = max(by_moment.values(), key=lambda kinds: sum(kinds.values()))
+    return {"sampling": _at(job, sampling), "training": _at(job, training)}
+
+
+def _at(job: MemoryJob, moment: dict[str, int]) -> Estimate:
+    """All bytes at one of the `moments`."""
     on_host = "optimizer" in job.memory.offload
     # In fp32 on one rank the optimizer updates the weights themselves.
     weights_are_masters = job.compute_bytes == 4 and job.shards == 1
@@ -194,21 +219,21 @@ def estimate(job: MemoryJob) -> Estimate:
 
     # fsdp keeps its masters on the device also with offload: they are the shards that are gathered.
     masters_on_host = on_host and not job.fsdp
-    peak = max(moments(job).values(), key=lambda kinds: sum(kinds.values()))
     kinds = {
         "weights": _weights(job),
         "masters": 0 if masters_on_host else masters,
         "optimizer state": 0 if on_host else state,
-        **peak,
+        **moment,
         "buffers": _buffers(job),
     }
     if job.reference_bytes:
         kinds["reference model"] = job.reference_bytes + job.reference_token_bytes * job.tokens
 
-    # Both stay while the run trains: the engine's recorded steps keep pointers to them.
+    # All three stay while the run trains: the engine's recorded steps keep pointers to them.
     if job.sampler_weights:
         kinds["sampler"] = job.sampler_weights
         kinds["cache of answers"] = job.answer_cache
+        kinds["logits of answers"] = job.answer_logits
 
     host = 0
     if on_host:
@@ -250,6 +275,19 @@ def moments(job: MemoryJob) -> dict[str, dict[str, int]]:
             "gradients": gradients_kept,
             "activations": int(saved + _ends(job)),
             "logits and head": _logits(job) + head_gradient,
+        }
+    if job.sampler_weights:
+        # On CUDA gradients have memory from backward to the update alone.
+        gradients_between = gradients
+        if job.on_cuda:
+            gradients_between = 0
+        # All moments have the same kinds.
+        added = {name: {**kinds, "drawing of tokens": 0} for name, kinds in added.items()}
+        added["sampling"] = {
+            "gradients": gradients_between,
+            "activations": 0,
+            "logits and head": 0,
+            "drawing of tokens": job.sampling_work,
         }
     return added
 
@@ -519,7 +557,9 @@ def _logits(job: MemoryJob) -> int:
     model = job.model
     chunk = min(job.chunk_tokens, job.tokens) * model.head_rows // job.tensor
     # The fused kernel overwrites the logits; plain torch works in fp32 copies.
-    if job.on_cuda:
+    if job.sampler_weights:
+        logits = chunk * POLICY_LOGIT_BYTES
+    elif job.on_cuda:
         logits = chunk * job.compute_bytes
     elif job.compute_bytes == 4:
         logits = chunk * 4

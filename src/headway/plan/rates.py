@@ -78,6 +78,13 @@ UNHIDDEN = 0.22
 """Share of an exchange that costs time although it runs beside computation: it takes processors and
 bandwidth. From InternEvo's 8 to 16 GPUs.
 """
+DECODE_READS = 0.85
+"""Share of the memory bandwidth at which decoding reads keys and values: 4.1 of 4.8 TB/s at 128K on
+H200 (benchmarks/README.md, Decoding)."""
+DECODE_BLOCK = 3.4e-5
+"""Seconds of one block in a recorded decoding step beside the bytes it reads: a step of one row at
+2K takes 1.207 ms in 16 blocks on H200 (benchmarks/README.md, Decoding), of which weights and cache
+need 0.66."""
 ASYNC_TENSOR = 0.5
 """Share of tensor-parallel exchanges that stays visible where they are pipelined with the
 products."""

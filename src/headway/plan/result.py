@@ -21,6 +21,7 @@ from headway.plan.hardware import smallest_card
 from headway.plan.job import PlanJob
 from headway.plan.memory import Estimate, estimate
 from headway.plan.parameters import count_parameters, parts_of
+from headway.plan.rollout import RolloutPlan, plan_rollout, rollout_as_dict
 from headway.plan.timeline import Timeline, simulate
 from headway.plan.traffic import (
     AxisTraffic,
@@ -82,6 +83,8 @@ class Plan:
     """Idle share of the pipeline's ranks between the first and the last action."""
     step_seconds: float
     update_seconds: float
+    rollout: RolloutPlan | None = None
+    """The phases of a step, in a run that samples its own answers."""
 
     @property
     def fits(self) -> bool:
@@ -165,6 +168,11 @@ def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
         (data_traffic(job, stages, rank) for rank in ranks), key=lambda traffic: traffic.exposed
     )
     update = max(update_seconds(job, rank) for rank in ranks)
+    step_seconds = passes + data.exposed + update
+    rollout = None
+    if job.rollout is not None:
+        rollout = plan_rollout(job, ranks[worst], stages, passes + data.exposed, update)
+        step_seconds = rollout.seconds
     return Plan(
         job=job,
         worst_rank=ranks[worst],
@@ -175,8 +183,9 @@ def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
         timeline=timeline,
         held=held,
         bubble=bubble,
-        step_seconds=passes + data.exposed + update,
+        step_seconds=step_seconds,
         update_seconds=update,
+        rollout=rollout,
     )
 
 
@@ -256,14 +265,14 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     """FLOPs of one token, by every convention."""
     model = job.model
     flops = job.cached(
-        "flops", lambda: token_flops(model, job.seq_len, specs=job.all_specs, training=job.trains)
+        "flops", lambda: token_flops(model, job.attended, specs=job.all_specs, training=job.trains)
     )
     costs, _, _ = layer_costs(model, job.seq_len)
     # A cost is that of forward and backward, which is three times the forward's.
     recomputed = sum(costs[layer] / 3 for layer in job.memory.recomputed_blocks(model.num_layers))
     reference = 0.0
     if job.reference is not None:
-        reference = job.reference.flops(job.seq_len)
+        reference = job.reference.flops(job.attended)
     recomputes = bool(job.memory.recomputed_blocks(model.num_layers))
     internlm = internlm_flops(model, job.seq_len, recomputed=recomputes)
     return Arithmetic(flops, recomputed, internlm, reference)
@@ -305,6 +314,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "role": job.reference.role,
             "parameters": job.reference.parameters().total,
         }
+    rollout = None
+    if plan.rollout is not None:
+        rollout = rollout_as_dict(plan.rollout)
     return {
         "model": {
             "parameters": whole.total,
@@ -375,4 +387,5 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "hfu": plan.hfu,
             "update_seconds": plan.update_seconds,
         },
+        "rollout": rollout,
     }

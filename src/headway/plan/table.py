@@ -10,6 +10,7 @@ from headway.plan.hardware import smallest_card
 from headway.plan.memory import amount
 from headway.plan.parameters import count_parameters, parts_of
 from headway.plan.result import Plan
+from headway.plan.rollout import PHASES, RolloutPlan
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ def tables(plan: Plan) -> list[TextTable]:
         sections.append(_traffic(plan))
     if plan.job.layout.pipeline > 1:
         sections.append(_pipeline(plan))
+    if plan.rollout is not None:
+        sections += [
+            _rollout(plan.rollout),
+            _memory_by_phase(plan, plan.rollout),
+            _phases(plan.rollout),
+        ]
     sections.append(_speed(plan))
     return sections
 
@@ -60,11 +67,7 @@ def _layout(plan: Plan) -> TextTable:
     rows = [
         ("ranks", f"{layout.world} = {axes}"),
         ("strategy", f"{layout.strategy} over {layout.shards}"),
-        (
-            "step",
-            f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x "
-            f"{job.rows} rows x {job.seq_len}",
-        ),
+        ("step", _step(plan)),
         ("settings", layout.settings()),
     ]
     if layout.expert > 1:
@@ -72,6 +75,15 @@ def _layout(plan: Plan) -> TextTable:
     if layout.pipeline > 1:
         rows.append(("layers by stage", " ".join(str(len(stage)) for stage in job.stages)))
     return TextTable("Layout", ("what", "value"), rows)
+
+
+def _step(plan: Plan) -> str:
+    job = plan.job
+    shape = f"{job.layout.data} x {job.accumulate} microbatches x {job.rows} rows x {job.seq_len}"
+    if job.rollout is None:
+        return f"{job.step_tokens:,} tokens = {shape}"
+    # Rows are filled with whole documents, so their tokens are more than those of the answers.
+    return f"{job.rollout.step_answers:,} answers, {job.step_tokens:,} tokens, in {shape}"
 
 
 def _memory(plan: Plan) -> TextTable:
@@ -143,6 +155,103 @@ def _pipeline(plan: Plan) -> TextTable:
     return TextTable("Pipeline", ("what", "value"), rows)
 
 
+PHASE_NAMES = {
+    "hand_over": "weights to the sampler",
+    "prefill": "prompts read",
+    "decoding": "answers decoded",
+    "rewards": "rewards",
+    "scoring": "answers scored before the first update",
+    "reference": "frozen model",
+    "passes": "forward and backward",
+    "update": "clip and optimizer",
+}
+"""As people read them."""
+
+
+def _rollout(rollout: RolloutPlan) -> TextTable:
+    """How many answers of which lengths, and where the lengths are from."""
+    shape = rollout.shape
+    decoding = rollout.decoding
+    prompt = shape.prompt
+    prompt_source = "assumed; --prompt-tokens says otherwise"
+    if prompt.num_read:
+        prompt_source = f"of {prompt.num_read:,} that were read"
+    elif prompt.mean == prompt.longest:
+        prompt_source = "each"
+    answer_source = "expected on average"
+    if shape.answer_tokens == shape.max_new_tokens:
+        answer_source = "the longest there may be; --answer-tokens gives a mean"
+    running = f"{decoding.running:,} of {rollout.rank_answers:,}"
+    if rollout.copy.at_once > rollout.rank_answers:
+        running += (
+            f"; memory for {rollout.copy.at_once:,} is reserved "
+            f"(rollout.at_once={rollout.rank_answers} needs less)"
+        )
+    bound = "arithmetic" if decoding.step.is_compute_bound else "the bytes of the weights"
+    step = decoding.step
+    parts = ", ".join(
+        f"{name} {1000 * seconds:.2f}"
+        for name, seconds in (
+            ("weights", step.weights),
+            ("cache", step.cache),
+            ("drawing", step.drawing),
+            ("launches", step.launches),
+        )
+    )
+    rows = [
+        (
+            "rollout",
+            f"{shape.prompts:,} prompts x {shape.samples} answers, for {shape.num_updates} "
+            f"update{'s' if shape.num_updates > 1 else ''}",
+        ),
+        (
+            "tokens of a prompt",
+            f"{prompt.mean:.0f} (longest {prompt.longest:,}; {prompt_source})",
+        ),
+        ("tokens of an answer", f"{shape.answer_tokens:.0f} ({answer_source})"),
+        ("answers of a rank at once", running),
+        (
+            "decoding",
+            f"{decoding.steps:,.0f} steps of {decoding.batch:.0f} answers, "
+            f"{1000 * step.total:.2f} ms each ({parts}); products are bound by {bound}",
+        ),
+    ]
+    if shape.ahead:
+        rows.append(
+            (
+                "ahead",
+                f"rewards overlap with updates, sampling takes turns with them; answers are "
+                f"{rollout.staleness} update{'s' if rollout.staleness > 1 else ''} older",
+            )
+        )
+    if shape.refill:
+        rows.append(
+            ("refill", f"not counted: up to {shape.refill} further batches of prompts a rollout")
+        )
+    return TextTable("Rollout", ("what", "value"), rows)
+
+
+def _memory_by_phase(plan: Plan, rollout: RolloutPlan) -> TextTable:
+    """The peak of each phase; the larger one is that of the run."""
+    rows = [(phase, amount(estimate.total)) for phase, estimate in rollout.memory.items()]
+    rows.append(("peak", amount(plan.memory.total)))
+    return TextTable("Memory by phase", ("phase", "bytes"), rows)
+
+
+def _phases(rollout: RolloutPlan) -> TextTable:
+    """Where the time of a step goes."""
+    rows: list[tuple[str, str, str]] = []
+    for phase in PHASES:
+        if phase == "rewards":
+            rows.append((PHASE_NAMES[phase], "not known before a run", ""))
+            continue
+        seconds = rollout.phases[phase]
+        if seconds > 0:
+            share = 100 * seconds / rollout.seconds
+            rows.append((PHASE_NAMES[phase], f"{seconds:.3f} s", f"{share:.1f} %"))
+    return TextTable("Time of a step (estimate)", ("phase", "seconds", "share"), rows)
+
+
 def _speed(plan: Plan) -> TextTable:
     rows = [
         ("step", f"{plan.step_seconds:.3f} s"),
@@ -151,6 +260,14 @@ def _speed(plan: Plan) -> TextTable:
         ("MFU, causal / full", f"{100 * plan.mfu:.1f} / {100 * plan.mfu_full:.1f} %"),
         ("HFU (recomputation counts)", f"{100 * plan.hfu:.1f} %"),
     ]
+    rollout = plan.rollout
+    if rollout is not None:
+        rows[0] = ("step without rewards", f"{plan.step_seconds:.3f} s")
+        rows[1:1] = [
+            ("answers/s", f"{rollout.answers_per_second:,.1f}"),
+            ("tokens/s of sampling", f"{rollout.sampled_tokens_per_second:,.0f}"),
+            ("tokens/s of updates", f"{rollout.update_tokens_per_second:,.0f}"),
+        ]
     return TextTable("Speed (estimate)", ("what", "value"), rows)
 
 

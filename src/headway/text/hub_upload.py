@@ -45,6 +45,10 @@ class UploadRequest:
     is_public: bool = False
     replace: bool = False
     """Whether other content of the repository may be replaced."""
+    kept_endings: tuple[str, ...] = ()
+    """Files with these endings that an earlier push of the same source has sent stay, unless
+    `replace` is set.
+    """
     message: str = "Upload with headway"
 
 
@@ -164,7 +168,11 @@ def _send(
     present = [name for name, path in files.items() if _is_same(path, remote.get(name))]
     missing = {name: path for name, path in files.items() if name not in present}
     # What an earlier push had and this one has not, such as a shard of a larger model.
-    stale = sorted(remote.keys() - files.keys() - set(OF_THE_HUB))
+    stale = sorted(
+        name
+        for name in remote.keys() - files.keys() - set(OF_THE_HUB)
+        if request.replace or not name.endswith(request.kept_endings)
+    )
     url = f"{constants.ENDPOINT}/{request.repo_id}"
     if not missing and not stale:
         return UploadResult(url, None, (), tuple(present))

@@ -166,6 +166,50 @@ def fit(
     return best, tokens
 
 
+def cut_to_fit(
+    whole: Case,
+    encode: Callable[[], list[int]],
+    cut: Callable[[list[int], int], Case],
+    count: Callable[[Case], int],
+    limit: int,
+    least: int,
+) -> Case | None:
+    """A case whose text is cut until it has at most `limit` tokens; None where fewer than `least`
+    tokens of the text would stay.
+
+    `encode` gives the ids of the text, `cut` the case with so many of them. `count` counts a case
+    with all that stands around its prompt.
+    """
+    case = whole
+    tokens = count(whole)
+    if tokens <= limit:
+        return whole
+    ids = encode()
+    keep = len(ids)
+    while tokens > limit:
+        # What is left may be other tokens where it was cut: again, until it fits.
+        keep -= tokens - limit
+        if keep < least:
+            return None
+        case = cut(ids, keep)
+        tokens = count(case)
+    return case
+
+
+def check_group(
+    task: str, tasks: Sequence[str], group: str, names: Sequence[str], owner: str
+) -> None:
+    """Refuse a name that is not in a group of tasks, and a task beside the name of its group."""
+    if task != group and task not in names:
+        raise ConfigError(
+            f"--tasks holds {task!r}; of {owner} there are {group}, {', '.join(names)}."
+        )
+    if task != group and group in tasks:
+        raise ConfigError(
+            f"--tasks holds {group} and {task}; {group} holds it already. Give one of them."
+        )
+
+
 def placed(rng: random.Random, filler: list[str], needles: list[str], depth: float) -> list[str]:
     """Filler with the first needle at a depth and the others at random places."""
     lines = list(filler)

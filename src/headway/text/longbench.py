@@ -20,7 +20,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.runtime.json_file import load_json
-from headway.text.long_tasks import Case
+from headway.text.long_tasks import Case, check_group, cut_to_fit
 
 GROUP = "longbench_v2"
 """The name for all length classes."""
@@ -66,12 +66,7 @@ class ChoiceQuestion:
 
 def check(task: str, tasks: tuple[str, ...], file: Path | None) -> None:
     """Refuse an unknown name, no file, and a class that is asked for twice."""
-    if task != GROUP and task not in NAMES:
-        raise ConfigError(f"--tasks holds {task!r}; there are {GROUP}, {', '.join(NAMES)}.")
-    if task != GROUP and GROUP in tasks:
-        raise ConfigError(
-            f"--tasks holds {GROUP} and {task}; {GROUP} holds it already. Give one of them."
-        )
+    check_group(task, tasks, GROUP, NAMES, "LongBench v2")
     if file is None:
         raise ConfigError(
             f"--tasks holds {task}, which needs the file of LongBench v2. Give --longbench "
@@ -143,23 +138,22 @@ def cut_case(
     A prompt that is too long keeps its two ends. `count` counts a case with all that stands around
     its prompt.
     """
-    limit = length - ANSWER_TOKENS
-    case = question.case(question.prompt)
-    tokens = count(case)
-    if tokens <= limit:
-        return case
 
-    ids = encode(question.prompt)
-    keep = len(ids)
-    while tokens > limit:
-        # The text of two ends may be other tokens at the seam: again, until it fits.
-        keep -= tokens - limit
-        if keep < 2:
-            raise ConfigError(
-                f"--lengths holds {length}; {GROUP} needs more tokens for its {ANSWER_TOKENS} of "
-                "an answer. Give a greater length."
-            )
+    def cut(ids: list[int], keep: int) -> Case:
         half = keep // 2
-        case = question.case(decode(ids[:half]) + decode(ids[-half:]))
-        tokens = count(case)
+        return question.case(decode(ids[:half]) + decode(ids[-half:]))
+
+    case = cut_to_fit(
+        question.case(question.prompt),
+        lambda: encode(question.prompt),
+        cut,
+        count,
+        length - ANSWER_TOKENS,
+        2,
+    )
+    if case is None:
+        raise ConfigError(
+            f"--lengths holds {length}; {GROUP} needs more tokens for its {ANSWER_TOKENS} of "
+            "an answer. Give a greater length."
+        )
     return case

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 from headway.errors import ConfigError
-from headway.text.long_tasks import Case, Generator, needle_of
+from headway.text.long_tasks import Case, Generator, check_group, needle_of
 from headway.text.ruler_files import (
     ADJECTIVE_LIST,
     ESSAYS,
@@ -102,14 +102,7 @@ def missing(task: str, folder: Path | None) -> list[str]:
 
 def check(task: str, tasks: Sequence[str], folder: Path | None) -> None:
     """Refuse an unknown name, a file that is not there, and a task that is asked for twice."""
-    if task != GROUP and task not in NAMES:
-        raise ConfigError(
-            f"--tasks holds {task!r}; of RULER there are {GROUP}, {', '.join(NAMES)}."
-        )
-    if task != GROUP and GROUP in tasks:
-        raise ConfigError(
-            f"--tasks holds {GROUP} and {task}; {GROUP} holds it already. Give one of them."
-        )
+    check_group(task, tasks, GROUP, NAMES, "RULER")
     absent = missing(task, folder)
     if absent:
         raise ConfigError(

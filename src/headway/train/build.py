@@ -132,14 +132,14 @@ def build(
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
-        job = describe_job(recipe, model, compute, batch, process.world)
+        job = describe_job(recipe, model, compute, batch, process.world, data)
         check_host_memory(job, _ranks_per_node(process))
 
     engine = assemble(spec)
     if reference is not None and reference.bind is not None:
         reference.bind(engine.model)
     if recipe.memory.limit_gib is not None:
-        job = describe_job(recipe, model, compute, batch, process.world)
+        job = describe_job(recipe, model, compute, batch, process.world, data)
         apply_limit(recipe, job, compute.device)
 
     loss_monitor = LossMonitor(recipe.heal, compute.device)

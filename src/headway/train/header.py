@@ -207,7 +207,7 @@ def _batch(run: Run) -> str:
 
 def _memory(run: Run) -> Estimate:
     return estimate(
-        describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world)
+        describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world, run.data)
     )
 
 

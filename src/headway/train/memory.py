@@ -23,11 +23,19 @@ from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.device import is_out_of_memory
 from headway.runtime.machine import ram_bytes
 from headway.runtime.process import ChildFailureError
-from headway.train.planning import layout_of, reference_model, sampler_copy
+from headway.train.planning import (
+    assumed_lengths,
+    layout_of,
+    lengths_of,
+    reference_model,
+    rollout_shape,
+    sampler_copy,
+)
 
 if TYPE_CHECKING:
     from headway.data.batch import StepBatch
     from headway.data.config import ResolvedBatch
+    from headway.data.open import OpenData
     from headway.model.config import ModelConfig
     from headway.parallel.collectives import RankGroup
     from headway.parallel.memory_probe import Probe
@@ -46,11 +54,17 @@ class OutOfMemoryError(TrainingError):
 
 
 def describe_job(
-    recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int
+    recipe: Recipe,
+    model: ModelConfig,
+    compute: Compute,
+    batch: ResolvedBatch,
+    num_ranks: int,
+    data: OpenData | None = None,
 ) -> MemoryJob:
     """What decides the memory of the rank that needs the most.
 
-    The same numbers as `headway plan`'s.
+    The same numbers as `headway plan`'s. `data`: what the run has opened, where it has; prompts
+    that are answered have their lengths there.
     """
     spec = EngineSpec(
         model,
@@ -87,12 +101,23 @@ def describe_job(
     grad_bytes = compute_bytes
     if recipe.parallel.accumulate_dtype == "fp32":
         grad_bytes = FP32_BYTES
+    layout = layout_of(recipe.parallel, num_ranks)
+    accumulate = batch.accumulate
+    sampler = None
+    rollout = None
+    if recipe.objective.needs.rollouts:
+        lengths = assumed_lengths(recipe, model)
+        if data is not None:
+            lengths = lengths_of(data)
+        sampler = sampler_copy(recipe, model, lengths)
+        rollout = rollout_shape(recipe, lengths)
+        accumulate = rollout.microbatches(recipe.data.seq_len, batch.micro_rows, layout.data)
     job = PlanJob(
         model=model,
         seq_len=recipe.data.seq_len,
         rows=batch.micro_rows,
-        accumulate=batch.accumulate,
-        layout=layout_of(recipe.parallel, num_ranks),
+        accumulate=accumulate,
+        layout=layout,
         precision=compute.precision,
         memory=recipe.memory,
         specs=specs,
@@ -103,7 +128,8 @@ def describe_job(
         bucket_bytes=recipe.parallel.bucket_bytes,
         pipeline_split=recipe.parallel.pipeline_split,
         reference=reference_model(recipe, model),
-        sampler=sampler_copy(recipe, model),
+        sampler=sampler,
+        rollout=rollout,
     )
 
     # `plan` assumes a GPU; here the device is known.

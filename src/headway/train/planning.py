@@ -5,7 +5,10 @@ Reads what the recipe names, imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.checkpoint.stored_model import find_model
 from headway.errors import ConfigError, DataError
@@ -19,15 +22,25 @@ from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
 from headway.plan.hardware import GIB, GpuModel
-from headway.plan.job import PlanJob, ReferenceModel, SamplerCopy
+from headway.plan.job import PlanJob, PromptLengths, ReferenceModel, RolloutShape, SamplerCopy
 from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
-from headway.train.resolve import resolve
+from headway.train.resolve import Resolved, resolve
+from headway.train.rollout_check import check_rollouts, scores_rollouts
 from headway.train.run_form import run_form
+
+if TYPE_CHECKING:
+    from headway.data.mixture import MixtureSource
+    from headway.data.open import OpenData
+    from headway.tokenizer.load import Tokenizer
 
 MAX_MICRO_ROWS = 4096
 """Largest microbatch that batch.micro_rows=auto tries."""
+READ_PROMPTS = 1000
+"""Prompts of each source that are read for their lengths, from its beginning."""
+ASSUMED_PROMPT_TOKENS = 256
+"""Mean length of prompts that cannot be read, where rows have room for it."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Of one number."""
 
@@ -39,6 +52,10 @@ class PlanTarget:
     gpu: GpuModel
     world: int | None = None
     """Number of ranks; None = the fewest that the recipe's axes need."""
+    prompt_tokens: int | None = None
+    """Length of prompts that are answered; None = as they are read, or assumed."""
+    answer_tokens: int | None = None
+    """Expected mean length of answers; None = rollout.max_new_tokens."""
 
 
 def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
@@ -51,7 +68,12 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
             "model.aligner is given; plan knows language models only. "
             "`headway train RECIPE --dry-run` takes one step of it."
         )
-    model = planned_model(recipe)
+    if recipe.objective.needs.rollouts:
+        check_rollouts(recipe)
+    resolved = None
+    if _needs_files(recipe):
+        resolved = _resolved(recipe)
+    model = recipe.model if resolved is None else resolved.model
     layout = layout_of(recipe.parallel, target.world)
     parallel = recipe.parallel
     seq_len = recipe.data.seq_len
@@ -89,12 +111,30 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
         allows=lambda other: obeys_rules(recipe, model, other),
         reshard=parallel.fsdp.reshard_after_forward,
         reference=reference_model(recipe, model),
-        sampler=sampler_copy(recipe, model),
     )
     job.check()
     parallel.check_rows(model, seq_len, recipe.objective, recipe.adapter)
 
     batch = recipe.batch.resolve(seq_len, layout.data)
+    if recipe.objective.needs.rollouts:
+        lengths = _planned_lengths(recipe, model, target, resolved)
+        rollout = rollout_shape(recipe, lengths, _expected_answer(recipe, target))
+        return replace(
+            job,
+            rows=batch.micro_rows,
+            accumulate=rollout.microbatches(seq_len, batch.micro_rows, layout.data),
+            sampler=sampler_copy(recipe, model, lengths),
+            rollout=rollout,
+        )
+    for option, tokens in (
+        ("--prompt-tokens", target.prompt_tokens),
+        ("--answer-tokens", target.answer_tokens),
+    ):
+        if tokens is not None:
+            raise ConfigError(
+                f"{option} is {tokens}, but objective {recipe.objective.kind} samples no answers. "
+                "Leave it out."
+            )
     if recipe.batch.micro_rows == "auto":
         return largest_microbatch(job, batch.micro_rows * batch.accumulate)
     return replace(job, rows=batch.micro_rows, accumulate=batch.accumulate)
@@ -108,9 +148,6 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
     wanted = recipe.objective.needs.frozen
     if wanted is None or wanted.cached:
         return None
-    if wanted.token_column is not None and wanted.path is None and recipe.adapter is not None:
-        # The frozen base under the adapter, which is there anyway.
-        return None
     # Without a path the reference is what the run starts from, quantised as its base is.
     adapter = recipe.adapter
     if wanted.path is not None:
@@ -121,10 +158,12 @@ def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None
             raise ConfigError(f"{wanted.setting}: {problem}") from None
     specs = all_specs(model, adapter)
     without_adapter = {name: spec for name, spec in specs.items() if "adapter" not in spec.groups}
-    return ReferenceModel(wanted.role, model, without_adapter)
+    # Where tokens are scored, the reference of an adapter is the frozen base, which is there anyway.
+    is_base = wanted.token_column is not None and wanted.path is None and adapter is not None
+    return ReferenceModel(wanted.role, model, without_adapter, is_base)
 
 
-def sampler_copy(recipe: Recipe, model: ModelConfig) -> SamplerCopy | None:
+def sampler_copy(recipe: Recipe, model: ModelConfig, lengths: PromptLengths) -> SamplerCopy | None:
     """What rollouts keep in memory as well; None where nothing is sampled."""
     if not recipe.objective.needs.rollouts:
         return None
@@ -132,11 +171,131 @@ def sampler_copy(recipe: Recipe, model: ModelConfig) -> SamplerCopy | None:
     cache_bytes = None
     if rollout.cache_gib is not None:
         cache_bytes = int(rollout.cache_gib * GIB)
-    # A rank never samples more answers at the same time than its share of a rollout has.
-    at_once = min(rollout.at_once, rollout.prompts * rollout.samples)
-    # How long prompts are is known only when they are read; they count as long as answers.
-    tokens = min(recipe.data.seq_len, model.max_seq_len, 2 * rollout.max_new_tokens)
-    return SamplerCopy(model, at_once, tokens, cache_bytes)
+    # The engine has slots for at_once answers, also where a rank's share of a rollout is smaller:
+    # held-out prompts are answered with the same slots.
+    return SamplerCopy(
+        model,
+        at_once=rollout.at_once,
+        tokens=min(model.max_seq_len, lengths.longest + rollout.max_new_tokens),
+        cache_bytes_given=cache_bytes,
+        keeps_routes=rollout.routes == "replay" and model.family != WRAPPED,
+    )
+
+
+def rollout_shape(
+    recipe: Recipe, lengths: PromptLengths, answer_tokens: float | None = None
+) -> RolloutShape:
+    """How many answers the updates of a recipe train on.
+
+    `answer_tokens`: their expected mean length; None: as long as they may be.
+    """
+    rollout = recipe.rollout
+    return RolloutShape(
+        prompts=rollout.prompts,
+        samples=rollout.samples,
+        max_new_tokens=rollout.max_new_tokens,
+        prompt=lengths,
+        answer_tokens=answer_tokens or float(rollout.max_new_tokens),
+        documents_per_row=recipe.data.documents_per_row,
+        updates=rollout.updates,
+        passes=rollout.passes,
+        ahead=rollout.ahead > 0,
+        refill=rollout.refill,
+        scores_first=rollout.num_updates > 1 or scores_rollouts(recipe),
+        reference_once=scores_rollouts(recipe),
+    )
+
+
+def assumed_lengths(recipe: Recipe, model: ModelConfig) -> PromptLengths:
+    """The lengths of prompts that were not read: the longest is what rows leave beside an answer,
+    the mean is ASSUMED_PROMPT_TOKENS or that."""
+    room = min(recipe.data.seq_len, model.max_seq_len) - recipe.rollout.max_new_tokens
+    room = max(1, room)
+    return PromptLengths(float(min(ASSUMED_PROMPT_TOKENS, room)), room)
+
+
+def read_lengths(recipe: Recipe, tokenizer: Tokenizer | None) -> PromptLengths | None:
+    """The lengths of the first prompts of each source, by the chat template.
+
+    None where they cannot be read: no tokenizer, or no such files yet. Nothing is downloaded.
+    """
+    sources = recipe.data.train or ()
+    are_files = all(Path(source.path).exists() for source in sources)
+    if tokenizer is None or not sources or not are_files:
+        return None
+    from headway.rollout.prompts import read_prompts
+
+    longest = recipe.data.seq_len - recipe.rollout.max_new_tokens
+    lengths: list[int] = []
+    for source in sources:
+        limit = READ_PROMPTS
+        if source.limit is not None:
+            limit = min(limit, source.limit)
+        beginning = source.model_copy(update={"limit": limit})
+        prompts = read_prompts(beginning, recipe.data.cache_dir, tokenizer, longest=longest).prompts
+        lengths += [len(prompt.ids) for prompt in prompts]
+    return PromptLengths(sum(lengths) / len(lengths), max(lengths), len(lengths))
+
+
+def lengths_of(data: OpenData) -> PromptLengths:
+    """The lengths of the prompts that a run has opened: the mean of those that it trains on, the
+    longest of all."""
+    from headway.rollout.prompts import PromptSource
+
+    def lengths(mixture: Sequence[MixtureSource]) -> list[int]:
+        sources = [member.selection.source for member in mixture]
+        return [
+            len(prompt.ids)
+            for source in sources
+            if isinstance(source, PromptSource)
+            for prompt in source.prompts
+        ]
+
+    trained = lengths(data.train)
+    longest = max(trained)
+    for mixture in data.valid.values():
+        longest = max(longest, *lengths(mixture))
+    return PromptLengths(sum(trained) / len(trained), longest, len(trained))
+
+
+def _planned_lengths(
+    recipe: Recipe, model: ModelConfig, target: PlanTarget, resolved: Resolved | None
+) -> PromptLengths:
+    """The lengths of the prompts of a recipe: given, read or assumed."""
+    tokens = target.prompt_tokens
+    if tokens is not None:
+        room = recipe.data.seq_len - recipe.rollout.max_new_tokens
+        if tokens > room:
+            raise ConfigError(
+                f"--prompt-tokens is {tokens}; data.seq_len={recipe.data.seq_len} leaves {room} "
+                f"beside an answer of rollout.max_new_tokens={recipe.rollout.max_new_tokens}. "
+                "Give fewer, or raise data.seq_len."
+            )
+        return PromptLengths(float(tokens), tokens)
+
+    lengths = None
+    try:
+        if resolved is None:
+            resolved = _resolved(recipe)
+        lengths = read_lengths(recipe, resolved.tokenizer)
+    except (ConfigError, DataError):
+        # A plan needs neither tokenizer nor data: what they would say is then assumed.
+        pass
+    return lengths or assumed_lengths(recipe, model)
+
+
+def _expected_answer(recipe: Recipe, target: PlanTarget) -> float | None:
+    """The mean length of answers that was given; None: none was."""
+    tokens = target.answer_tokens
+    if tokens is None:
+        return None
+    longest = recipe.rollout.max_new_tokens
+    if tokens > longest:
+        raise ConfigError(
+            f"--answer-tokens is {tokens}; rollout.max_new_tokens is {longest}, and the mean is at "
+            "most that. Give fewer."
+        )
+    return float(tokens)
 
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
@@ -176,21 +335,23 @@ def _state_bytes(recipe: Recipe, specs: Specs, training: set[str]) -> float | No
     return state_bytes(recipe.optim, groups, {name: spec.shape for name, spec in specs.items()})
 
 
-def planned_model(recipe: Recipe) -> ModelConfig:
-    """The model's shape.
+def _needs_files(recipe: Recipe) -> bool:
+    """Whether the recipe alone does not say the model's shape.
 
-    Files are read only where the recipe alone does not say it: init.from, or the tokenizer's
-    vocabulary.
+    Then init.from says it, or the tokenizer its vocabulary.
     """
-    if (
+    return not (
         recipe.init.source is None
         and recipe.model.vocab_size is not None
         and recipe.objective.needs.gates is None
-    ):
-        return recipe.model
+    )
+
+
+def _resolved(recipe: Recipe) -> Resolved:
+    """The recipe with what it names."""
     # `plan_job` checks the layout by the sizes of the model; `resolve` would refuse it without the
     # nearest one that works.
-    return resolve(recipe.model_copy(update={"parallel": ParallelConfig()})).model
+    return resolve(recipe.model_copy(update={"parallel": ParallelConfig()}))
 
 
 def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:

@@ -337,9 +337,11 @@ def _explain_out_of_memory(
         data_ranks = recipe.parallel.mesh(process.rank, process.world).data
         if run is None:
             batch = recipe.batch.resolve(recipe.data.seq_len, data_ranks)
+            data = None
         else:
             batch = run.batch
-        return describe_job(recipe, resolved.model, compute(), batch, process.world)
+            data = run.data
+        return describe_job(recipe, resolved.model, compute(), batch, process.world, data)
 
     return explain_out_of_memory(job, lambda: compute().device)
 

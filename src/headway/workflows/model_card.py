@@ -72,7 +72,8 @@ def write_card(run: Path, options: CardOptions) -> str:
     recipe = shown_recipe(run)
     summary = read_object(run / "summary.json", ConfigError)
     lines = ["---", _head(recipe, options), "---", "", f"# {options.repo_id.partition('/')[2]}", ""]
-    lines += [_opening(recipe), "", *_usage(options), "", "## Data", "", *_data(recipe, summary)]
+    usage = _usage(options, is_reward=_is_reward(recipe))
+    lines += [_opening(recipe), "", *usage, "", "## Data", "", *_data(recipe, summary)]
     lines += ["", "## Metrics", "", *_metrics(summary)]
     if (run / CURVE).is_file():
         lines += ["", f"![Losses and learning rate over the steps]({CURVE})"]
@@ -198,7 +199,7 @@ def _opening(recipe: Mapping[str, Any]) -> str:
     return f"{start} with headway (objective `{_objective(recipe)}`)."
 
 
-def _usage(options: CardOptions) -> list[str]:
+def _usage(options: CardOptions, *, is_reward: bool) -> list[str]:
     name = options.repo_id
     if options.form == "adapter":
         code = [
@@ -209,13 +210,18 @@ def _usage(options: CardOptions) -> list[str]:
         return ["```python", *code, "```"]
     if options.form == "gguf":
         return ["```sh", f"llama-cli -hf {name} --hf-file {options.file}", "```"]
+    model_class = "AutoModelForCausalLM"
+    verb = f"headway chat {name}"
+    if is_reward:
+        model_class = "AutoModelForSequenceClassification"
+        verb = f"headway eval reward {name} --data FILE"
     code = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {model_class}, AutoTokenizer",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
+        f'model = {model_class}.from_pretrained("{name}")',
     ]
-    return ["```python", *code, "```", "", f"Or: `headway chat {name}`."]
+    return ["```python", *code, "```", "", f"Or: `{verb}`."]
 
 
 def _data(recipe: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:

@@ -49,6 +49,8 @@ log = logging.getLogger("headway")
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
+GGUF_ENDINGS = (".gguf", ".Modelfile")
+"""What `--form gguf` writes for each type."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 """How the hub writes licences: apache-2.0, mit, llama3.1, other."""
 
@@ -88,6 +90,10 @@ class Prepared:
 
 def push(source: Path, options: PushOptions) -> UploadResult:
     """Send a run's model, or an exported folder, to the hub."""
+    # A repository usually has a model's GGUF files of several types side by side.
+    kept_endings: tuple[str, ...] = ()
+    if options.form == "gguf":
+        kept_endings = GGUF_ENDINGS
     with prepared(source, options) as content:
         return upload(
             UploadRequest(
@@ -96,6 +102,7 @@ def push(source: Path, options: PushOptions) -> UploadResult:
                 content.source,
                 is_public=options.is_public,
                 replace=options.replace,
+                kept_endings=kept_endings,
             )
         )
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
-from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_cases
+from headway.eval.long_cases import LongCase, make_cases
+from headway.eval.long_context import LongResult, evaluate_long
 from headway.eval.long_report import write_long_report
+from headway.eval.options import LongPlan
 from headway.eval.report import can_draw
 from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpec, MaskVariant
 from headway.runtime.child import run_command
@@ -29,6 +31,7 @@ from headway.workflows.far_check import warn_without_far_gain
 from headway.workflows.sparsify_options import SparsifyPlan
 
 if TYPE_CHECKING:
+    from headway.tokenizer.load import Tokenizer
     from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
@@ -72,6 +75,17 @@ class Checked:
     extra: MaskSpec
     """Further masks to measure."""
     long: LongPlan
+    tokenizer: Tokenizer
+    """Of the recipe, with which the cases are made."""
+    cases: list[LongCase]
+
+    def cases_for(self, tokenizer: Tokenizer | None) -> list[LongCase] | None:
+        """The cases for the trained model; None where its tokenizer makes others."""
+        if tokenizer is None or tokenizer.fingerprint != self.tokenizer.fingerprint:
+            return None
+        if tokenizer.chat_template != self.tokenizer.chat_template:
+            return None
+        return self.cases
 
 
 def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
@@ -131,11 +145,12 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
             "the recipe has no tokenizer, and the tasks need text. Give tokenizer=DIR, or "
             "init.from a model that has one."
         )
-    make_cases(load_tokenizer(resolved.tokenizer_path), long)
+    tokenizer = load_tokenizer(resolved.tokenizer_path)
+    cases = make_cases(tokenizer, long)
     _check_data(plan.data)
     if plan.masks not in (None, NONE, OWN):
         extra.choice.read(Path(plan.masks), resolved.model)
-    return Checked(spec, extra, long)
+    return Checked(spec, extra, long, tokenizer, cases)
 
 
 def _check_data(data: Sequence[str]) -> None:
@@ -254,6 +269,7 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
         texts=read_texts(plan.data, loaded, plan.questions.bos),
         results_dir=run / FOLDER / "parts",
         target=_target(recipe),
+        cases=checked.cases_for(loaded.tokenizer),
     )
 
 

@@ -34,10 +34,10 @@ class Kernel:
         self.shown.append(html)
 
 
-def train(folder: Path, name: str, **options: Any) -> hw.TrainResult:
+def train(folder: Path, name: str, length: str = "steps=3", **options: Any) -> hw.TrainResult:
     if not (folder / "store0").exists():
         make_stores(folder)
-    recipe = hw.Recipe.load(None, [*tiny_settings(folder, name), "steps=3"])
+    recipe = hw.Recipe.load(None, [*tiny_settings(folder, name), length])
     return hw.train(recipe, **options)
 
 
@@ -79,3 +79,43 @@ def test_it_is_redrawn_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPa
     assert "a &lt;run&gt;" in shown[-1]
     chart.on_end({"error": "<b>no</b>"})
     assert "ended with an error: &lt;b&gt;no&lt;/b&gt;" in shown[-1]
+
+
+@pytest.mark.parametrize("length", ["steps=5", "epochs=1"])
+def test_the_chart_shows_how_far_the_run_is(
+    length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run of epochs, too, whose number of steps the recipe does not say."""
+    kernel = Kernel({"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setattr("headway.api.notebook.REDRAW_SECONDS", 0.0)
+    steps = train(tmp_path, "shown", length).steps
+    assert steps > 4
+    assert f"step 2 of {steps} ({2 / steps:.0%}) · loss" in "".join(kernel.shown)
+    assert f'<progress value="2" max="{steps}"' in "".join(kernel.shown)
+    assert f"step {steps} of {steps} (100%)" in kernel.shown[-1]
+
+
+def test_a_run_of_stages_counts_the_steps_of_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel({"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setattr("headway.api.notebook.REDRAW_SECONDS", 0.0)
+    train(tmp_path, "staged", "stages=[{name: first, steps: 2}, {name: second, steps: 3}]")
+    assert '<progress value="4" max="5"' in "".join(kernel.shown)
+    assert "step 5 of 5 (100%)" in kernel.shown[-1]
+
+
+def test_without_a_total_the_chart_has_no_bar() -> None:
+    shown: list[str] = []
+    chart = LiveChart("a run", shown.append)
+    chart.on_step(1, {"step": 1, "loss": 3.0})
+    assert "<p>step 1 · loss 3</p>" in shown[-1]
+    assert "<progress" not in shown[-1]
+
+    # A total that the run has passed is not shown.
+    chart = LiveChart("a run", shown.append, total_steps=3)
+    chart.on_step(4, {"step": 4, "loss": 3.0})
+    assert "<p>step 4 · loss 3</p>" in shown[-1]
+    assert "<progress" not in shown[-1]

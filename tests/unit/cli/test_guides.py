@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import typer
 from ruamel.yaml import YAML
-from support.recipe_settings import setting_paths
+from support.recipe_settings import is_setting, settings
 
 from headway.cli import build_app
 from headway.config.shipped import recipe_names
-from headway.train.config import Recipe
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")])
@@ -50,15 +49,6 @@ def commands() -> dict[str, Any]:
     return dict(below(typer.main.get_command(build_app()), ()))
 
 
-@cache
-def settings() -> tuple[set[str], set[str]]:
-    """All settings, and the sections and single words that lead to them."""
-    known = {re.sub(r"\[[\w.]+\]", "", path) for path in setting_paths(Recipe)}
-    return known, {
-        ".".join(path.split(".")[:end]) for path in known for end in range(1, path.count(".") + 1)
-    }
-
-
 def flags(command: Any) -> set[str]:
     return {
         flag
@@ -66,15 +56,6 @@ def flags(command: Any) -> set[str]:
         for flag in (*option.opts, *option.secondary_opts)
         if flag.startswith("-")
     } | {"--help", "-h"}
-
-
-def is_setting(name: str) -> bool:
-    """`data.train.0.path`, `stages.2.data.train.0.path` and the like count by what they mean."""
-    # `data.valid=FILE` is one source, which `data.valid.0` names.
-    name = re.sub(r"^data\.valid\.0\.", "data.train.0.", name)
-    plain = re.sub(r"\.\d+(?=\.|$)", "", re.sub(r"^stages\.\d+\.", "", name))
-    known, sections = settings()
-    return plain in known or plain in sections
 
 
 def lines(page: Path) -> list[list[str]]:

@@ -13,7 +13,7 @@ from support.byte_model import CONFIG, write_model
 from headway.cli import main
 from headway.eval.attention import measure_attention, needle_span, needle_weights
 from headway.eval.attention_options import TASKS, AttentionPlan
-from headway.eval.long_context import make_cases
+from headway.eval.long_cases import make_cases
 from headway.infer.load import LoadedModel, load_model
 from headway.model.rope_config import RopeScaling
 
@@ -70,6 +70,69 @@ def test_the_tokens_of_the_answer_are_found_in_the_needle(rope_model: Path, task
         if task == "key_value":
             key = case.case.prompt.rsplit("\n", 1)[-1]
             assert tokenizer.decode(case.ids[:begin]).endswith(key)
+
+
+HYBRIDS = {
+    "lfm2": LONG.with_(
+        family="lfm2", num_layers=4, qk_norm=True, short_convolution={"layers": (0, 2)}
+    ),
+    "qwen3_5": LONG.with_(
+        family="qwen3_5",
+        num_layers=4,
+        norm="rmsnorm1p",
+        qk_norm=True,
+        attention_gate=True,
+        linear_attention={
+            "key_heads": 2,
+            "value_heads": 4,
+            "key_head_dim": 6,
+            "value_head_dim": 5,
+            "layers": (0, 2),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_a_hybrid_without_attention_are_left_out_and_named(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    folder = write_model(tmp_path, HYBRIDS[family])
+    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    ids = torch.randint(3, 250, (100,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.no_grad():
+        attentions = judge(torch.tensor([ids]), output_attentions=True).attentions
+    weights = [layer[0, :, -1, 20:27].sum(-1) for layer in attentions if layer is not None]
+    right = torch.stack(weights)
+    torch.testing.assert_close(needle_weights(loaded, ids, 20, 27), right, rtol=1e-4, atol=1e-6)
+
+    out = tmp_path / "report"
+    options = ["--lengths", "500", "--depths", "0,1", "--samples", "1", "--task", "passkey"]
+    command = ["eval", "attention", "--model", str(folder), *options, "--out", str(out)]
+    assert main([*command, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["num_layers"] == 4
+    assert printed["layers_without_attention"] == [0, 2]
+    assert {head["layer"] for head in printed["heads"]} == {1, 3}
+    assert len(printed["heads"]) == 2 * 4 * 2
+    report = (out / "report.md").read_text()
+    assert "Layers 0, 2 have no attention and are left out." in report
+    assert (out / "attention.png").stat().st_size > 1000
+
+
+def test_a_model_without_any_attention_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = HYBRIDS["lfm2"].with_(short_convolution={"layers": (0, 1, 2, 3)})
+    folder = write_model(tmp_path, config)
+    assert main(["eval", "attention", "--model", str(folder), "--lengths", "300"]) == 2
+    error = capsys.readouterr().err
+    assert "none of its layers has attention" in error
+    assert len(error.strip().splitlines()) == 1
 
 
 def measured(model: Path, loaded: LoadedModel | None = None) -> list[tuple[float, float]]:

@@ -12,8 +12,8 @@ from support.byte_model import CONFIG, byte_tokenizer, write_model
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.eval.dataset import Dataset, ReadOptions, read_eval_documents
-from headway.eval.long_context import LongPlan, make_cases
-from headway.eval.options import LongQuestions
+from headway.eval.long_cases import make_cases
+from headway.eval.options import LongPlan, LongQuestions
 from headway.infer.generate import prompt_ids
 from headway.infer.load import load_model
 from headway.model.head_masks.file import write_masks

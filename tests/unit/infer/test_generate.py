@@ -11,6 +11,7 @@ from headway.checkpoint.stored_model import find_model
 from headway.cli import main
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.export.huggingface import export_huggingface
+from headway.infer.engine.engine import InferenceEngine
 from headway.infer.generate import GenerateOptions, generate, prompt_ids, read_prompts
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
@@ -120,6 +121,41 @@ def test_the_same_prompt_twice_is_two_samples_and_a_seed_repeats_both(loaded: Lo
         ].token_ids
         != first.token_ids
     )
+
+
+def test_what_prompts_begin_with_together_is_computed_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headway.infer import generate as module
+
+    engines: list[InferenceEngine] = []
+    build = module.build_engine
+    monkeypatch.setattr(
+        module,
+        "build_engine",
+        lambda *arguments, **named: engines.append(build(*arguments, **named)) or engines[-1],
+    )
+    beginning = "over the hills and far away " * 3
+    prompts = [beginning[:70] + end for end in ("ab", "", "ab", "cd", "ab")]
+    options = GenerateOptions(max_new_tokens=6)
+    together = generate(loaded, prompts, options)
+    stats = engines[0].stats()
+    assert stats.cached_tokens == 4 * 64
+    assert stats.prompt_tokens == 70 + 4 * (70 - 64) + 4 * 2
+    assert [generate(loaded, [prompt], options)[0] for prompt in prompts] == together
+
+
+def test_prompts_with_pictures_wait_for_none_that_begins_with_the_same_ids() -> None:
+    from headway.infer.engine.request import EngineRequest, PromptMedia
+    from headway.infer.generate import _chains, _Sequence
+
+    def chains(media: PromptMedia | None) -> int:
+        requests = [EngineRequest((7,) * 20, 4, media=media) for _ in range(3)]
+        rows = [_Sequence(byte_tokenizer(), request, (), None) for request in requests]
+        return len(_chains(rows, page_tokens=4))
+
+    assert chains(PromptMedia((), {})) == 3
+    assert chains(None) == 1
 
 
 def test_a_row_ends_at_a_stop_text_and_the_others_go_on(loaded: LoadedModel) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from support.byte_model import CONFIG, write_model
 from support.chat_tokenizer import byte_tokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from headway.data.config import DataConfig
 from headway.errors import DataError
@@ -22,36 +26,61 @@ from headway.records.base import (
     RecordFields,
     record_kind,
 )
+from headway.records.retrieval import WRITERS
 from headway.store.reader import open_store
 from headway.text.document import Record
 from headway.tokenizer.chat import find_template
+from headway.tokenizer.load import Tokenizer
 
 TOKENIZER = byte_tokenizer()
 KIND = record_kind("retrieval")
 
 
-def documents_of(max_length: int | None = None, **spec: Any) -> list[EncodedDocument]:
+@functools.cache
+def merging_tokenizer() -> Tokenizer:
+    """Byte-level BPE whose tokens are words and parts of numbers, as published models have them."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    text = [passage.text for task in WRITERS for passage in WRITERS[task](Random(5), 300)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(text, trainer)
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"})
+
+
+TOKENIZERS = {"bytes": lambda: TOKENIZER, "merges": merging_tokenizer}
+
+
+def documents_of(
+    max_length: int | None = None, tokenizer: Tokenizer = TOKENIZER, **spec: Any
+) -> list[EncodedDocument]:
     record = Record({"documents": 3, "tokens": 800, **spec}, "spec.jsonl", 1)
-    context = EncodeContext(TOKENIZER, find_template("chatml", TOKENIZER), Counter())
+    context = EncodeContext(tokenizer, find_template("chatml", TOKENIZER), Counter())
     encoder = KIND.encoder(DocumentSettings(max_length))
     return encoder.documents(KIND.parse(record, RecordFields()), [], context)
 
 
 @pytest.mark.parametrize("task", ["key_value", "needle"])
-def test_documents_fill_their_length_and_answers_alone_are_targets(task: str) -> None:
-    for document in documents_of(task=task, tokens=2400):
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_documents_fill_their_length_and_answers_alone_are_targets(kind: str, task: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    for document in documents_of(tokenizer=tokenizer, task=task, tokens=2400):
         assert 2100 <= len(document.ids) <= 2400
-        text = TOKENIZER.decode(document.ids.tolist())
+        text = tokenizer.decode(document.ids.tolist())
+        characters = len(text) / len(document.ids)
+        assert characters > 1.5 if kind == "merges" else characters < 1.01
         edges = np.flatnonzero(
             np.diff(np.concatenate([[False], document.mask, [False]]).astype(int))
         )
         answers = [
-            TOKENIZER.decode(document.ids[begin:end].tolist()).strip(" .\n")
+            tokenizer.decode(document.ids[begin:end].tolist()).strip(" .\n")
             for begin, end in edges.reshape(-1, 2)
         ]
         assert len(answers) >= 1
         for answer, begin in zip(answers, edges[::2], strict=True):
-            told = TOKENIZER.decode(document.ids[:begin].tolist())
+            told = tokenizer.decode(document.ids[:begin].tolist())
             assert answer in told, "what is asked for was told before"
         assert all(answer.isdigit() for answer in answers)
         assert text.endswith("</s>")

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_model import byte_tokenizer
+from support.byte_model import CONFIG, byte_tokenizer, write_model
 
+from headway.cli import main
 from headway.errors import ConfigError
-from headway.eval.long_context import make_cases
+from headway.eval.long_cases import make_cases
 from headway.eval.options import LongPlan, LongQuestions
 from headway.text import longbench
 
@@ -134,3 +135,35 @@ def test_a_length_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
     questions = LongQuestions(longbench=write(tmp_path, [entry(1)]))
     with pytest.raises(ConfigError, match="--lengths holds 120; longbench_v2 needs more tokens"):
         make_cases(byte_tokenizer(), LongPlan(("longbench_v2_short",), (120,), questions))
+
+
+def test_eval_long_answers_every_class_and_measures_again_when_the_file_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.eval.long_report.can_draw", lambda: False)
+    model = write_model(tmp_path / "model", CONFIG.with_(max_seq_len=800))
+    entries = [entry(number, ("short", "medium", "long")[number % 3]) for number in range(6)]
+    out = tmp_path / "report"
+    arguments = [
+        "eval", "long", "--device", "cpu", "--model", str(model), "--tasks", "longbench_v2", "--lengths", "700", "--depths", "0",
+        "--samples", "2", "--longbench", str(write(tmp_path, entries)), "--out", str(out), "--json",
+    ]  # fmt: skip
+    keys: list[str] = []
+    for context in (None, None, "Another text. "):
+        if context is not None:
+            write(
+                tmp_path,
+                [entry(number, e["length"], context=context) for number, e in enumerate(entries)],
+            )
+        assert main(arguments) == 0
+        printed = json.loads(capsys.readouterr().out)
+        keys.append(json.loads((out / "parts/full.json").read_text())["key"])
+    assert keys[0] == keys[1] != keys[2]
+    cells = printed["variants"][0]["cells"]
+    assert [(cell["task"], cell["cases"]) for cell in cells] == [
+        ("longbench_v2_short", 2),
+        ("longbench_v2_medium", 2),
+        ("longbench_v2_long", 2),
+    ]
+    assert set(printed["critical"]) == set(longbench.NAMES)
+    assert "| longbench_v2_medium | 0.000 |" in (out / "report.md").read_text()

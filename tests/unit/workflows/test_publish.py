@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from support.byte_model import write_model
 from support.hub_server import serve_hub, using_hub
 from support.runs import make_stores
 from support.upload_hub import TOKEN, Repository, UploadHub, serve_upload_hub
@@ -22,6 +23,7 @@ from headway.config.load import load
 from headway.text.hub_upload import MARK
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.run_name import GIVEN
 
 # The hub library hands bytes to httpx in an older way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -52,6 +54,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     go("base", *SHAPE, "launch.ssh.hosts=[very-secret.example]")
     go("lora", f"init.from={folder}/base", "adapter.rank=4")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs with a tokenizer, of which GGUF files can be made: full weights, and an adapter."""
+    folder = tmp_path_factory.mktemp("spoken")
+    model = write_model(folder / "model")
+    (folder / "text.txt").write_text("a small text to learn from, again and again\n" * 60)
+    for name, settings in {"full": (), "lora": ("adapter.rank=4",)}.items():
+        lines = (
+            f"init.from={model}", f"run.dir={folder}", f"run.name={name}", "data.seq_len=32", "device=cpu", "steps=2",
+            f"data.train=[{{path: {folder}/text.txt, split: line}}]", f"data.cache_dir={folder}/cache", "batch.rows=2",
+            "data.valid.fraction=0.2", "optim.lr=0.01", "log.samples=0", *settings,
+        )  # fmt: skip
+        train(load(Recipe, None, lines))
     return folder
 
 
@@ -184,6 +202,79 @@ def test_a_gguf_folder_that_was_exported_is_pushed_with_the_users_card(
     assert text == "# By hand\n"
     assert MARK not in (folder / "README.md").read_text()
     assert hub.objects
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_a_run_is_pushed_as_a_gguf_file_with_the_weights_of_the_run(
+    name: str, spoken: Path, hub: UploadHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run with an adapter, the merged ones."""
+    words = ("push", str(spoken / name), "me/small", "--form", "gguf", "--type", "f32")
+    code, result, _ = run(hub.url, tmp_path, *words)
+    assert code == 0
+    repository = hub.repositories["me/small"]
+    file = "small-f32.gguf"
+    assert file in result["sent"]
+    assert repository.files[file].startswith(b"GGUF")
+    assert not [path for path in repository.files if path.endswith(".safetensors")]
+    assert len(repository.commits) == 1
+    assert f"FROM ./{file}" in repository.files["small-f32.Modelfile"].decode()
+
+    head, text = card_of(repository)
+    assert head["library_name"] == "gguf"
+    assert head["pipeline_tag"] == "text-generation"
+    assert f"llama-cli -hf me/small --hf-file {file}" in text
+    assert "training_curve.svg" in repository.files
+    for path, content in repository.files.items():
+        assert str(spoken).encode() not in content, path
+
+    monkeypatch.chdir(tmp_path)
+    with serve_hub() as mirror:
+        mirror.files = repository.files
+        code, result, _ = run(mirror.url, tmp_path, "pull", "org/name")
+    assert code == 0
+    assert result == {"path": "name", "form": "gguf", "is_checked": True}
+    weights = dict(find_model(tmp_path / "name" / file).weights())
+    for weight, value in find_model(spoken / name / "final").weights():
+        assert weights[weight].equal(value), weight
+
+    # The same bytes again: nothing is sent.
+    code, result, _ = run(hub.url, tmp_path, *words)
+    assert code == 0
+    assert result["commit"] is None
+
+
+def test_a_gguf_file_of_another_type_is_added_to_those_of_the_same_run(
+    spoken: Path, hub: UploadHub, tmp_path: Path
+) -> None:
+    words = ("push", str(spoken / "full"), "me/small", "--form", "gguf")
+    assert run(hub.url, tmp_path, *words, "--type", "f32")[0] == 0
+    code, result, _ = run(hub.url, tmp_path, *words)
+    assert code == 0
+    assert result["deleted"] == []
+    files = hub.repositories["me/small"].files
+    assert {"small-f32.gguf", "small-q8_0.gguf"} <= files.keys()
+    _, text = card_of(hub.repositories["me/small"])
+    assert "--hf-file small-q8_0.gguf" in text
+
+    code, result, _ = run(hub.url, tmp_path, *words, "--replace")
+    assert code == 0
+    assert result["deleted"] == ["small-f32.Modelfile", "small-f32.gguf"]
+
+
+def test_the_card_of_a_reward_model_loads_it_as_a_classifier(
+    runs: Path, hub: UploadHub, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge"
+    shutil.copytree(runs / "base", judge)
+    with open(judge / GIVEN, "a", encoding="utf-8") as file:
+        file.write("objective: {kind: reward}\n")
+    assert run(hub.url, tmp_path, "push", str(judge), "me/judge")[0] == 0
+    head, text = card_of(hub.repositories["me/judge"])
+    assert "pipeline_tag" not in head
+    assert 'AutoModelForSequenceClassification.from_pretrained("me/judge")' in text
+    assert "headway eval reward me/judge --data FILE" in text
+    assert "headway chat" not in text
 
 
 def test_a_second_push_sends_nothing_and_a_changed_run_only_what_changed(

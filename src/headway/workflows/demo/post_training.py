@@ -198,9 +198,9 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     """
     from headway.checkpoint.stored_model import find_model
     from headway.config.load import load
-    from headway.eval.long_context import LongPlan, evaluate_long
+    from headway.eval.long_context import evaluate_long
     from headway.eval.long_report import kv_rows, write_long_report
-    from headway.eval.options import LongQuestions
+    from headway.eval.options import LongPlan, LongQuestions
     from headway.infer.load import load_model
     from headway.model.head_masks.choice import MaskSpec
     from headway.train.config import Recipe

@@ -3,9 +3,14 @@ from rewards to do it.
 
     additions -> tokenizer -> sft on some of them, ended while most sums are still wrong
                            -> grpo on others, rewarded for right sums
-                              -> the share of right answers on held-out questions, sampled at
-                                 temperature 1, before and after
-    control   -> the same grpo, rewarded for the sums of other questions
+                              -> the share of right answers on held-out questions before and after:
+                                 sampled at temperature 1, and the likeliest token each time
+    control   -> the same grpo, rewarded by chance: as often as right sums were at the start, and
+                 whatever the answer is
+
+Rewards by chance say nothing of the task, so the control cannot learn it. The verdict says whether
+its share of right answers stayed where it was, within the error of the samples: the noise of such
+rewards may also move a model away from what it knew.
 
 Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
 Invariant: a question is in one of the three sets alone, so no held-out question was ever trained
@@ -15,9 +20,10 @@ on, and the questions of grpo have answers that the model has not seen.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,8 @@ from headway.workflows.demo.part import demo_part
 SUMMARY = "summary.json"
 NUMBERS = range(10, 100)
 """What is added: all pairs of two-digit numbers."""
+MAX_NEW_TOKENS = 5
+"""Three digits, the end of the turn, and one more."""
 VOCAB_SIZE = 271
 """The 256 bytes, the special tokens, and the words user and assistant: digits stay single tokens."""
 SFT = """\
@@ -51,22 +59,43 @@ GRPO = """\
 run: {{name: {name}, dir: {out}/runs}}
 init: {{from: {out}/runs/sft}}
 data:
-  train: [{{path: {out}/data/{prompts}.jsonl, kind: prompt, chat_template: chatml}}]
+  train: [{{path: {out}/data/prompts.jsonl, kind: prompt, chat_template: chatml}}]
   valid: {{sets: {{held_out: {out}/data/held_out.jsonl}}}}
   seq_len: 64
   cache_dir: {out}/cache
 objective: {{kind: grpo}}
 rollout:
-  {{prompts: 64, samples: 8, max_new_tokens: 5, at_once: 512, valid_samples: 2, valid_temperature: 1.0}}
-reward: [{{kind: number}}]
+  {{prompts: 64, samples: 8, max_new_tokens: {max_new_tokens}, at_once: 512, valid_samples: {valid_samples}, valid_temperature: 1.0}}
+reward: {reward}
 batch: {{micro_rows: 64}}
-optim: {{lr: 2.0e-4, weight_decay: 0.0, schedule: {{kind: constant, warmup: 20}}}}
+optim: {{lr: 5.0e-4, weight_decay: 0.0, schedule: {{kind: constant, warmup: 20}}}}
 steps: {steps}
 eval: {{every: {every}, rows: 1000, at_start: true}}
 checkpoint: {{every: null}}
 log: {{every: 10}}
 device: cpu
 """
+
+RIGHT = "[{kind: number}]"
+"""The reward of the run that learns: a right sum earns 1."""
+CHANCE = "[{{kind: {out}/chance.py, settings: {{rate: {rate}, seed: 0}}}}, {{kind: number, weight: 0.0}}]"
+"""The rewards of the control. Right sums are counted, and earn nothing."""
+CHANCE_FILE = '''\
+"""A reward by chance: 1 for a share `rate` of all pairs of a question and an answer, right or wrong."""
+
+import hashlib
+
+
+def reward(prompt, answer, record, rate, seed):
+    # The same question and answer always earn the same, as with a reward that means something.
+    text = f"{seed}:{record['question']}:{answer}"
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return float(number < rate * 2**64)
+'''
+VALID_SAMPLES = 2
+"""Sampled answers of each held-out question."""
+STANDARD_ERRORS = 2.0
+"""Shares that differ by less than so many standard errors of their difference are the same."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +117,11 @@ def run_addition_demo(
     summary: dict[str, Any] = {"out": str(out)}
     summary |= demo_part(out, "questions", lambda: _make_questions(out, sizes))
     summary |= demo_part(out, "sft", lambda: _teach(out, sizes))
-    summary |= demo_part(out, "grpo", lambda: _reinforce(out, sizes, "grpo", "prompts"))
+    summary |= demo_part(out, "grpo", lambda: _reinforce(out, sizes, "grpo", RIGHT))
     if control:
-        summary |= demo_part(out, "control", lambda: _reinforce(out, sizes, "control", "shuffled"))
+        rate = summary["grpo"]["before"]
+        summary |= demo_part(out, "control", lambda: _reinforce_by_chance(out, sizes, rate))
+    summary["verdict"] = verdict(summary)
     summary["seconds"] = time.monotonic() - began
     summary["next"] = _next_commands(out)
     write_atomic(out / SUMMARY, json.dumps(summary, indent=1) + "\n")
@@ -109,13 +140,6 @@ def _make_questions(out: Path, sizes: AdditionDemo) -> dict[str, Any]:
     for name, count in zip(names, counts, strict=True):
         records = [_addition(*pair) for pair in pairs[first : first + count]]
         _write_lines(out / "data" / f"{name}.jsonl", records)
-        if name == "prompts":
-            # The control: the same questions, each with the sum of another one.
-            shuffled = [
-                {**record, "answer": other["answer"]}
-                for record, other in zip(records, [*records[1:], records[0]], strict=True)
-            ]
-            _write_lines(out / "data" / "shuffled.jsonl", shuffled)
         first += count
     train_bpe(["user", "assistant"] * 10, vocab_size=VOCAB_SIZE, out=out / "tokenizer")
     return {f"{name}_questions": count for name, count in zip(names, counts, strict=True)}
@@ -142,7 +166,7 @@ def _teach(out: Path, sizes: AdditionDemo) -> dict[str, Any]:
     return {"sft_loss": summary["last_loss"]}
 
 
-def _reinforce(out: Path, sizes: AdditionDemo, name: str, prompts: str) -> dict[str, Any]:
+def _reinforce(out: Path, sizes: AdditionDemo, name: str, reward: str) -> dict[str, Any]:
     """GRPO; returns the share of right answers on held-out questions over the run."""
     from headway.config.load import load
     from headway.train.config import Recipe
@@ -152,14 +176,25 @@ def _reinforce(out: Path, sizes: AdditionDemo, name: str, prompts: str) -> dict[
     content = GRPO.format(
         name=name,
         out=out.as_posix(),
-        prompts=prompts,
+        reward=reward,
+        max_new_tokens=MAX_NEW_TOKENS,
+        valid_samples=VALID_SAMPLES,
         steps=sizes.grpo_steps,
         every=max(1, sizes.grpo_steps // 5),
     )
     write_atomic(path, content)
     recipe = load(Recipe, path)
     train_or_stop(recipe)
-    return {name: _shares(recipe.run.folder)}
+    shares = _shares(recipe.run.folder)
+    shares["greedy_before"] = _greedy_share(out, out / "runs" / "sft")
+    shares["greedy_after"] = _greedy_share(out, recipe.run.folder)
+    return {name: shares}
+
+
+def _reinforce_by_chance(out: Path, sizes: AdditionDemo, rate: float) -> dict[str, Any]:
+    """The control: the same questions and settings, and rewards that know nothing of the answer."""
+    write_atomic(out / "chance.py", CHANCE_FILE)
+    return _reinforce(out, sizes, "control", CHANCE.format(out=out.as_posix(), rate=rate))
 
 
 def _shares(run: Path) -> dict[str, Any]:
@@ -170,7 +205,9 @@ def _shares(run: Path) -> dict[str, Any]:
     for record in records:
         for step, key in ((record["step"] - 1, "valid_at_start"), (record["step"], "valid")):
             if key in record:
-                course.append([step, record[key]["held_out"]["reward"]])
+                metrics = record[key]["held_out"]
+                # Beside another reward, right sums have a metric of their own.
+                course.append([step, metrics.get("reward/number", metrics["reward"])])
     return {
         "before": course[0][1],
         "after": course[-1][1],
@@ -178,6 +215,69 @@ def _shares(run: Path) -> dict[str, Any]:
         "first_reward": _mean([record["reward"] for record in records[:5]]),
         "last_reward": _mean([record["reward"] for record in records[-5:]]),
     }
+
+
+def _greedy_share(out: Path, run: Path) -> float:
+    """The share of held-out questions that a model answers rightly with the likeliest tokens."""
+    from headway.infer.generate import answer
+    from headway.infer.generate_options import GenerateOptions
+    from headway.infer.load import load_model
+    from headway.infer.sampling import Sampling
+    from headway.rewards.scoring import number_score
+
+    lines = (out / "data" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    questions = [record["question"] for record in records]
+    options = GenerateOptions(MAX_NEW_TOKENS, sampling=Sampling(temperature=0.0), rows=64)
+    answers = answer(load_model(run), questions, "chatml", options)
+    return _mean(
+        [
+            number_score({"text": generation.text, "gold": record["answer"]})
+            for generation, record in zip(answers, records, strict=True)
+        ]
+    )
+
+
+def verdict(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What the shares of right answers say: numbers, and one line for people.
+
+    The standard error of the difference of two shares p and q, each of n sampled answers, is
+    sqrt((p (1 - p) + q (1 - q)) / n). Answers to one question are not independent; n counts
+    questions, which is the more careful choice.
+    """
+    questions = summary["held_out_questions"]
+    learned = summary["grpo"]
+    is_learned = learned["after"] - learned["before"] > _error(learned, questions)
+    text = "learned" if is_learned else "NOT learned"
+    text = f"{text}: {_course(learned)}"
+    figures: dict[str, Any] = {
+        "learned": is_learned,
+        "factor": learned["after"] / learned["before"] if learned["before"] else None,
+        "greedy_factor": None,
+        "control_flat": None,
+    }
+    if learned["greedy_before"]:
+        figures["greedy_factor"] = learned["greedy_after"] / learned["greedy_before"]
+    if "control" in summary:
+        control = summary["control"]
+        error = _error(control, questions)
+        is_flat = abs(control["after"] - control["before"]) <= error
+        text += f", control {_course(control)}"
+        if not is_flat:
+            text += f" (NOT flat: it moved by more than {100 * error:.1f} points)"
+        figures["control_flat"] = is_flat
+        figures["control_error"] = error
+    return {"text": text, **figures}
+
+
+def _course(shares: Mapping[str, Any]) -> str:
+    return f"{100 * shares['before']:.1f} → {100 * shares['after']:.1f} %"
+
+
+def _error(shares: Mapping[str, Any], questions: int) -> float:
+    """Differences below this may be chance."""
+    variance = sum(share * (1 - share) for share in (shares["before"], shares["after"]))
+    return STANDARD_ERRORS * math.sqrt(variance / questions)
 
 
 def _mean(values: Sequence[float]) -> float:

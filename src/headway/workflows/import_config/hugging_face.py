@@ -12,6 +12,8 @@ from typing import Any
 
 from headway.config.kinds import kind_names
 from headway.workflows.import_config.rules import (
+    NOT_USED,
+    OFF,
     ImportDraft,
     Rule,
     automatic,
@@ -86,7 +88,7 @@ def schedule(draft: ImportDraft, key: str, value: Any) -> None:
             value,
             "missing",
             "optim.schedule.kind: cosine, linear, constant or wsd",
-            "there is no schedule of this shape; the recipe has cosine",
+            "there is no schedule of this shape; without a setting it is cosine",
         )
 
 
@@ -157,7 +159,7 @@ def optimizer(draft: ImportDraft, key: str, value: Any) -> None:
             value,
             "missing",
             f"optim.kind: {', '.join(kinds)}",
-            "there is no such optimizer; the recipe has adamw",
+            "there is no such optimizer; without a setting it is adamw",
         )
 
 
@@ -169,7 +171,7 @@ def num_steps(draft: ImportDraft, key: str, value: Any) -> None:
         draft.recipe.pop("epochs", None)
         draft.write(key, value, "steps", steps)
     else:
-        draft.tell(key, value, "automatic", note="epochs count")
+        draft.tell(key, value, "automatic", note="-1: epochs count")
 
 
 def num_epochs(draft: ImportDraft, key: str, value: Any) -> None:
@@ -228,7 +230,7 @@ def precision(name: str) -> Rule:
         elif value == "full" or yes(key, value):
             draft.write(key, value, "precision", name)
         else:
-            draft.tell(key, value, "automatic", note="not used")
+            draft.tell(key, value, "automatic", note=NOT_USED)
 
     return rule
 
@@ -280,6 +282,52 @@ def deepspeed(draft: ImportDraft, key: str, value: Any) -> None:
         draft.add("memory.offload", "optimizer")
         settings += ", memory.offload: [optimizer]"
     draft.tell(key, value, "set", settings, "from the file's name; the file itself is not read")
+
+
+def fully_sharded(draft: ImportDraft, key: str, value: Any) -> None:
+    """FSDP: true, or words such as `full_shard auto_wrap` (a text or a list)."""
+    names = [part for word in listed(value) for part in word.split()]
+    if "no_shard" in names:
+        draft.write(key, value, "parallel.zero1.size", 1, "plain data parallelism")
+        return
+    if value in OFF or value == []:
+        draft.tell(key, value, "automatic", note=NOT_USED)
+        return
+
+    draft.set("parallel.strategy", "fsdp")
+    settings = "parallel.strategy: fsdp"
+    # Parameters stay whole between forward and backward; gradients and optimizer state are sharded.
+    if "shard_grad_op" in names:
+        draft.set("parallel.fsdp.reshard_after_forward", False)
+        settings += ", parallel.fsdp.reshard_after_forward: false"
+    if "offload" in names:
+        draft.add("memory.offload", "optimizer")
+        settings += ", memory.offload: [optimizer]"
+    note = ""
+    if any(name.startswith("hybrid_shard") for name in names):
+        note = "hybrid: parallel.fsdp.size says how many ranks share a copy"
+    draft.tell(key, value, "set", settings, note)
+
+
+def listed(value: Any) -> list[str]:
+    """The words of a text or a list; none of any other value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [str(word) for word in value]
+    return []
+
+
+def of_trackio(option: str) -> Rule:
+    """An option of the tracker trackio, which their trainer ignores without `report_to: trackio`."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        if "trackio" in listed(draft.value("report_to")):
+            tracker(draft, key, value, "trackio", **{option: value})
+        else:
+            draft.tell(key, value, "automatic", note="counts with report_to: trackio alone")
+
+    return rule
 
 
 def report_to(draft: ImportDraft, key: str, value: Any) -> None:
@@ -344,9 +392,12 @@ WITHOUT_MEANING = (
     "ray_scope", "jit_mode_eval", "use_ipex", "disable_tqdm", "prediction_loss_only",
     "include_num_input_tokens_seen", "include_tokens_per_second", "ddp_bucket_cap_mb",
     "ddp_broadcast_buffers", "local_rank", "cuda_empty_cache", "torch_empty_cache_steps",
-    "use_liger_kernel", "accelerator_config", "batch_eval_metrics",
+    "accelerator_config",
 )  # fmt: skip
 """Options of transformers' trainer without a meaning here."""
+
+OWN_KERNELS = automatic("losses and other fused operations are headway's own")
+OF_VALIDATION = automatic("validation adds up losses and keeps no predictions")
 
 RULES: dict[str, Rule] = {
     # The run, its optimizer and its schedule.
@@ -363,6 +414,15 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_type": schedule,
     "warmup_ratio": warmup_share,
     "warmup_steps": warmup_steps,
+    "lr_scheduler_kwargs": missing(
+        "the options of a schedule are settings", "optim.schedule.floor, optim.schedule.decay"
+    ),
+    "optim_args": missing(
+        "the options of an optimizer are settings", "optim.betas, optim.eps, optim.weight_decay"
+    ),
+    "optim_target_modules": missing(
+        "there is no optimizer of low rank (GaLore, APOLLO)", "optim.groups, adapter.rank"
+    ),
     "label_smoothing_factor": sets("objective.label_smoothing", number),
     # Length and batch. Their batch counts rows of one device, so it becomes rows_per_rank:
     # batch.rows would not grow with the number of ranks.
@@ -370,6 +430,9 @@ RULES: dict[str, Rule] = {
     "max_steps": num_steps,
     "per_device_train_batch_size": sets("batch.rows_per_rank", integer),
     "gradient_accumulation_steps": sets("batch.accumulate", integer),
+    "average_tokens_across_devices": automatic(
+        "a loss is the mean over the tokens of all ranks, without a setting"
+    ),
     "per_device_eval_batch_size": automatic("validation uses the microbatch of training"),
     "auto_find_batch_size": missing(
         "microbatches are sized by another key", "batch.micro_rows: auto"
@@ -378,12 +441,17 @@ RULES: dict[str, Rule] = {
     "bf16": precision("bf16"),
     "fp16": precision("fp16"),
     "fp8": precision("fp8"),
+    "bf16_full_eval": automatic("validation has the precision of training"),
+    "fp16_full_eval": automatic("validation has the precision of training"),
     "tf32": sets("kernels.tf32", yes),
     "gradient_checkpointing": recompute,
     "gradient_checkpointing_kwargs": automatic("the recomputation needs no options"),
     "torch_compile": compiled,
     "torch_compile_backend": automatic("blocks are compiled with torch's default backend"),
     "torch_compile_mode": automatic("blocks are compiled with torch's default mode"),
+    "use_liger_kernel": OWN_KERNELS,
+    "liger_kernel_config": OWN_KERNELS,
+    "use_cache": automatic("training keeps no cache of keys and values"),
     # Communication between ranks.
     "deepspeed": deepspeed,
     "ddp_timeout": timeout,
@@ -391,16 +459,47 @@ RULES: dict[str, Rule] = {
     "ddp_find_unused_parameters": automatic(
         "parameters without a gradient are found before the run"
     ),
+    "ddp_static_graph": automatic("headway exchanges gradients itself, without torch's DDP"),
+    "fsdp": fully_sharded,
+    "fsdp_config": missing(
+        "blocks are wrapped, loaded and saved without options",
+        "parallel.fsdp.size, parallel.fsdp.reshard_after_forward, memory.recompute",
+    ),
+    "parallelism_config": missing(
+        "each axis is a setting",
+        "parallel.tensor, parallel.context, parallel.expert, parallel.pipeline, parallel.fsdp.size",
+    ),
     # Logging and validation, which headway counts in steps alone.
     "logging_steps": interval("log.every"),
     "logging_strategy": by_steps("log.every"),
     "logging_first_step": automatic("metrics.jsonl has every step"),
     "logging_dir": automatic("the run folder has a tensorboard/ folder"),
+    "logging_nan_inf_filter": missing(
+        "a loss that is not finite is shown as it is", "heal.on_nan says what happens to its step"
+    ),
+    "log_on_each_node": automatic("rank 0 logs; other ranks have warnings and errors"),
+    "log_level_replica": automatic("rank 0 logs; other ranks have warnings and errors"),
+    "debug": missing("no debugger runs beside training", "heal.on_nan, `headway profile`"),
     "report_to": report_to,
+    "project": of_trackio("project"),
+    "trackio_space_id": of_trackio("space"),
+    "trackio_bucket_id": missing("metrics go to no bucket", "track: [{kind: trackio}]"),
+    "trackio_static_space_id": missing("no page is made after a run", "`headway report RUN`"),
     "eval_steps": interval("eval.every"),
     "eval_strategy": by_steps("eval.every"),
     "evaluation_strategy": by_steps("eval.every"),
     "eval_on_start": sets("eval.at_start", yes),
+    "eval_delay": missing("the first validation is after one interval", "eval.every"),
+    **dict.fromkeys(
+        (
+            "batch_eval_metrics",
+            "eval_accumulation_steps",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "include_for_metrics",
+        ),
+        OF_VALIDATION,
+    ),
     # Checkpoints, the best of them, and early stopping.
     "save_steps": interval("checkpoint.every"),
     "save_strategy": by_steps("checkpoint.every"),
@@ -408,6 +507,8 @@ RULES: dict[str, Rule] = {
     "save_only_model": automatic(
         "checkpoints hold everything a resumed run needs; final/ has the model alone"
     ),
+    "save_on_each_node": automatic("each rank writes its part of a checkpoint, once"),
+    "enable_jit_checkpoint": automatic("a run that gets SIGTERM saves before it exits"),
     "save_safetensors": automatic("all files are safetensors"),
     "load_best_model_at_end": automatic(
         "best-1 links to the best checkpoint; with eval.stop, final/ is the best one"
@@ -415,7 +516,7 @@ RULES: dict[str, Rule] = {
     "metric_for_best_model": one_of(
         "checkpoint.metric",
         {"eval_loss": "loss", "loss": "loss"},
-        "another metric",
+        "the metric has another name here",
         "checkpoint.metric: SET/METRIC",
     ),
     "greater_is_better": automatic("checkpoint.goal follows the metric"),
@@ -426,6 +527,12 @@ RULES: dict[str, Rule] = {
         "headway train RECIPE --resume CHECKPOINT",
         off=(False, True, "auto"),
     ),
+    "ignore_data_skip": automatic(
+        "a resumed run continues at the next row; it does not read those before"
+    ),
+    "restore_callback_states_from_checkpoint": missing(
+        "a checkpoint has no state of callbacks", "control.lr_scale, which it has"
+    ),
     "overwrite_output_dir": automatic("the same command resumes; --resume never starts over"),
     # Reading data.
     "dataloader_num_workers": sets("data.workers", integer),
@@ -434,6 +541,12 @@ RULES: dict[str, Rule] = {
         "data.prefetch", integer, "in steps, not in batches of a worker"
     ),
     "dataloader_persistent_workers": automatic("readers live as long as the run"),
+    "dataloader_multiprocessing_context": automatic("threads read rows (data.workers)"),
+    "dataloader_in_order": automatic("the order of rows does not depend on their readers"),
+    "data_seed": missing("one seed orders the data, too", "seed", off=(None,)),
+    "train_sampling_strategy": missing(
+        "documents are shuffled and packed", "data.packing, data.balance", off=(None, "random")
+    ),
     "dataloader_drop_last": automatic("every step has the same number of rows"),
     "group_by_length": missing(
         "rows are packed instead", "data.packing: best_fit, data.balance: true"

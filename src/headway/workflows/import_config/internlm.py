@@ -12,6 +12,7 @@ from headway.errors import ConfigError
 from headway.runtime.optional import how_to_get
 from headway.workflows.import_config.hugging_face import beta
 from headway.workflows.import_config.rules import (
+    NOT_USED,
     ImportDraft,
     Rule,
     automatic,
@@ -79,7 +80,7 @@ def rampup(draft: ImportDraft, key: str, value: Any) -> None:
     counts rows.
     """
     if not str(value).strip():
-        draft.tell(key, value, "automatic", note="not used")
+        draft.tell(key, value, "automatic", note=NOT_USED)
         return
     numbers = [integer(key, part) for part in str(value).split()]
     rows = integer("data.micro_bsz", draft.value("data.micro_bsz", default=1))
@@ -201,7 +202,7 @@ def alerts(draft: ImportDraft, key: str, value: Any) -> None:
             key, value, "set", "track: [{kind: alert, form: feishu, url_env: FEISHU_WEBHOOK}]"
         )
     else:
-        draft.tell(key, value, "automatic", note="not used")
+        draft.tell(key, value, "automatic", note=NOT_USED)
 
 
 def floor(draft: ImportDraft, key: str, value: Any) -> None:

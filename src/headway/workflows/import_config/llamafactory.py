@@ -12,6 +12,7 @@ from headway.runtime.json_file import read_object
 from headway.workflows.import_config import hugging_face
 from headway.workflows.import_config.preference import finish_objective, of_objective
 from headway.workflows.import_config.rules import (
+    NOT_USED,
     ImportDraft,
     Rule,
     automatic,
@@ -289,7 +290,7 @@ def full_16_bits(draft: ImportDraft, key: str, value: Any) -> None:
     if yes(key, value):
         draft.tell(key, value, "missing", nearest, "master weights are fp32")
     else:
-        draft.tell(key, value, "automatic", nearest, "not used")
+        draft.tell(key, value, "automatic", nearest, NOT_USED)
 
 
 def recompute_off(draft: ImportDraft, key: str, value: Any) -> None:

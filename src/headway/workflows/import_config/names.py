@@ -5,7 +5,8 @@ its value; out: how headway writes it.
     warmup_ratio, 0.03    ->  here it is optim.schedule.warmup=0.03
     push_to_hub, true     ->  a run uploads nothing by itself; nearest: `headway push RUN ...`
 
-The importers' tables answer: the rule of the key runs on a draft that has this key alone.
+The importers' tables answer: the rule of the key runs on a draft that has this key alone. Names that
+depend on the trainer, or that no file has, are in trainer_names.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.workflows.import_config.rules import ImportDraft, Rule, shown
+from headway.workflows.import_config.rules import (
+    NOT_USED,
+    ImportDraft,
+    Rule,
+    has_setting,
+    rule_of,
+    shown,
+)
+from headway.workflows.import_config.trainer_names import (
+    ANSWERS,
+    VALUE,
+    NameAnswer,
+    settings_answer,
+)
 
 TABLES = ("hugging_face", "llamafactory", "axolotl", "prulong", "flare", "purrsight", "trl")
 SAME_AS = {
@@ -54,25 +68,6 @@ SAME_AS = {
     "load_in_4bit": "quantization_bit",
 }
 """Further names of keys in the tables."""
-ON_ANSWERS = "the loss of a conversation is on its answers alone, without a setting"
-OF_TRL = {
-    "beta": "here it is objective.beta={value}",
-    "loss_type": "here it is objective.loss_type={value} with objective.kind=dpo",
-    "desirable_weight": "here it is objective.desirable_weight={value}",
-    "undesirable_weight": "here it is objective.undesirable_weight={value}",
-    "precompute_ref_log_probs": "here it is objective.reference_logps=cached",
-    "teacher_model_name_or_path": "here it is objective.teacher={value}",
-    "reference_free": "objective.kind=orpo and objective.kind=simpo need no reference model",
-    "max_prompt_length": "prompts are not cut alone; nearest: data.seq_len, for prompt and answer",
-    "dataset_text_field": "here it is data.train.0.text_key={value}",
-    "completion_only_loss": ON_ANSWERS,
-    "assistant_only_loss": ON_ANSWERS,
-    "train_on_responses_only": ON_ANSWERS,
-    "hub_model_id": "a run uploads nothing by itself; nearest: `headway push RUN {value}`",
-    "hub_private_repo": "`headway push` makes a private repository; --public makes a public one",
-    "hub_token": "`headway push` reads HF_TOKEN or the login of `hf auth login`",
-}
-"""Arguments of TRL's trainers and of uploads that no file of the importers has."""
 DATA = (
     "data",
     "data_path",
@@ -86,39 +81,84 @@ DATA = (
 )
 """Names of the training data, which the tables read in the shape of their systems."""
 MODEL = "init.from"
+STAND_INS = (2, True, VALUE)
+"""Values for a name that was given without one: a number (1 switches some features off), a switch, a
+text."""
 
 
 def translate(key: str, value: Any, *, is_nested: bool = False) -> str | None:
-    """What to write instead of a key that headway does not have; None if no table knows it.
+    """What to write instead of a key that headway does not have; None if no table knows it."""
+    answer = find_answer(key, value, is_nested=is_nested)
+    if answer is None:
+        return None
+    return answer.text
 
-    A key inside a section is translated only if it becomes a setting: a reason why another system's
+
+def find_answer(key: str, value: Any, *, is_nested: bool = False) -> NameAnswer | None:
+    """What headway has instead of a key that it does not have; None if no table knows it.
+
+    A key inside a section is answered only if it becomes a setting: a reason why another system's
     switch is not needed may be about something else there.
     """
     name = _plain_name(key)
     if name in DATA:
         path = shown(value) if isinstance(value, str) else "FILE"
-        return f"here it is data.train={path}"
+        return settings_answer([f"data.train={path}"])
     # A switch, where the key of the tables takes a number of bits.
     if name == "load_in_4bit":
-        return "here it is adapter.base=nf4"
+        return settings_answer(["adapter.base=nf4"])
 
-    if name in OF_TRL and not is_nested:
-        return OF_TRL[name].format(value=shown(value))
+    if name in ANSWERS and not is_nested:
+        return ANSWERS[name](value)
 
-    draft = _apply(_table_name(key), value)
+    if value is not None:
+        answer = _from_tables(name, value, is_nested)
+        if answer is not None:
+            return answer
+    # A setting of headway with a wrong value is explained by its declaration.
+    if is_nested or has_setting(name):
+        return None
+
+    # No value, or one that the table refuses: any value that fits shows which setting it is.
+    for stand_in in STAND_INS:
+        answer = _from_tables(name, stand_in, is_nested, stand_in)
+        if answer is not None:
+            return answer
+    return None
+
+
+def _from_tables(name: str, value: Any, is_nested: bool, stand_in: Any = None) -> NameAnswer | None:
+    """The answer of the importers' tables. A `stand_in` is shown as VALUE."""
+    draft = _apply(_table_name(name), value)
     if draft is None or not draft.report:
         return None
     if draft.recipe:
-        settings = [f"{path}={shown(setting)}" for path, setting in _leaves(draft.recipe)]
-        return "here it is " + " ".join(settings)
+        return settings_answer(
+            [
+                f"{path}={_shown_setting(setting, stand_in)}"
+                for path, setting in _leaves(draft.recipe)
+            ]
+        )
 
     line = draft.report[0]
     if is_nested or line.outcome not in ("automatic", "missing") or not line.note:
         return None
+    if line.note == NOT_USED:
+        return NameAnswer("leave it out: headway does the same without it")
     nearest = ""
     if line.headway:
         nearest = f"; nearest: {line.headway}"
-    return f"{line.note}{nearest}"
+    return NameAnswer(f"{line.note}{nearest}")
+
+
+def _shown_setting(setting: Any, stand_in: Any) -> str:
+    """A setting as an override has it, with VALUE where a number stood in for one."""
+    if not isinstance(stand_in, bool) and isinstance(stand_in, int):
+        if setting == stand_in:
+            return VALUE
+        if isinstance(setting, list) and stand_in in setting:
+            return shown([VALUE if item == stand_in else item for item in setting])
+    return shown(setting)
 
 
 def names_model(key: str) -> bool:
@@ -152,14 +192,18 @@ def _apply(name: str, value: Any) -> ImportDraft | None:
 
 
 def _rule(name: str) -> Rule | None:
-    """The rule of the first table that has the name; the order of TABLES decides."""
+    """The rule of the first table that has the name; the order of TABLES decides. A name wins over a
+    beginning of it (`hub_*`), whatever the order.
+    """
+    by_beginning: Rule | None = None
     for system in TABLES:
         module = importlib.import_module(f"headway.workflows.import_config.{system}")
         tables: tuple[Mapping[str, Rule], ...] = (module.RULES, getattr(module, "LORA", {}))
         for table in tables:
             if name in table:
                 return table[name]
-    return None
+            by_beginning = by_beginning or rule_of(name, table)
+    return by_beginning
 
 
 def _leaves(recipe: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

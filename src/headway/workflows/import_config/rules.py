@@ -25,6 +25,8 @@ from headway.errors import ConfigError
 
 OFF = (False, None, 0, 0.0, "", "no", "none", "None")
 """Values with which a feature is not used."""
+NOT_USED = "not used"
+"""The note of a key whose value switches its feature off."""
 NOT_IN_THE_RECIPE = "not in the recipe: another key makes it needless"
 
 
@@ -141,7 +143,7 @@ def apply_rules(draft: ImportDraft, rules: Mapping[str, Rule], defaults: Mapping
     does not have.
     """
     for key, value in draft.given.items():
-        rule = _rule_of(key, rules)
+        rule = rule_of(key, rules)
         if value is None or value == {}:
             draft.tell(key, None, "empty", note="not set in the file")
         elif rule is not None:
@@ -161,7 +163,7 @@ def apply_rules(draft: ImportDraft, rules: Mapping[str, Rule], defaults: Mapping
     draft.outcome = "set"
 
 
-def _rule_of(key: str, rules: Mapping[str, Rule]) -> Rule | None:
+def rule_of(key: str, rules: Mapping[str, Rule]) -> Rule | None:
     """The rule of a key: under its name, or under a beginning of it such as `hub_*`."""
     if key in rules:
         return rules[key]
@@ -201,7 +203,7 @@ def missing(reason: str, nearest: str = "", off: tuple[Any, ...] = OFF) -> Rule:
             value is unused or (type(value) is type(unused) and value == unused) for unused in off
         )
         if is_off:
-            draft.tell(key, value, "automatic", note="not used")
+            draft.tell(key, value, "automatic", note=NOT_USED)
         else:
             draft.tell(key, value, "missing", nearest, reason)
 
@@ -301,7 +303,7 @@ def tracks(kind: str, option: str | None = None) -> Rule:
         if option is not None:
             tracker(draft, key, value, kind, **{option: value})
         elif value in OFF:
-            draft.tell(key, value, "automatic", note="not used")
+            draft.tell(key, value, "automatic", note=NOT_USED)
         else:
             tracker(draft, key, value, kind)
 

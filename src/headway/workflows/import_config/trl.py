@@ -121,6 +121,23 @@ def correction(draft: ImportDraft, key: str, value: Any) -> None:
         draft.write(key, value, "objective.importance", "off")
 
 
+def importance(draft: ImportDraft, key: str, value: Any) -> None:
+    """`token_truncate` and the like: what is weighted, and what happens beyond the bounds."""
+    level, _, beyond = str(value).partition("_")
+    if draft.value("vllm_importance_sampling_correction") is False:
+        draft.tell(key, value, "automatic", note="counts with the correction alone")
+        return
+    if level not in ("token", "sequence"):
+        draft.tell(
+            key, value, "missing", "objective.importance: token or sequence", "another weight"
+        )
+        return
+    note = ""
+    if beyond == "mask":
+        note = "weights above the cap are cut to it, not set to 0"
+    draft.write(key, value, "objective.importance", level, note)
+
+
 def peft(draft: ImportDraft, key: str, value: Any) -> None:
     """LoRA, whose size other keys give."""
     if yes(key, value):
@@ -132,6 +149,9 @@ def peft(draft: ImportDraft, key: str, value: Any) -> None:
         draft.tell(key, value, "automatic", note="full weights")
 
 
+NO_SAPO = "there is no loss sapo, which alone has it; nearest: objective.algorithm"
+NO_VESPO = "there is no loss vespo, which alone has it; nearest: objective.algorithm"
+IN_THE_JOURNAL = automatic("every answer is in rollouts.jsonl: headway rollouts RUN")
 IN_THE_SAME_PROCESS = automatic("the model samples in the processes that train it; no server")
 RULES: dict[str, Rule] = {
     **hugging_face.RULES,
@@ -172,21 +192,48 @@ RULES: dict[str, Rule] = {
         "rewards are added, then compared", "weights of rewards", off=(None, "sum_then_normalize")
     ),
     "mask_truncated_completions": sets("rollout.mask_cut", yes),
+    "entropy_coef": sets("objective.entropy", number),
+    "use_adaptive_entropy": missing("the weight of the entropy is fixed", "objective.entropy"),
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        automatic("counts with use_adaptive_entropy alone; here it is fixed: objective.entropy"),
+    ),
+    "off_policy_mask_threshold": missing(
+        "answers of older weights are weighted, not left out", "objective.importance"
+    ),
+    "use_bias_correction_kl": missing(
+        "the KL term is not weighted by the ratio", "objective.kl, objective.kl_in"
+    ),
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), automatic(NO_SAPO)),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), automatic(NO_VESPO)
+    ),
     "top_entropy_quantile": missing("the loss has all tokens", off=(None, 1, 1.0)),
     "sync_ref_model": missing("the reference stays as it is", "objective.reference"),
     "ref_model_mixup_alpha": automatic("counts with sync_ref_model alone"),
     "ref_model_sync_steps": automatic("counts with sync_ref_model alone"),
-    "disable_dropout": automatic("sampler and trainer have the same dropout: none by default"),
+    "disable_dropout": automatic("there is no dropout unless model.dropout sets it"),
     "cast_lm_head_to_fp32": automatic("log-probabilities are computed in fp32"),
-    "shuffle_dataset": missing("prompts are shuffled", "data.shuffle", off=(True,)),
-    "log_completions": automatic("every answer is in rollouts.jsonl: headway rollouts RUN"),
-    "num_completions_to_print": automatic("headway rollouts RUN"),
-    "log_unique_prompts": automatic("headway rollouts RUN"),
+    "shuffle_dataset": missing("documents are shuffled, by the seed", off=(True,)),
+    "log_completions": IN_THE_JOURNAL,
+    "num_completions_to_print": IN_THE_JOURNAL,
+    "log_unique_prompts": IN_THE_JOURNAL,
+    "log_multimodal": IN_THE_JOURNAL,
+    "log_completions_hub_repo": missing(
+        "answers are sent nowhere", "rollouts.jsonl, `headway rollouts RUN`"
+    ),
     "ds3_gather_for_generation": automatic("the sampler has a copy of all weights"),
     "use_vllm": IN_THE_SAME_PROCESS,
     "vllm_importance_sampling_correction": correction,
     "vllm_importance_sampling_cap": sets("objective.importance_cap", number),
+    "vllm_importance_sampling_clip_max": sets("objective.importance_cap", number),
+    "vllm_importance_sampling_clip_min": missing(
+        "the weight has no lower bound", "objective.importance_cap"
+    ),
+    "vllm_importance_sampling_mode": importance,
     "vllm_*": IN_THE_SAME_PROCESS,
+    "use_transformers_continuous_batching": IN_THE_SAME_PROCESS,
+    "transformers_continuous_batching_config": IN_THE_SAME_PROCESS,
     "use_transformers_paged": IN_THE_SAME_PROCESS,
     "cache_implementation": IN_THE_SAME_PROCESS,
     "generation_kwargs": missing("further settings of a sampler", "rollout.temperature"),

@@ -22,6 +22,7 @@ from headway.workflows.import_config.policy import (
     set_rollouts,
 )
 from headway.workflows.import_config.rules import (
+    NOT_USED,
     ImportDraft,
     Rule,
     automatic,
@@ -135,7 +136,7 @@ def files(draft: ImportDraft, key: str, value: Any) -> None:
 def filtering(draft: ImportDraft, key: str, value: Any) -> None:
     """Dynamic sampling: further batches replace prompts without signal."""
     if not yes(key, value):
-        draft.tell(key, value, "automatic", note="not used")
+        draft.tell(key, value, "automatic", note=NOT_USED)
         return
     most = integer(key, draft.value("algorithm.filter_groups.max_num_gen_batches", default=0))
     # The first batch counts there; 0 means no bound, which a run that ends cannot have.
@@ -145,7 +146,7 @@ def filtering(draft: ImportDraft, key: str, value: Any) -> None:
 def overlong(draft: ImportDraft, key: str, value: Any) -> None:
     """A penalty of long answers."""
     if not yes(key, value):
-        draft.tell(key, value, "automatic", note="not used")
+        draft.tell(key, value, "automatic", note=NOT_USED)
         return
     prefix = key.removesuffix("enable")
     limit = integer(key, draft.value("data.max_response_length", default=512))
@@ -189,7 +190,7 @@ def positive(path: str, convert: Any) -> Rule:
         if number(key, value) > 0:
             draft.write(key, value, path, convert(key, value))
         else:
-            draft.tell(key, value, "automatic", note="not used")
+            draft.tell(key, value, "automatic", note=NOT_USED)
 
     return rule
 
@@ -207,7 +208,7 @@ RULES: dict[str, Rule] = {
     "data.filter_overlong_prompts": automatic("prompts without room are left out, with a warning"),
     "data.truncation": automatic("prompts are never cut"),
     "data.prompt_key": automatic("a column prompt is found"),
-    "data.shuffle": sets("data.shuffle", yes),
+    "data.shuffle": missing("documents are shuffled, by the seed", off=(True,)),
     "data.seed": sets("seed", integer),
     "data.*": automatic("an option of verl's reader without a meaning here"),
     "algorithm.adv_estimator": estimator,
