@@ -100,7 +100,7 @@ class Config(WorkerSettings):
             reward.close()
 
     def build(self, tools: RewardTools) -> WorkerReward:
-        """Make the reward."""
+        """Workers, each with a process that starts sandboxes."""
         return WorkerReward(
             self,
             "code",
@@ -117,12 +117,14 @@ class Config(WorkerSettings):
         tests = None
         for path in self.paths:
             tests = column_value(answer.record, path)
+            # Mixed data sets have all columns in every record, and leave some of them empty.
             if tests is not None and tests != "":
                 break
         entry_point = answer.record.get("entry_point")
         return {
             "program": last_program(answer.text, LANGUAGES[self.language]),
             "tests": tests,
+            # HumanEval names the function here that its tests call `candidate`.
             "entry_point": entry_point if isinstance(entry_point, str) else None,
         }
 
@@ -134,9 +136,12 @@ def last_program(text: str, languages: tuple[str, ...]) -> str | None:
     language = ""
     for line in text.splitlines():
         if lines is None:
+            # A block that is never closed does not count: the answer was cut in the middle of it.
             if line.lstrip().startswith(FENCE):
                 words = line.strip().lstrip("`").split()
-                language = words[0].lower() if words else ""
+                language = ""
+                if words:
+                    language = words[0].lower()
                 lines = []
         elif line.strip() == FENCE:
             if language in languages:

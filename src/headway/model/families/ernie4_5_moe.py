@@ -122,8 +122,8 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
             f"{layers - 1}."
         )
 
-    # Shared experts of one size, added up, are one expert of as many times that size. The biases do
-    # not train further: how fast they moved is not published.
+    # Shared experts that are added up are one expert of as many times their size. config.json has
+    # no rate for the biases of routers, so they stay as they are.
     size = settings["moe_intermediate_size"]
     experts = read_experts(
         settings,
