@@ -460,9 +460,9 @@ def answer_sampling(resolved: Resolved) -> AnswerSampling:
 
 def with_token_scores(model: Model, batch: Batch, column: str, drawn: DrawnFrom) -> Batch:
     """The microbatch with a model's log-probability of every target."""
-    # Experts that are replayed are those of the model that trains.
-    own = {name: column for name, column in batch.extra.items() if name != ROUTES}
-    head = model.forward_batch(replace(batch, extra=own)).head
+    # Experts that are replayed are those of the model that trains; the frozen one chooses its own.
+    without_routes = {name: column for name, column in batch.extra.items() if name != ROUTES}
+    head = model.forward_batch(replace(batch, extra=without_routes)).head
     scores = head.policy(batch.targets, drawn, batch.extra.get(KEPT))
     return replace(batch, extra={**batch.extra, column: scores.log_prob})
 

@@ -84,6 +84,7 @@ def write_card(run: Path, options: CardOptions) -> str:
 
 def shown_recipe(run: Path) -> dict[str, Any]:
     """The settings of a run that its card shows, as they were given, without paths."""
+    # What a person wrote is shorter than the whole recipe, and says what mattered.
     path = run / GIVEN
     if not path.is_file():
         path = run / RECIPE
@@ -115,6 +116,7 @@ def _without_paths(value: Any) -> Any:
 
 def public_name(text: str) -> str:
     """A hub id as it is, and the last name of any other path."""
+    # NAME/NAME may also be a folder of the machine; it holds no more than the two names.
     if is_hub_id(text):
         return text
     if "/" in text or "\\" in text:
