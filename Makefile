@@ -76,6 +76,8 @@ GPU_JOBS ?= 8
 
 test-gpu:
 	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -m gpu -n $(GPU_JOBS) --dist worksteal -p no:benchmark -p no:cacheprovider tests/gpu
+	# Ten ratios against torch's own functions; one that fell ends this with an error.
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) benchmarks/guard.py --device cuda
 
 # HEADWAY_CLUSTER_OPTIONAL=1 (set by .ci/run) skips where root or a package is missing; else that is an error.
 CLUSTER ?= cluster and not drill

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.byte_model import CONFIG, write_model
+from support.engine_fuzz import MIXTURE, MODEL, FuzzModels, FuzzReport, fuzz
 from support.ranks import run_ranks
 
 from headway.errors import ConfigError
@@ -181,6 +182,28 @@ def test_what_cannot_be_shared_is_refused_before_a_rank_is_started(
         ConfigError, match=r"--tensor is 3; it must divide model.num_heads=4. Use 2\."
     ):
         load_on_ranks(next(iter(folders.values())), 3, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["media", "experts"])
+def test_ranks_that_share_layers_give_the_plain_loops_answers_in_any_schedule(
+    tmp_path: Path, config: ModelConfig
+) -> None:
+    """Grammars, log-probabilities, media, preemption: every feature but adapters and draft models."""
+
+    def on_ranks(group: RankGroup) -> FuzzReport:
+        models = FuzzModels(tmp_path / str(group.rank), config, group)
+        return fuzz(models, range(440, 445), 20, 5)
+
+    first, second = run_ranks(on_ranks, 2, timeout=300)
+    assert first.differences == []
+    assert second.differences == []
+    assert first.features == second.features
+    assert first.preempted == second.preempted
+    assert first.preempted > 5
+    wanted = {"grammar", "failing grammar", "logprobs", "prompt logprobs"}
+    wanted.add("media" if config is MODEL else "routes")
+    assert wanted <= set(first.features)
 
 
 class PipedFollowers:

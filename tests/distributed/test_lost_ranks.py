@@ -76,6 +76,46 @@ def test_a_rank_that_is_gone_is_named(recipe: Path) -> None:
     ), said
 
 
+def test_a_rank_left_alone_at_the_start_ends_within_its_timeout(recipe: Path) -> None:
+    plan = small(recipe, "alone", "parallel.timeout_seconds=1.5")
+    plan.run.folder.parent.mkdir(parents=True)
+
+    @contextmanager
+    def killed(rank: int) -> Iterator[None]:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield
+
+    begun = time.monotonic()
+    with started(plan, 2, killed) as attempt:
+        attempt.ranks[1].join(30)
+        seconds = time.monotonic() - begun
+        assert attempt.ranks[1].exitcode == 1
+    # 1.5 for the wait, the rest for the start of the process.
+    assert seconds < 3.5
+    error = (plan.run.folder.parent / "error-1.txt").read_text().splitlines()[-1]
+    assert error.startswith(
+        "headway.errors.LaunchError: rank 1 of 2 could not connect to the other ranks within 2 s: "
+        "rank 0 does not answer at 127.0.0.1:"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.02, 0.05, 0.1, 0.2, 0.4])
+def test_a_rank_is_alone_wherever_in_its_start_rank_0_ends(recipe: Path, seconds: float) -> None:
+    plan = small(recipe, "alone", "parallel.timeout_seconds=3", "steps=100000")
+    plan.run.folder.parent.mkdir(parents=True)
+    with started(plan, 2) as attempt:
+        time.sleep(seconds)
+        attempt.ranks[0].kill()
+        killed_at = time.monotonic()
+        attempt.ranks[1].join(30)
+        assert attempt.ranks[1].exitcode == 1
+    assert time.monotonic() - killed_at < 5
+    error = (plan.run.folder.parent / "error-1.txt").read_text().splitlines()[-1]
+    assert error.startswith(("headway.errors.LaunchError", "headway.errors.CommunicationError"))
+
+
 def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_other_has_not(
     recipe: Path,
 ) -> None:

@@ -34,6 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"zero1": {"size": "auto"}},
     "fsdp": {"strategy": "fsdp"},
 }
+EXPERTS: dict[str, dict[str, Any]] = {"experts over ranks": {"expert": 2}}
+"""Layouts of mixtures besides."""
 TRAINS: dict[str, dict[str, Any]] = {
     "decoder": {"optim": OPTIM.model_copy(update={"groups": ()})},
     "decoder and tower": {"optim": OPTIM, "train": ("weights",)},
@@ -68,25 +70,27 @@ def trained(folder: Path, case: str, parallel: dict[str, Any], group: RankGroup)
     return seen, {name: value.clone() for name, value in engine.weights()}
 
 
-def all_layouts(folder: Path, group: RankGroup) -> list[tuple[str, str, Result]]:
+def all_layouts(
+    folder: Path, layouts: dict[str, dict[str, Any]], group: RankGroup
+) -> list[tuple[str, str, Result]]:
     return [
         (case, layout, trained(folder, case, parallel, group))
         for case in TRAINS
-        for layout, parallel in LAYOUTS.items()
+        for layout, parallel in layouts.items()
     ]
 
 
 @pytest.mark.slow
-def test_two_ranks_train_like_one(tmp_path: Path) -> None:
-    write_vision(tmp_path / "model")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_two_ranks_train_like_one(tmp_path: Path, kind: str) -> None:
+    write_vision(tmp_path / "model", kind=kind)
     write_conversations(tmp_path)
     alone = {case: trained(tmp_path, case, {}, RankGroup()) for case in TRAINS}
     frozen = alone["decoder"][1]
-    assert not torch.equal(
-        frozen["visual.merger.mlp.0.weight"],
-        alone["decoder and tower"][1]["visual.merger.mlp.0.weight"],
-    )
-    for results in run_ranks(partial(all_layouts, tmp_path), 2):
+    name = "visual.patch_embed.proj.weight"
+    assert not torch.equal(frozen[name], alone["decoder and tower"][1][name])
+    layouts = LAYOUTS | EXPERTS if kind.endswith("moe") else LAYOUTS
+    for results in run_ranks(partial(all_layouts, tmp_path, layouts), 2):
         for case, layout, (seen, weights) in results:
             wanted, expected = alone[case]
             torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5, msg=f"{case}, {layout}")

@@ -40,12 +40,30 @@ pytest.importorskip("transformers", minversion="5.0")
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+ADAPTED = {"qwen2_5_vl": (17, 14), "qwen3_vl": (18, 21), "qwen3_vl_moe": (18, 12)}
+"""Matrices of tower and decoder that adapters of all linears change, in the folder."""
+QUANTISED_EXPERTS = {"qwen3_vl_moe": 6}
+"""Matrices of a decoder that no adapter changes, and a quantised base rounds."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen2_5_vl",
+        pytest.param("qwen3_vl", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+    ],
+)
+def workspace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
-    write_vision(folder / "model")
+    write_vision(folder / "model", kind=request.param)
     write_conversations(folder)
     return folder
+
+
+def kind_of(workspace: Path) -> str:
+    """The model type of the folder."""
+    return json.loads((workspace / "model/config.json").read_text())["model_type"]
 
 
 def settings(workspace: Path, name: str, *more: str) -> list[str]:
@@ -106,10 +124,12 @@ def test_the_tower_stays_byte_for_byte_and_the_decoder_trains(workspace: Path, r
 
     model = transformers.AutoModelForMultimodalLM.from_pretrained(run / "final").eval()
     with Image.open(workspace / "pictures/1.png") as image:
-        pixels = processor_of()(images=[image], return_tensors="pt")
+        pixels = processor_of(kind=kind_of(workspace))(images=[image], return_tensors="pt")
     with torch.no_grad():
         features = model.model.visual(pixels["pixel_values"], pixels["image_grid_thw"])
-        wanted = build_vision().model.visual(pixels["pixel_values"], pixels["image_grid_thw"])
+        wanted = build_vision(kind=kind_of(workspace)).model.visual(
+            pixels["pixel_values"], pixels["image_grid_thw"]
+        )
     assert torch.equal(features.pooler_output, wanted.pooler_output)
 
 
@@ -192,11 +212,13 @@ def test_adapters_of_decoder_and_tower_are_merged_into_the_folder(
     decoder_alone = go(workspace, f"lora-{base}", "adapter.rank=2", *form)
     tower, decoder = changed(workspace, decoder_alone)
     assert not tower
-    assert len(decoder) == 14
+    wanted_tower, wanted_decoder = ADAPTED[kind_of(workspace)]
+    if base is not None:
+        wanted_decoder += QUANTISED_EXPERTS.get(kind_of(workspace), 0)
+    assert len(decoder) == wanted_decoder
     both = go(workspace, f"both-{base}", "adapter.rank=2", "adapter.targets=[all, visual.*]", *form)
     tower, decoder = changed(workspace, both)
-    assert len(tower) == 17
-    assert len(decoder) == 14
+    assert (len(tower), len(decoder)) == (wanted_tower, wanted_decoder)
     beside = go(workspace, f"beside-{base}", "adapter.rank=2", "train=[tower]", *form)
     assert changed(workspace, beside)[0] == towers(workspace)
 
@@ -282,7 +304,7 @@ def test_folders_that_do_not_fit_are_refused_in_one_line(
 
     wrong = copied(workspace, "wrong")
     values = load_file(wrong / "model.safetensors")
-    name = next(name for name in values if name.endswith("blocks.0.mlp.up_proj.weight"))
+    name = next(name for name in values if name.endswith("blocks.0.attn.proj.weight"))
     values[name] = values[name][:7].clone()
     save_file(values, wrong / "model.safetensors", metadata={"format": "pt"})
     assert "from another model" in refusal(f"init.from={wrong}")
@@ -361,9 +383,10 @@ def test_pictures_of_impossible_sizes_are_refused_in_one_line(
     assert "holds audio, and the model takes image only" in line
 
 
-def test_odd_settings_of_published_folders_are_kept(tmp_path: Path) -> None:
-    model: Any = build_vision({"tie_word_embeddings": True}).to(torch.bfloat16)
-    write_vision(tmp_path / "model", model)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_odd_settings_of_published_folders_are_kept(tmp_path: Path, kind: str) -> None:
+    model: Any = build_vision({"tie_word_embeddings": True}, kind=kind).to(torch.bfloat16)
+    write_vision(tmp_path / "model", model, kind=kind)
     write_conversations(tmp_path)
     run = go(tmp_path, "bf16", "steps=1", "train=[visual.blocks.1.*]")
     before = tensors(tmp_path / "model")
@@ -384,7 +407,7 @@ def test_peft_loads_the_adapter_over_the_class_of_transformers(workspace: Path) 
     run = go(workspace, "peft", "adapter.rank=2", "adapter.targets=[all, visual.*]", "steps=2")
     adapter = run / "final/adapter"
     with Image.open(workspace / "pictures/1.png") as image:
-        pixels = processor_of()(images=[image], return_tensors="pt")
+        pixels = processor_of(kind=kind_of(workspace))(images=[image], return_tensors="pt")
     count = int(pixels["image_grid_thw"].prod()) // 4
     ids = torch.tensor([[5, *[IDS["<|image_pad|>"]] * count, 6, 7]])
     inputs = {

@@ -29,10 +29,13 @@ OPTIONS = GenerateOptions(max_new_tokens=8)
 NEW = ("--max-new-tokens", "8")
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+)
+def workspace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("service")
-    write_vision(folder / "model", build_vision(std=0.3))
+    model = build_vision(std=0.3, kind=request.param)
+    write_vision(folder / "model", model, kind=request.param)
     write_conversations(folder)
     return folder
 
@@ -138,6 +141,9 @@ def test_the_server_answers_about_pictures_of_requests(workspace: Path, wanted: 
     question = {"type": "text", "text": "What?"}
     model = ("--model", f"seen={workspace}/model", "--chat-template", "chatml")
     with serving(*model, "--device", "cpu", stand_in=False) as server:
+        started = modules_of_children(server.process.pid)
+        assert started.count("headway.serve.worker_process") == 2, "they decode pictures"
+        assert started.count("headway.serve.grammar_check") == 1
         for data, text in zip(pictures, wanted, strict=True):
             answer = ask(server, [url(data), question]).json()
             assert answer["choices"][0]["message"]["content"] == text
@@ -154,3 +160,13 @@ def test_the_server_answers_about_pictures_of_requests(workspace: Path, wanted: 
         fetched = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
         assert "never fetched" in ask(server, [fetched, question]).text
         assert ask(server, [url(pictures[0]), question]).status_code == 200
+
+
+def modules_of_children(pid: int) -> list[str]:
+    """The modules that the children of a process run (`python -m MODULE`)."""
+    modules: list[str] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            modules += words[words.index("-m") + 1 :][:1] if "-m" in words else []
+    return modules

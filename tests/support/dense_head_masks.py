@@ -8,13 +8,14 @@ from headway.model.base import Model
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.projector import MediaTensors
 from headway.model.transformer import Block, Transformer
+from headway.model.vision import PictureTensors
 
 
 def masked_forward(
     model: Model,
     ids: torch.Tensor,
     masks: HeadMasks | None,
-    media: MediaTensors | None = None,
+    media: MediaTensors | PictureTensors | None = None,
 ) -> torch.Tensor:
     """Hidden states [B,T,D] of rows that are one document each, every head under its own mask.
 

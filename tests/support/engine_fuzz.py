@@ -6,6 +6,7 @@
 A difference is a text, a reason, a log-probability or an embedding that is not the plain loop's, or memory that was not given back.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.memory import build_cache
+from headway.infer.engine.part import ModelPart, build_part
 from headway.infer.engine.request import (
     EngineEvent,
     EngineOptions,
@@ -24,15 +26,20 @@ from headway.infer.engine.request import (
     PromptMedia,
     Speculation,
 )
-from headway.infer.load import LoadedModel
+from headway.infer.load import LoadedModel, load_model
 from headway.infer.sampling import Sampling
-from headway.model.base import build_frozen_model
+from headway.kernels.exact_attention import KEYS
+from headway.model.base import Model, build_frozen_model
 from headway.model.config import ModelConfig
+from headway.model.exact_config import why_not_exact
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.media_shape import MediaInput, MediaShape
+from headway.model.moe import MixtureOfExperts
 from headway.model.projector import MediaTensors
+from headway.model.vision import PictureTensors
+from headway.parallel.collectives import RankGroup
 from headway.store.media_items import MediaItem
 from support.byte_model import CONFIG, byte_tokenizer, write_model
 from support.dense_head_masks import masked_forward
@@ -57,6 +64,8 @@ HYBRID = MODEL.with_(
 """The same with a layer of linear attention: its state cannot go back, and it has no masks."""
 CONVOLUTION = MODEL.with_(qk_norm=True, short_convolution={"taps": 4, "bias": True, "layers": (0,)})
 """The same with a layer of a short convolution."""
+MIXTURE = CONFIG.with_(max_seq_len=CONTEXT, experts={"num": 6, "per_token": 2})
+"""Experts, whose routes requests may ask for."""
 STATE_SPACE = MODEL.with_(
     state_space={"heads": 4, "head_dim": 5, "state_size": 6, "groups": 2, "layers": (0,)}
 )
@@ -136,47 +145,82 @@ class PlainAnswer:
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    drawn: list[dict[int, float]] = field(default_factory=list)
+    """By step: the log-probability of each token that could be drawn."""
+    routes: torch.Tensor | None = None
+    """[tokens - 1, layers, k]"""
     embedding: torch.Tensor | None = None
     near: dict[int, set[int]] = field(default_factory=dict)
     """By step: other tokens that a sum in another order might have given."""
 
 
 class FuzzModels:
-    """A tiny model with media inputs and adapters, under several head masks; and a draft model."""
+    """A tiny model with media inputs and adapters, under several head masks; and a draft model.
 
-    def __init__(self, folder: Path, config: ModelConfig = MODEL) -> None:
+    `group`: ranks that share its layers, which have no adapters and no draft model.
+    """
+
+    def __init__(
+        self, folder: Path, config: ModelConfig = MODEL, group: RankGroup | None = None
+    ) -> None:
         self.config = config
+        self.group = group
         self.is_hybrid = config.has_states
-        self.kinds: tuple[str, ...] = ("dense",) if self.is_hybrid else tuple(MASKS)
-        self.weights = {spec.name: initial_value(spec, config, 4) for spec in param_specs(config)}
+        self.takes_pictures = config.vision is not None
+        self.kinds: tuple[str, ...] = tuple(MASKS)
+        if self.is_hybrid or self.takes_pictures or config.experts is not None:
+            self.kinds = ("dense",)
+        self.weights = self.read_weights()
         self.tokenizer = byte_tokenizer()
         self.folder = folder
-        self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))
-        # Softmax attention is not in all layers of a hybrid.
-        queries = () if self.is_hybrid else ("self_attn.q_proj",)
-        values = () if self.is_hybrid else ("self_attn.v_proj",)
-        self.adapters = {
-            "one": write_adapter(folder / "one", folder, 1, 4, (*queries, "mlp.down_proj")),
-            "two": write_adapter(
-                folder / "two", folder, 2, 2, (*values, "mlp.up_proj", "mlp.down_proj")
-            ),
-        }
-        self.base = self.load()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.draft: Path | None = None
+        self.adapters: dict[str, Path] = {}
+        if group is None:
+            self.draft = write_model(folder, CONFIG.with_(max_seq_len=CONTEXT, num_layers=1))
+            # Softmax attention is not in all layers of a hybrid; experts are no plain linears.
+            queries = () if self.is_hybrid else ("self_attn.q_proj",)
+            values = () if self.is_hybrid else ("self_attn.v_proj",)
+            down = () if config.experts is not None else ("mlp.down_proj",)
+            up = () if config.experts is not None else ("mlp.up_proj",)
+            self.adapters = {
+                "one": write_adapter(folder / "one", folder, 1, 4, (*queries, *down)),
+                "two": write_adapter(folder / "two", folder, 2, 2, (*values, *up, *down)),
+            }
+        self.base = self.whole()
         self._merged = {
-            name: self.load(merged_updates(path)) for name, path in self.adapters.items()
+            name: self.whole(merged_updates(path)) for name, path in self.adapters.items()
         }
 
-    def load(self, updates: dict[str, torch.Tensor] | None = None) -> LoadedModel:
-        """The model, with something added to its weights; adapters of an engine change the model that they are given."""
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the model."""
+        return {spec.name: initial_value(spec, self.config, 4) for spec in param_specs(self.config)}
+
+    def load(self) -> LoadedModel:
+        """The model for an engine, whose adapters change the model that they are given."""
+        if self.group is None:
+            return self.whole()
+        model = build_part(
+            self.config, self.weights.items(), torch.device("cpu"), torch.float32, self.group
+        )
+        return self._loaded(model, ModelPart(self.group))
+
+    def whole(self, updates: dict[str, torch.Tensor] | None = None) -> LoadedModel:
+        """The whole model, with something added to its weights."""
         added = updates or {}
         weights = [
             (name, value + added[name] if name in added else value)
             for name, value in self.weights.items()
         ]
         model = build_frozen_model(self.config, weights, torch.device("cpu"), torch.float32)
+        return self._loaded(model, None)
+
+    def _loaded(self, model: Model, part: ModelPart | None) -> LoadedModel:
         end = self.tokenizer.eos_id
         assert end is not None
-        return LoadedModel(model, self.config, self.tokenizer, self.folder, frozenset([end]))
+        return LoadedModel(
+            model, self.config, self.tokenizer, self.folder, frozenset([end]), part=part
+        )
 
     def of(self, request: EngineRequest, kind: str) -> LoadedModel:
         """The model that a request asks, with its adapter merged."""
@@ -184,8 +228,54 @@ class FuzzModels:
         return loaded.with_masks(MASKS[kind])
 
 
-def media_of(request: EngineRequest, length: int) -> MediaTensors | None:
+class PictureModels(FuzzModels):
+    """The same for a model with its own vision tower, of the folder `stored`; what the tower gives
+    is drawn at random."""
+
+    def __init__(self, folder: Path, stored: Path) -> None:
+        self._stored = load_model(stored)
+        super().__init__(folder, self._stored.config)
+
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        return dict(self._stored.model.named_parameters())
+
+
+def pictures_of(request: EngineRequest, length: int) -> PictureTensors:
+    """The pictures of a prompt, and the position of every token, counted one after the other."""
+    media = request.media
+    items = () if media is None else media.items
+    begins = {item.offset: item.content_hash for item in items}
+    positions: list[tuple[int, int, int]] = []
+    slots: list[int] = []
+    rows_of_features: list[np.ndarray] = []
+    following = 0
+    while len(positions) < length:
+        name = begins.get(len(positions))
+        if name is None or media is None:
+            positions.append((following, following, following))
+            slots.append(-1)
+            following += 1
+            continue
+        rows, columns = media.grids[name]
+        first = sum(map(len, rows_of_features))
+        for cell in range(rows * columns):
+            positions.append((following, following + cell // columns, following + cell % columns))
+            slots.append(first + cell)
+        rows_of_features.append(media.features[name])
+        following += max(rows, columns)
+    position = torch.tensor([positions], dtype=torch.int32)
+    if not rows_of_features:
+        return PictureTensors(position)
+    embeddings = torch.from_numpy(np.concatenate(rows_of_features))
+    return PictureTensors(position, torch.tensor([slots]), embeddings=embeddings)
+
+
+def media_of(
+    loaded: LoadedModel, request: EngineRequest, length: int
+) -> MediaTensors | PictureTensors | None:
     """The media of a prompt for a forward over `length` tokens."""
+    if loaded.config.vision is not None:
+        return pictures_of(request, length)
     media = request.media
     if media is None:
         return None
@@ -219,7 +309,7 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
     tokens = list(prompt)
 
     def hidden_of(some: list[int]) -> torch.Tensor:
-        media = media_of(request, len(some))
+        media = media_of(loaded, request, len(some))
         return masked_forward(loaded.model, torch.tensor([some]), loaded.masks, media)[0]
 
     def scores_of(hidden: torch.Tensor) -> torch.Tensor:
@@ -274,6 +364,8 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
         draw = sampling.draw(request.key, len(tokens))
         token = int(choose_alone(scores[None], sampling, [draw])[0])
         answer.near[len(answer.tokens)] = near_tokens(scores, sampling, draw, token)
+        if request.drawn_logprobs:
+            answer.drawn.append(drawn_logprobs(scores, sampling))
         if rule is not None and rule.fault == "accept" and rule.step == rule.fault_step:
             answer.finished = "error"
             break
@@ -296,7 +388,46 @@ def plain_answer(loaded: LoadedModel, request: EngineRequest) -> PlainAnswer:
             answer.finished = "length" if most == request.max_new_tokens else "context"
         else:
             hidden = hidden_of(tokens)
+    if request.routes and answer.finished != "error":
+        answer.routes = routes_of(loaded, lambda: hidden_of(tokens[:-1]))
     return answer
+
+
+def routes_of(loaded: LoadedModel, forward: Callable[[], object]) -> torch.Tensor:
+    """[tokens, layers, k]: the experts of a forward over one sequence."""
+    layers: list[torch.Tensor] = []
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        assert isinstance(module, MixtureOfExperts)
+        layers.append(module.chosen(inputs[0])[1][0])
+
+    hooks = [
+        module.register_forward_pre_hook(note)
+        for module in loaded.model.modules()
+        if isinstance(module, MixtureOfExperts)
+    ]
+    forward()
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(layers, dim=1)
+
+
+def drawn_logprobs(scores: torch.Tensor, sampling: Sampling) -> dict[int, float]:
+    """The log-probability of each token that can be drawn: by the rules one after the other."""
+    probabilities = (scores.double() / sampling.temperature).softmax(-1)
+    order = sorted(range(len(scores)), key=lambda token: (-float(probabilities[token]), token))
+    kept: list[int] = []
+    sum_before = 0.0
+    for rank, token in enumerate(order):
+        probability = float(probabilities[token])
+        too_late = sampling.top_p is not None and sum_before >= sampling.top_p
+        too_low = sampling.top_k is not None and rank >= sampling.top_k
+        floor = (sampling.min_p or 0.0) * float(probabilities[order[0]])
+        if not (too_late or too_low or probability < floor or probability == 0):
+            kept.append(token)
+        sum_before += probability
+    total = sum(float(probabilities[token]) for token in kept)
+    return {token: math.log(float(probabilities[token]) / total) for token in kept}
 
 
 def near_tokens(scores: torch.Tensor, sampling: Sampling, draw: float, token: int) -> set[int]:
@@ -331,6 +462,23 @@ def random_media(rng: random.Random, prompt: list[int]) -> PromptMedia | None:
     return PromptMedia(tuple(items), features) if items else None
 
 
+def random_pictures(rng: random.Random, prompt: list[int], width: int) -> PromptMedia:
+    """One or two pictures of different shapes in a prompt; the same name is the same picture."""
+    items: list[MediaItem] = []
+    features: dict[str, np.ndarray] = {}
+    grids: dict[str, tuple[int, int]] = {}
+    for _ in range(rng.choice([1, 1, 2])):
+        number = rng.randrange(4)
+        name = f"picture-{number}"
+        grids[name] = ((2, 3), (4, 1), (1, 5), (3, 3))[number]
+        rows, columns = grids[name]
+        noise = np.random.default_rng(number)
+        features[name] = noise.normal(size=(rows * columns, width)).astype(np.float32)
+        items.append(MediaItem(len(prompt), "image", name))
+        prompt += [0] * (rows * columns) + [rng.randrange(256)]
+    return PromptMedia(tuple(items), features, grids)
+
+
 def random_sampling(rng: random.Random) -> Sampling:
     """Greedy or drawn, with and without penalties and biases."""
     numbers: dict[str, object] = {}
@@ -355,11 +503,20 @@ def random_sampling(rng: random.Random) -> Sampling:
     return Sampling(**numbers)  # pyright: ignore[reportArgumentType]
 
 
-def random_request(rng: random.Random, number: int, begins: Sequence[list[int]]) -> EngineRequest:
+def random_request(
+    rng: random.Random, number: int, begins: Sequence[list[int]], models: FuzzModels
+) -> EngineRequest:
     """A request with a random set of features."""
     prompt = rng.choice(begins) + [rng.randrange(256) for _ in range(rng.choice([1, 2, 5, 8, 13]))]
-    media = random_media(rng, prompt) if rng.random() < 0.3 else None
+    media = None
+    if models.takes_pictures:
+        if rng.random() < 0.6:
+            media = random_pictures(rng, prompt, models.config.hidden_size)
+    elif rng.random() < 0.3 and models.config.media is not None:
+        media = random_media(rng, prompt)
     adapter = rng.choice([None, None, "one", "two"])
+    if not models.adapters:
+        adapter = None
     if rng.random() < 0.15:
         return EngineRequest(tuple(prompt), 1, adapter=adapter, media=media, embed=True)
     sampling = random_sampling(rng)
@@ -369,6 +526,13 @@ def random_request(rng: random.Random, number: int, begins: Sequence[list[int]])
         if rng.random() < 0.3:
             constraint += rng.choice([" make", " mask 1", " accept 1", " empty 2", " mask 0"])
     prompt_logprobs = rng.random() < 0.2
+    logprobs = None
+    if prompt_logprobs or rng.random() < 0.2:
+        logprobs = rng.choice([0, 1, 4])
+    can_be_drawn = sampling.temperature > 0 and not sampling.changes_scores and constraint is None
+    is_drawn = can_be_drawn and not isinstance(sampling, Exploding) and rng.random() < 0.5
+    if is_drawn:
+        logprobs = 0
     return EngineRequest(
         tuple(prompt),
         rng.choice([1, 3, 8, 14, 60]) if not prompt_logprobs or rng.random() < 0.7 else 0,
@@ -377,7 +541,9 @@ def random_request(rng: random.Random, number: int, begins: Sequence[list[int]])
         stop_ids=frozenset(rng.sample(range(256), 30)) if rng.random() < 0.2 else frozenset(),
         ignore_eos=rng.random() < 0.3,
         adapter=adapter,
-        logprobs=rng.choice([0, 1, 4]) if prompt_logprobs or rng.random() < 0.2 else None,
+        logprobs=logprobs,
+        drawn_logprobs=is_drawn,
+        routes=models.config.experts is not None and rng.random() < 0.5,
         prompt_logprobs=prompt_logprobs,
         constraint=constraint,
         media=media,
@@ -396,9 +562,14 @@ def features_of(request: EngineRequest) -> list[str]:
         "failing sampler": isinstance(sampling, Exploding),
         "logprobs": request.logprobs is not None,
         "prompt logprobs": request.prompt_logprobs,
+        "drawn logprobs": request.drawn_logprobs,
+        "kept ids": request.drawn_logprobs
+        and (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None),
+        "routes": request.routes,
         "grammar": request.constraint is not None,
         "failing grammar": request.constraint is not None and len(request.constraint.split()) > 2,
         "media": request.media is not None,
+        "pictures of a tower": request.media is not None and bool(request.media.grids),
         "adapter": request.adapter is not None,
         "embedding": request.embed,
         "stop": bool(request.stop_ids),
@@ -418,12 +589,14 @@ class RequestPool:
             [rng.randrange(256) for _ in range(33)],
         ]
         self.models = models
-        self.requests = [random_request(rng, number, begins) for number in range(size)]
+        self.requests = [random_request(rng, number, begins, models) for number in range(size)]
         # Rare in the draws, and to be in every pool.
         self.requests[0] = EngineRequest(
             (5, 6, 7), 6, Exploding.armed_now(), key="fails", ignore_eos=True
         )
-        self.requests[1] = EngineRequest(tuple(begins[2]), 1, adapter="one", embed=True)
+        adapter = "one" if models.adapters else None
+        self.requests[1] = EngineRequest(tuple(begins[2]), 1, adapter=adapter, embed=True)
+        self.requests[2] = EngineRequest((8, 9), 5, key="fails too", constraint="7 5 mask 1")
         # The samples of one prompt, as `n` makes them.
         for _ in range(size // 6):
             like = rng.choice(self.requests)
@@ -472,16 +645,33 @@ class FuzzReport:
 
 
 def random_options(
-    rng: random.Random, models: FuzzModels, kind: str, report: FuzzReport
+    rng: random.Random,
+    models: FuzzModels,
+    kind: str,
+    report: FuzzReport,
+    *,
+    has_adapters: bool,
 ) -> EngineOptions:
     """Little memory, small pieces, any combination of what an engine can do."""
     page_tokens = rng.choice([4, 8])
     running = rng.choice([2, 3, 5])
-    speculation = rng.choice(
-        [None, None, Speculation(None, rng.choice([2, 4])), Speculation(str(models.draft), 3)]
-    )
-    if models.is_hybrid:
+    guesses = Speculation(None, rng.choice([2, 4]))
+    drafts = guesses
+    if models.draft is not None:
+        drafts = Speculation(str(models.draft), 3)
+    speculation = rng.choice([None, None, guesses, drafts])
+    if models.is_hybrid or models.takes_pictures or models.config.experts is not None:
         speculation = None
+    is_exact = (
+        speculation is None
+        and kind == "dense"
+        and not why_not_exact(models.config, CONTEXT)
+        and models.group is None
+        and not has_adapters
+        and rng.random() < 0.7
+    )
+    if is_exact:
+        page_tokens = KEYS
     options = EngineOptions(
         max_running=running,
         page_tokens=page_tokens,
@@ -489,6 +679,8 @@ def random_options(
         lag=rng.random() < 0.5,
         prefix_reuse=rng.random() < 0.7,
         speculation=speculation,
+        exact=is_exact,
+        routes=models.config.experts is not None,
     )
     spare = 0 if speculation is None else page_tokens + speculation.tokens
     shape = build_cache(models.base.with_masks(MASKS[kind]), options, CONTEXT, spare).shape
@@ -504,6 +696,7 @@ def random_options(
     report.settings[f"masks {kind}"] += 1
     report.settings[f"speculation {draft}"] += 1
     report.settings["lag" if options.lag and speculation is None else "no lag"] += 1
+    report.settings["exact" if is_exact else "not exact"] += 1
     report.settings["prefix reuse" if options.prefix_reuse else "no prefix reuse"] += 1
     return replace(options, cache_bytes=budget)
 
@@ -573,6 +766,8 @@ def logprobs_difference(
 ) -> str:
     if request.logprobs is None:
         return ""
+    if request.drawn_logprobs:
+        return drawn_difference(request, answer, events, tokens)
     scored = [logprob for event in events for logprob in event.logprobs or ()]
     if [logprob.token for logprob in scored] != tokens:
         return "log-probabilities of other tokens"
@@ -581,6 +776,32 @@ def logprobs_difference(
             return f"a log-probability is {logprob.logprob}, not {value}"
         if largest_gap([candidate[1] for candidate in logprob.top], top) > TIE:
             return "log-probabilities of the likeliest tokens"
+    return ""
+
+
+def drawn_difference(
+    request: EngineRequest,
+    answer: PlainAnswer,
+    events: Sequence[EngineEvent],
+    tokens: list[int],
+) -> str:
+    """What differs in the distributions that tokens were drawn from."""
+    scored = [logprob for event in events for logprob in event.logprobs or ()]
+    if [logprob.token for logprob in scored] != tokens:
+        return "log-probabilities of other tokens"
+    sampling = request.sampling
+    has_rules = (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
+    for step, (logprob, drawn) in enumerate(zip(scored, answer.drawn, strict=False)):
+        if has_rules and logprob.kept is None:
+            return f"step {step} has no ids that could be drawn"
+        kept = set(drawn) if logprob.kept is None else set(logprob.kept.tolist())
+        if logprob.kept is not None and logprob.kept.tolist() != sorted(kept):
+            return f"the ids of step {step} are not in order"
+        # One that stands on the edge may be kept or not; the others' shares hardly change.
+        if len(kept ^ set(drawn)) > 1:
+            return f"step {step} could draw {sorted(kept ^ set(drawn))} or not"
+        if kept == set(drawn) and abs(logprob.logprob - drawn[logprob.token]) > TIE:
+            return f"a drawn log-probability is {logprob.logprob}, not {drawn[logprob.token]}"
     return ""
 
 
@@ -605,6 +826,11 @@ def end_difference(
             return "no embedding"
         if (torch.tensor(last.embedding) - answer.embedding).abs().max() > 1e-3:
             return "the embedding"
+    if request.routes and answer.routes is not None:
+        if last.routes is None:
+            return "no routes"
+        if not torch.equal(torch.from_numpy(last.routes).long(), answer.routes):
+            return "the routes"
     if events[0].cached_tokens >= len(request.prompt):
         return f"{events[0].cached_tokens} of {len(request.prompt)} prompt tokens were cached"
     return ""
@@ -620,13 +846,20 @@ def run_schedule(
     """One engine, some requests of the pool in a random schedule; what differs goes into the report."""
     rng = random.Random(seed)
     kind = rng.choice(kinds or models.kinds)
+    # An engine without adapters takes the other requests, and can be exact.
+    has_adapters = bool(models.adapters) and rng.random() < 0.7
     engine = InferenceEngine(
         models.load().with_masks(MASKS[kind]),
-        random_options(rng, models, kind, report),
-        models.adapters,
+        random_options(rng, models, kind, report, has_adapters=has_adapters),
+        models.adapters if has_adapters else {},
         constraints=TokenRule,
     )
-    left = rng.sample(range(len(pool.requests)), rng.choice([5, 9, 14]))
+    taken = [
+        index
+        for index, request in enumerate(pool.requests)
+        if has_adapters or request.adapter is None
+    ]
+    left = rng.sample(taken, min(len(taken), rng.choice([5, 9, 14])))
     index_of: dict[int, int] = {}
     events: dict[int, list[EngineEvent]] = {}
     cancelled: set[int] = set()

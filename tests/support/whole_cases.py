@@ -43,7 +43,26 @@ HYBRID = {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
     },
 }  # fmt: skip
+QWEN3_TOWER = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+GLM_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4, "image_size": 16,
+}  # fmt: skip
+GLM_TOKENS = {
+    "image_token_id": 60, "video_token_id": 61, "image_start_token_id": 58, "image_end_token_id": 59, "video_start_token_id": 57,
+    "video_end_token_id": 56,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {"text_config": {**TEXT, **MOE, "rope_parameters": {**THREE, "mrope_interleaved": True}}, "vision_config": QWEN3_TOWER,
+                     **TOKENS},
+    "glm4v": {"text_config": {**TEXT, "rope_parameters": THREE}, "vision_config": GLM_VISION, **GLM_TOKENS},
+    "glm4v_moe": {"text_config": {**TEXT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                                  "rope_parameters": {**THREE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+                  "vision_config": GLM_VISION, **GLM_TOKENS},
+    "lfm2_vl": {"text_config": {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3,
+                                "block_multiple_of": 8},
+                "vision_config": {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16}, "image_token_id": 60,
+                "projector_hidden_size": 20},
     "qwen3_5": {"text_config": HYBRID, "vision_config": QWEN3_VISION, **TOKENS},
     "qwen3_5_moe": {
         "text_config": {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,

@@ -29,6 +29,7 @@ from headway.cli._group import VerbCommand, VerbGroup
 from headway.cli._options import flatten
 from headway.cli._plugins import RootGroup
 from headway.errors import HeadwayError
+from headway.runtime.kernel_cache import keep_kernels
 from headway.runtime.log import start_logging
 from headway.runtime.output import ReaderGone, standard_streams
 from headway.runtime.process import leave_outcome, raise_open_files
@@ -240,6 +241,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     # Idle CPU threads should sleep, not spin: spinning slows everything else on the machine. torch
     # reads this when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    keep_kernels()
     # Shards of a store and sockets of ranks are files, of which shells allow few.
     raise_open_files()
     interrupt = _Interrupt()

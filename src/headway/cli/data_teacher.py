@@ -13,7 +13,7 @@ import typer
 from headway.cli._options import GROUP, JSON, ComputeOptions, read_recipe
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
-from headway.infer.logits_options import LogitsOptions
+from headway.infer.generate_options import LogitsOptions
 
 if TYPE_CHECKING:
     from headway.store.reader import Store

@@ -22,8 +22,8 @@ from headway.cli._options import (
 from headway.cli._output import print_json, print_report_path, print_table
 from headway.config.options import inner_options
 from headway.errors import ConfigError
-from headway.eval.attention_options import AttentionPlan
 from headway.eval.options import (
+    AttentionPlan,
     ContinuationOptions,
     HarnessPlan,
     LongPlan,

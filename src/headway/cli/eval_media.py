@@ -81,10 +81,11 @@ def multimodal(
         lines: list[tuple[str, int, str, str]] = []
         for question in scores.questions:
             # Asked again without the media only with --blank.
-            blank = ""
+            without_media = ""
             if question.blank is not None:
-                blank = f"{question.blank:.1%}"
-            lines.append((question.question, question.records, f"{question.right:.1%}", blank))
+                without_media = f"{question.blank:.1%}"
+            right = f"{question.right:.1%}"
+            lines.append((question.question, question.records, right, without_media))
         print_table(("question", "records", "right", "with blank media"), lines)
     if report is not None:
         typer.echo(f"report: {report}")

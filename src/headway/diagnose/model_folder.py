@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.checkpoint.stored_model import find_model
 from headway.diagnose.check import Check
 from headway.errors import ConfigError, HeadwayError
 from headway.model.families._config_keys import METADATA
@@ -330,6 +331,10 @@ def _list_uses(
         absent = "no tokenizer here"
     uses["generate"] = absent or "yes"
     uses["train"] = _reason(lambda: _check_training(config)) or "yes"
+    sees = any(fact.key == "vision_config" for fact in report.keys)
+    if sees:
+        problem = absent or _reason(lambda: find_model(report.folder).with_vision())
+        uses["pictures"] = problem or "yes"
     uses["export hf"] = _reason(lambda: to_hf_config(config)) or "yes"
     uses["export gguf"] = _reason(lambda: _check_gguf(config)) or "yes"
     for use, answer in uses.items():

@@ -29,8 +29,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError, DataError
-from headway.eval.attention_options import AttentionPlan
 from headway.eval.long_cases import LongCase, make_cases
+from headway.eval.options import AttentionPlan
 from headway.infer.load import LoadedModel
 from headway.runtime.progress import progress
 

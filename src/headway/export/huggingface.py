@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.checkpoint.stored_model import check_vocabulary, find_model_of_family
+from headway.config.regular_file import require_regular
 from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
 from headway.model.families.base import (
@@ -540,6 +541,7 @@ def _is_export(folder: Path) -> bool:
     try:
         if (folder / INDEX).is_file():
             return load_json(folder / INDEX)["metadata"].get("written_by") == mark
+        require_regular(folder / WEIGHTS)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             return (file.metadata() or {}).get("written_by") == mark
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):

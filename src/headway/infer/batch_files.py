@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError, DataError
 from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic
@@ -134,8 +135,9 @@ class BatchOutput:
             self._check_settings()
             self._count()
         try:
+            # First: an output that cannot be one leaves no settings beside it.
+            self._file = open(self.path, "ab", opener=regular_only)
             write_atomic(self._side, json.dumps(self._settings, indent=2) + "\n")
-            self._file = open(self.path, "ab")
         except OSError as problem:
             raise ConfigError(
                 f"--output is {self.path}; it cannot be written: {problem.strerror}."
@@ -162,7 +164,7 @@ class BatchOutput:
     def _count(self) -> None:
         """Count whole lines, cut a torn one, and read the last."""
         size = whole = last = 0
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=regular_only) as file:
             while block := file.read(BLOCK_BYTES):
                 newline = -1
                 while (newline := block.find(b"\n", newline + 1)) >= 0:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from headway.config.regular_file import regular_or_given
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.infer.engine.engine import InferenceEngine
 from headway.infer.engine.ranks import build_engine
@@ -76,7 +77,7 @@ class Generation:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: one per line, or the key `prompt` of each line of a .jsonl file."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular_or_given) as file:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # bounded: a device file may be endless
         if len(data) > MAX_PROMPTS_BYTES:
             raise ConfigError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError, DataError
 from headway.infer.batch_files import require_same, settings_file
 from headway.infer.content import content_of
@@ -242,7 +243,8 @@ def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str,
 
 
 def encode_picture(loaded: LoadedModel, ref: MediaRef) -> np.ndarray:
-    """The features [rows * columns, width] of a picture, by the model's own vision tower."""
+    """The features [rows * columns, F] of a picture, by the model's own vision tower
+    (model/vision.py)."""
     shape = loaded.config.vision
     assert shape is not None
     grid, cells = read_cells(ref, shape.spec)
@@ -346,7 +348,7 @@ def answer_records(
     answered = 0
     with (
         progress(f"answer {path.name}", unit="records") as advance,
-        open(output, "a", encoding="utf-8") as file,
+        open(output, "a", encoding="utf-8", opener=regular_only) as file,
     ):
         # Lines that are there must belong to the first records of this input.
         records = enumerate(read_sources(path))
@@ -461,7 +463,8 @@ def _lines_of(output: Path) -> list[dict[str, Any]]:
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         return []
-    content = output.read_bytes()
+    with open(output, "rb", opener=regular_only) as file:
+        content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     try:
         lines = [json.loads(line) for line in whole.decode("utf-8").splitlines() if line.strip()]

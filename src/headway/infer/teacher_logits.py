@@ -28,7 +28,7 @@ from headway.data.packing import RowPlan, split_spans
 from headway.data.row_stream import PackedBlock
 from headway.data.rows import RowLayout, fill_rows
 from headway.errors import ConfigError, DataError
-from headway.infer.logits_options import LogitsOptions
+from headway.infer.generate_options import LogitsOptions
 from headway.runtime.progress import progress
 from headway.runtime.run_lock import RunLock
 from headway.runtime.storage import require_space

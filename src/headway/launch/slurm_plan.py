@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.config.load import dump_yaml, load
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
 from headway.launch.slurm_record import FOLDER
 from headway.launch.slurm_script import SCRIPT, ScriptParts, check_paths, write_script
@@ -196,7 +197,8 @@ def read_elements(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         path = Path(text)
         if "=" not in text or path.is_file():
             try:
-                lines += path.read_text(encoding="utf-8").splitlines()
+                with open(path, encoding="utf-8", opener=regular_only) as file:
+                    lines += file.read().splitlines()
             except (OSError, ValueError) as problem:
                 raise ConfigError(
                     f"--array is {text[:200]!r}; neither key=value words nor a readable file: "

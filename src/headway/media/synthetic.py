@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,16 +126,29 @@ def scenes(spec: SyntheticMedia) -> tuple[list[Scene], list[Scene]]:
     """The training scenes, and the scenes of held-out combinations. All samples of both are
     shuffled by the seed alone."""
     rng = np.random.Generator(np.random.PCG64([spec.seed, 1]))
-    shown, held_out = _combinations()
+    shown, held_out = _combinations(spec.sounds)
     # One stream of random numbers: training scenes come first, so `heldout` does not change them.
     train = [_scene(number, shown, spec.missing, rng) for number in range(spec.samples)]
     numbers = range(spec.samples, spec.samples + spec.heldout)
-    return train, [_scene(number, held_out, 0.0, rng) for number in numbers]
+    asked = [_scene(number, held_out, 0.0, rng) for number in numbers]
+    if spec.sounds:
+        return train, asked
+    return [_without_sound(scene) for scene in train], [_without_sound(scene) for scene in asked]
 
 
-def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
+def _without_sound(scene: Scene) -> Scene:
+    return replace(scene, has_image=True, has_audio=False)
+
+
+def _combinations(
+    sounds: bool,
+) -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
     """The combinations of training, and those held out; the same for every seed."""
-    combinations: list[tuple[str, str, str, str]] = list(product(SHAPES, COLOURS, PLACES, TONES))
+    tones = tuple(TONES)
+    if not sounds:
+        # Nobody hears it: pictures alone tell combinations apart.
+        tones = tones[:1]
+    combinations: list[tuple[str, str, str, str]] = list(product(SHAPES, COLOURS, PLACES, tones))
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(combinations))
     held_out = set(order[: round(HELD_OUT * len(combinations))].tolist())
     sides: tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]] = ([], [])
@@ -224,7 +237,10 @@ def write_media(folder: Path, spec: SyntheticMedia = SyntheticMedia()) -> dict[s
     """Write the set below a folder; the JSONL files by name (captions, captions_heldout, chat,
     chat_heldout)."""
     files: dict[str, Path] = {}
-    for name in ("images", "sounds"):
+    names = ["images"]
+    if spec.sounds:
+        names.append("sounds")
+    for name in names:
         with writing(folder):
             (folder / name).mkdir(parents=True, exist_ok=True)
     for suffix, listed in zip(("", "_heldout"), scenes(spec), strict=True):

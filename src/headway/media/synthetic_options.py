@@ -24,8 +24,11 @@ class SyntheticMedia:
     sample_rate: int = 16_000
     seconds: float = 0.64
     missing: float = option(
-        0.1, "Share of the scenes with a picture alone, and share with a sound alone."
+        0.1,
+        "Share of the scenes with a picture alone, and share with a sound alone. With --no-sounds "
+        "all have a picture alone.",
     )
+    sounds: bool = option(True, "Write sounds, and ask about them.")
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.heldout < 0:

@@ -778,7 +778,9 @@ class ModelConfig(Section):
                 raise ValueError(f"has vision and {key}; a model has one of them. Remove one")
         if self.rope_scaling is not None and self.rope_scaling.query_growth:
             raise ValueError("has vision and rope_scaling.query_growth, which needs one position")
-        problem = self.vision.problem(self.rotary_size // 2, self.hidden_size, self.vocab_size)
+        problem = self.vision.problem(
+            self.rotary_size // 2, self.hidden_size, self.vocab_size, self.num_layers
+        )
         if problem is not None:
             raise ValueError(f"vision: {problem}")
         return self

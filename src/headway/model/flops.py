@@ -22,6 +22,8 @@ A layer of linear attention meets a state instead, whatever the length: read und
 read under the query, 2 each per number of the state, and the taps of its convolution, 2 each. A
 state-space layer does not read under the key. A layer of a short convolution has the taps alone.
 
+A vision tower is counted by its pictures (`picture_flops`), not by the tokens of rows.
+
 Packed documents are not known here: a document that begins inside of a row sees less than that.
 Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without
 torch.
@@ -36,6 +38,7 @@ from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.adapter.config import PARTS, split_name
 from headway.model.config import ModelConfig
 from headway.model.layout import HEAD, Depth, ParamSpec, Specs, active_share, in_groups, param_specs
+from headway.model.vision_shape import POSITION_TABLE, TOWER
 
 LORA_A, LORA_B, _ = PARTS
 OUTSIDE = in_groups("objective", "projector", "aligner", "tower")
@@ -159,6 +162,86 @@ def token_flops(
             streaming += flops_per_key * near_keys
             causal_streaming += flops_per_key * visible_near_keys
     return TokenFlops(matrices, attention, causal, streaming, causal_streaming)
+
+
+@dataclass(frozen=True)
+class PictureFlops:
+    """FLOPs of a picture in a vision tower, forward and backward."""
+
+    per_cell: float
+    """Matrices, and attention within windows."""
+    per_square: float
+    """Attention of every patch to all patches of its picture, for each cell and cell."""
+
+    def of(self, cells: float, squares: float) -> float:
+        """FLOPs of pictures with `cells` cells in all; `squares`: the sum of their squares."""
+        return self.per_cell * cells + self.per_square * squares
+
+
+def picture_flops(
+    config: ModelConfig,
+    *,
+    specs: Specs | None = None,
+    training: Collection[str] | None = None,
+) -> PictureFlops | None:
+    """FLOPs of pictures in the model's vision tower; None: it has none.
+
+    `specs` and `training` as in `token_flops`. A patch passes the layers, a cell of m m patches the
+    projections behind them. A patch meets all P patches of its picture, or those of its window: 4 P
+    per channel forward. A tower that does not train has no backward.
+    """
+    shape = config.vision
+    if shape is None:
+        return None
+    config_specs = {spec.name: spec for spec in param_specs(config)}
+    tower: list[ParamSpec] = []
+    for name, spec in (config_specs if specs is None else specs).items():
+        if form_of(name) is not None:
+            spec = config_specs[plain_name(name)]
+        if "tower" in spec.groups or spec.name.startswith(TOWER):
+            tower.append(spec)
+    trained = {spec.name for spec in tower}
+    if training is not None:
+        trained &= set(training)
+    # Layers of the tower; projections stand behind all of them.
+    depth = shape.tower["depth"]
+    first = min(
+        (_tower_depth(spec.name, depth) for spec in tower if spec.name in trained),
+        default=depth + 1,
+    )
+
+    patches = shape.spec.merge**2
+    per_cell = 0.0
+    for spec in tower:
+        if not spec.is_matrix or spec.name.startswith(TOWER + POSITION_TABLE):
+            continue
+        here = _tower_depth(spec.name, depth)
+        path, part = split_name(spec.name)
+        needs_inputs = first < here or (part == LORA_B and f"{path}.{LORA_A}" in trained)
+        flops_per_weight = 2 + 2 * needs_inputs + 2 * (spec.name in trained)
+        times = 1 if here == depth else patches
+        per_cell += times * spec.size * flops_per_weight
+
+    width = shape.tower["hidden_size"]
+    per_square = 0.0
+    for layer in range(depth):
+        passes = 3 if first <= layer else 1
+        window = shape.window_patches(layer)
+        if window is None:
+            per_square += passes * 4 * width * patches**2
+        else:
+            per_cell += passes * 4 * width * patches * window
+    return PictureFlops(per_cell, per_square)
+
+
+def _tower_depth(name: str, depth: int) -> int:
+    """Where the forward meets a parameter of a tower: -1 before its layers, `depth` behind them."""
+    parts = name.removeprefix(TOWER).split(".")
+    if parts[0] == "blocks":
+        return int(parts[1])
+    if "merger" in parts[0]:
+        return depth
+    return -1
 
 
 def state_flops(config: ModelConfig) -> float:

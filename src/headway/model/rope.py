@@ -43,8 +43,7 @@ class Rotation:
         self.stream: Tensor | None = None
         """[R/2]: by which of three positions each plane turns; None: tokens have one position."""
         if config.vision is not None:
-            sections = torch.tensor(config.vision.sections, device="cpu")
-            self.stream = torch.arange(3, device="cpu").repeat_interleave(sections)
+            self.stream = torch.tensor(config.vision.plane_axes(), device="cpu")
 
         self.query_growth = 0.0 if scaling is None else scaling.query_growth
         self.original = 0 if scaling is None else scaling.original_max_seq_len

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from headway.model.head_gates import GateDraw
     from headway.model.latent_attention import LatentAttention
     from headway.model.state_mixer import StateMixer
-    from headway.model.vision import PictureTensors
+    from headway.model.vision import PictureTensors, PlacedCells
 
 
 @dataclass(frozen=True)
@@ -589,6 +589,15 @@ class Transformer(Model):
         position: Tensor | None = None,
     ) -> Tensor:
         """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
+        return self._embed(tokens, media, position)[0]
+
+    def _embed(
+        self,
+        tokens: Tensor,
+        media: MediaTensors | PictureTensors | None,
+        position: Tensor | None,
+    ) -> tuple[Tensor, PlacedCells | None]:
+        """The same, and the cells of pictures, which some towers add to behind layers too."""
         x = self.model.embed_tokens(tokens)
         if self.config.embed_scale != 1.0:
             # Rounded to the dtype of the stream, as published models (Gemma) were trained.
@@ -610,11 +619,14 @@ class Transformer(Model):
 
         if self.visual is not None and self.config.vision is not None:
             if media is None or isinstance(media, MediaTensors):
-                return x
-            return media.into(x, self.visual, self.config.vision)
+                return x, None
+            cells = media.placed(self.visual, self.config.vision, x.dtype)
+            if cells is None:
+                return x, None
+            return cells.into(x), cells
         if self.projector is None or not isinstance(media, MediaTensors):
-            return x
-        return self.projector(x, media, self.aligner)
+            return x, None
+        return self.projector(x, media, self.aligner), None
 
     def forward(
         self,
@@ -629,11 +641,11 @@ class Transformer(Model):
 
         With `counted` tokens [B,T], also what the routers of all mixtures did with them:
         [layers,B,...]. `routes` [B,T,layers,k]: experts that are taken instead of choosing."""
-        x = self.embed(tokens, media, position=position)
+        x, cells = self._embed(tokens, media, position)
         cos, sin = self.rotation(position if media is None else media.rotary(position))
 
         routings: list[Routing] = []
-        for block in self.blocks().values():
+        for layer, block in enumerate(self.blocks().values()):
             if counted is None:
                 x = block(x, cos, sin, mask)
             elif routes is None or isinstance(block.mlp, FeedForward):
@@ -643,6 +655,8 @@ class Transformer(Model):
             if not isinstance(x, Tensor):
                 x, routing = x
                 routings.append(routing)
+            if cells is not None:
+                x = cells.behind(layer, x)
 
         hidden = self.model.norm(x)
         if not routings:
@@ -713,7 +727,7 @@ class Transformer(Model):
             cache: AttentionCache,
             media: MediaTensors | PictureTensors | None = None,
         ) -> Tensor:
-            x = self.embed(tokens, media, position=position)
+            x, cells = self._embed(tokens, media, position)
             rotary = position if media is None else media.rotary(position)
             cos, sin = self.rotation(rotary, cache.capacity)
             routes: list[Tensor] = []
@@ -728,6 +742,8 @@ class Transformer(Model):
                 if not isinstance(x, Tensor):
                     x, chosen = x
                     routes.append(chosen)
+                if cells is not None:
+                    x = cells.behind(layer, x)
             if routes:
                 cache.store_routes(torch.stack(routes, dim=2), position)
             return self.model.norm(x)

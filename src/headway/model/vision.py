@@ -4,9 +4,13 @@ stream go out; the tower between them is the class of transformers.
 Shapes: B rows, T tokens, D width of the stream, C cells that a row may have, I pictures that a row
 may have, N cells of all rows together.
 
-    cells [B,C,...] -> patches of all pictures, one after another -> tower -> embeddings [N,D]
+    cells [B,C,...] -> patches of all pictures, one after another -> tower -> features [N,F]
     slot  [B,T]     which of its row's cells stands at a position; -1 for text
     position [B,T,3] the time, row and column by which a position is rotated (media/patches.py)
+
+F = (1 + L) D: the embedding of a cell, then what is added to it behind each of the first L layers
+of the decoder (DeepStack, Meng 2024, https://arxiv.org/abs/2406.04334; Qwen3-VL). L is 0 for towers
+without it.
 
 The tower sees each picture alone: attention inside it never crosses pictures, so it does not matter
 which of them share a row. A batch without pictures passes one grey cell through the tower, which
@@ -18,13 +22,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from headway.model.layout import ParamSpec, in_groups
-from headway.model.vision_shape import TOWER, VisionShape
+from headway.model.vision_shape import KINDS, TOWER, VisionShape
 from headway.runtime.optional import need
 
 if TYPE_CHECKING:
@@ -52,8 +57,8 @@ class PictureTensors:
     """uint8 [B,C,...]"""
     grid: Tensor | None = None
     """int32 [B,I,2]"""
-    embeddings: Tensor | None = None
-    """[N,D] of one row whose pictures have passed the tower before."""
+    features: Tensor | None = None
+    """[N,F] of one row whose pictures have passed the tower before."""
 
     @classmethod
     def of(cls, batch: Batch) -> PictureTensors | None:
@@ -67,28 +72,30 @@ class PictureTensors:
         """The positions by which tokens are rotated, in place of `position` [B,T]."""
         return self.position
 
-    def into(self, x: Tensor, tower: nn.Module, shape: VisionShape) -> Tensor:
-        """The stream [B,T,D] with embeddings of cells at their slots."""
+    def placed(
+        self, tower: nn.Module, shape: VisionShape, dtype: torch.dtype
+    ) -> PlacedCells | None:
+        """The features of all cells at their positions; None: text alone."""
         if self.slot is None:
-            return x
-        if self.embeddings is not None:
-            embeddings = self.embeddings.to(x.dtype)
-            begins = torch.zeros(1, dtype=torch.int64, device=x.device)
+            return None
+        if self.features is not None:
+            features = self.features.to(dtype)
+            begins = torch.zeros(1, dtype=torch.int64, device=features.device)
         else:
-            embeddings, begins = self._encoded(tower, shape, x.dtype)
+            features, begins = self._encoded(tower, shape, dtype)
 
         slot = torch.where(self.slot >= 0, self.slot + begins[:, None], -1).flatten()
         is_cell = slot >= 0
         # Text positions point at different cells: with one for all of them, the backward would add
         # their zeros to the same row one after another.
-        spread = torch.arange(len(slot), device=slot.device) % len(embeddings)
-        chosen = embeddings[torch.where(is_cell, slot, spread)].view(x.shape)
-        return torch.where(is_cell.view(x.shape[:2])[..., None], chosen, x)
+        spread = torch.arange(len(slot), device=slot.device) % len(features)
+        index = torch.where(is_cell, slot, spread)
+        return PlacedCells(features, index, is_cell.view(self.slot.shape)[..., None])
 
     def _encoded(
         self, tower: nn.Module, shape: VisionShape, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The embeddings [N,D] of all cells, and where those of each row begin [B]."""
+        """The features [N,F] of all cells, and where those of each row begin [B]."""
         assert self.cells is not None and self.grid is not None
         # Sizes of pictures decide shapes and windows, so the host must know them.
         grids_of_rows = [
@@ -104,6 +111,34 @@ class PictureTensors:
         return run_tower(tower, shape, torch.cat(used), grids, dtype), begins
 
 
+@dataclass(frozen=True)
+class PlacedCells:
+    """Features of cells, and which of them stands at each position."""
+
+    features: Tensor
+    """[N,F]"""
+    index: Tensor
+    """[B*T]: a cell for each position, for those of text any."""
+    is_cell: Tensor
+    """bool [B,T,1]"""
+
+    def into(self, x: Tensor) -> Tensor:
+        """The stream at the bottom [B,T,D], with embeddings of cells at their positions."""
+        return torch.where(self.is_cell, self._part(0, x), x)
+
+    def behind(self, layer: int, x: Tensor) -> Tensor:
+        """The stream behind a layer of the decoder, with what the tower adds there."""
+        if (layer + 2) * x.shape[-1] > self.features.shape[-1]:
+            return x
+        return torch.where(self.is_cell, x + self._part(layer + 1, x), x)
+
+    def _part(self, number: int, x: Tensor) -> Tensor:
+        """[B,T,D]: one of the vectors of each position's cell."""
+        width = x.shape[-1]
+        vectors = self.features[:, number * width : (number + 1) * width]
+        return vectors[self.index].view(x.shape)
+
+
 def text_alone(position: Tensor) -> PictureTensors:
     """Tokens without pictures at given positions [B,T]."""
     return PictureTensors(position)
@@ -116,13 +151,16 @@ def run_tower(
     grids: list[tuple[int, int]],
     dtype: torch.dtype,
 ) -> Tensor:
-    """[N,D] of the cells [N,...] of some pictures; `grids`: rows and columns of cells of each."""
+    """[N,F] of the cells [N,...] of some pictures; `grids`: rows and columns of cells of each."""
     merge = shape.spec.merge
     sizes = [[1, rows * merge, columns * merge] for rows, columns in grids]
     # On the host: the tower makes windows of them with Python numbers.
     grid = torch.tensor(sizes, device=cells.device)
     patches = to_patches(cells, shape)
-    return tower(patches.to(dtype), grid_thw=grid).pooler_output
+    output = tower(patches.to(dtype), grid_thw=grid)
+    if not shape.deepstack_layers:
+        return output.pooler_output
+    return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
 
 
 def to_patches(cells: Tensor, shape: VisionShape) -> Tensor:
@@ -153,17 +191,16 @@ def build_tower(shape: VisionShape) -> nn.Module:
 
 def _tower_class(shape: VisionShape) -> Any:
     need("transformers", f"model_type {shape.kind}")
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
-
     from headway.model.stock.classes import foreign, quiet
 
+    kind = KINDS[shape.kind]
+    package = f"transformers.models.{kind.module}"
     with foreign("vision_config"), quiet():
-        config = Qwen2_5_VLVisionConfig(**shape.tower)
+        configuration: Any = import_module(f"{package}.configuration_{kind.module}")
+        modeling: Any = import_module(f"{package}.modeling_{kind.module}")
+        config = getattr(configuration, kind.config_class)(**shape.tower)
         config._attn_implementation = ATTENTION
-        return Qwen2_5_VisionTransformerPretrainedModel._from_config(
+        return getattr(modeling, kind.tower_class)._from_config(
             config, attn_implementation=ATTENTION, dtype=torch.float32
         )
 

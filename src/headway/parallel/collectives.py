@@ -8,6 +8,8 @@ the host (gloo). All ranks of a group must start the same collectives in the sam
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,11 +24,13 @@ from torch import Tensor
 from headway.errors import LaunchError, first_line
 from headway.parallel.mesh import Mesh
 from headway.runtime.heartbeat import Heartbeat
-from headway.runtime.process import Process, remember_group
+from headway.runtime.process import Process, meeting_point, remember_group
 
 # Newer versions of torch have new names for these two and warn at the old ones.
 reduce_scatter_tensors = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_tensors = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+KNOCK_SECONDS = 0.05
+"""Between two attempts to reach rank 0 at the start."""
 
 
 class Handle(Protocol):
@@ -325,10 +329,10 @@ def start_group(
     try:
         dist.init_process_group(
             kinds,
+            store=_join_store(process, timeout_seconds),
             rank=process.rank,
             world_size=process.world,
             timeout=timedelta(seconds=timeout_seconds),
-            init_method="env://",
         )
     except ValueError as problem:
         raise LaunchError(
@@ -344,6 +348,46 @@ def start_group(
     world = RankGroup(process.rank, process.world, dist.group.WORLD, heart)
     world.timeout = timedelta(seconds=timeout_seconds)
     return world
+
+
+def _join_store(process: Process, timeout_seconds: float) -> dist.Store:
+    """The key-value store of rank 0, through which ranks find each other."""
+    timeout = timedelta(seconds=timeout_seconds)
+    connecting = timeout
+    if process.rank > 0:
+        seconds_left = _wait_for_rank_0(process, timeout_seconds)
+        # torch tries to connect for its time-out, pauses up to as long, and tries once more.
+        connecting = timedelta(seconds=seconds_left / 3)
+    store, _, _ = next(dist.rendezvous("env://", process.rank, process.world, timeout=connecting))
+    store.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", store)
+
+
+def _wait_for_rank_0(process: Process, timeout_seconds: float) -> float:
+    """Return when rank 0 accepts connections; the seconds that are left of the time-out.
+
+    torch's own wait takes up to three times the time-out where rank 0 is gone.
+    """
+    address = meeting_point()
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        seconds_left = deadline - time.monotonic()
+        # Without an address torch says which variables it needs.
+        if address is None:
+            return seconds_left
+        if seconds_left <= 0:
+            raise LaunchError(
+                f"rank {process.rank} of {process.world} could not connect to the other ranks "
+                f"within {timeout_seconds:.0f} s: rank 0 does not answer at {address[0]}:"
+                f"{address[1]} (MASTER_ADDR, MASTER_PORT). See the log of rank 0; if it runs, "
+                "check the address."
+            )
+        try:
+            socket.create_connection(address, seconds_left).close()
+        except OSError:
+            time.sleep(min(KNOCK_SECONDS, seconds_left))
+        else:
+            return max(deadline - time.monotonic(), KNOCK_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headway.model.flops import TokenFlops, internlm_flops, token_flops
+from headway.model.flops import TokenFlops, internlm_flops, picture_flops, token_flops
 from headway.model.layout import active_parameters
 from headway.parallel.mesh import Mesh
 from headway.parallel.pipeline.program import PipelineShape
@@ -54,6 +54,8 @@ class Arithmetic:
     """By InternLM's formula (`internlm_flops`)."""
     reference: float = 0.0
     """Forward pass of a frozen second model, attention causal."""
+    picture: float | None = None
+    """Of the largest picture in the vision tower, forward and backward; None: no tower."""
 
     @property
     def hardware(self) -> float:
@@ -275,7 +277,17 @@ def arithmetic(job: PlanJob) -> Arithmetic:
         reference = job.reference.flops(job.attended)
     recomputes = bool(job.memory.recomputed_blocks(model.num_layers))
     internlm = internlm_flops(model, job.seq_len, recomputed=recomputes)
-    return Arithmetic(flops, recomputed, internlm, reference)
+    return Arithmetic(flops, recomputed, internlm, reference, _largest_picture(job))
+
+
+def _largest_picture(job: PlanJob) -> float | None:
+    """FLOPs of the largest picture in the vision tower of a job's model."""
+    shape = job.model.vision
+    flops = picture_flops(job.model, specs=job.all_specs, training=job.trains)
+    if shape is None or flops is None:
+        return None
+    cells = shape.spec.max_pixels // shape.spec.side**2
+    return flops.of(cells, cells**2)
 
 
 def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
@@ -368,6 +380,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "hardware": plan.flops.hardware,
             "internlm": plan.flops.internlm,
             "reference": plan.flops.reference,
+            "picture": plan.flops.picture,
         },
         "traffic": {
             axis: {

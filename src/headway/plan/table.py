@@ -116,6 +116,8 @@ def _flops(plan: Plan) -> TextTable:
     ]
     if reference is not None:
         rows.append((f"{reference.role}: forward, causal", _gflop(flops.reference)))
+    if flops.picture is not None:
+        rows.append(("vision tower: the largest picture, not per token", _gflop(flops.picture)))
     rows.append(("hardware: with recomputation", _gflop(flops.hardware)))
     rows.append(("InternLM's formula", f"{flops.internlm:,.0f}"))
     return TextTable("FLOPs per token", ("part", "FLOPs"), rows)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headway.config.regular_file import regular_only
 from headway.rewards.base import RewardOutcome
 from headway.runtime.json_file import read_bounded
 from headway.runtime.storage import fsync_file, fsync_folder, writing
@@ -63,7 +64,7 @@ class KeptRewards:
             # Only now: a run whose rewards are all kept already leaves no empty file.
             if self._file is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab")
+                self._file = open(self._path, "ab", opener=regular_only)  # noqa: SIM115
                 fsync_folder(self.folder)
             self._file.write(lines)
             self._file.flush()

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.rollout.config import JOURNAL as FILE
 
@@ -239,11 +240,11 @@ class RolloutJournal:
             )
             os.truncate(self.path, end)
             return
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=regular_only) as file:
             number = file.read(end).count(b"\n") + 1
             lines = file.read()
         # On the disk there before they leave the journal: a kill in between keeps them in both.
-        with (self.path.parent / DAMAGED_FILE).open("ab") as aside:
+        with open(self.path.parent / DAMAGED_FILE, "ab", opener=regular_only) as aside:
             aside.write(lines)
             os.fsync(aside.fileno())
         os.truncate(self.path, end)
@@ -266,7 +267,7 @@ class RolloutJournal:
     def _append(self, record: dict[str, Any]) -> None:
         line = _line(record)
         # Without a buffer: closing one tries again to write what did not fit.
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=regular_only) as file:
             offset = file.tell()
             try:
                 written = 0
@@ -288,7 +289,7 @@ class RolloutJournal:
 
     def _read(self, span: tuple[int, int]) -> dict[str, Any]:
         offset, length = span
-        with self.path.open("rb") as file:
+        with open(self.path, "rb", opener=regular_only) as file:
             file.seek(offset)
             record = read_line(file.read(length))
         if record is None:
@@ -342,7 +343,7 @@ def read_line(line: bytes) -> dict[str, Any] | None:
 def journal_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
     """Offset, length and record of every line from an offset on; None for one that is damaged or
     cut short."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         file.seek(offset)
         for line in file:
             yield offset, len(line), read_line(line)

@@ -397,6 +397,15 @@ _group_was_started = False
 """Whether this process has joined a process group."""
 
 
+def meeting_point() -> tuple[str, int] | None:
+    """Host and port where rank 0 waits for the others; None if the launcher has not said it."""
+    host = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT", "")
+    if host is None or not port.isdecimal():
+        return None
+    return host, int(port)
+
+
 def remember_group() -> None:
     """This process joins a process group, so `end_process` leaves out the interpreter's shutdown."""
     global _group_was_started

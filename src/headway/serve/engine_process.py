@@ -53,6 +53,8 @@ READ_BYTES = 1 << 20
 log = logging.getLogger("headway")
 ENCODED_AT_ONCE = 8
 """Pictures or sounds in one call of an encoder, between two steps of the engine."""
+USUAL_PIXELS = 512
+"""Of a side of a picture that clients send often."""
 KEPT_FEATURE_BYTES = 256 << 20
 """Features of pictures and sounds that are kept for the next requests."""
 Encode = Callable[[EngineRequest, Mapping[str, DecodedMedia]], EngineRequest | None]
@@ -163,6 +165,11 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         masks = {**masks, "from": Path(str(masks["from"])).name}
 
     encoding = MediaEncoding(loaded)
+    try:
+        encoding.warm_up()
+    except (HeadwayError, RuntimeError) as problem:  # CUDA's lack of memory is a RuntimeError
+        # Requests without media are answered; one with media fails with its own reason.
+        log.warning("%s: pictures and sounds may fail: %s", setup.name, first_line(problem))
     facts = EngineFacts(
         name=setup.name,
         tokenizer=loaded.tokenizer,
@@ -219,6 +226,29 @@ class MediaEncoding:
 
             return {"image": CellInput(self.loaded.config.vision.spec)}
         return {modality: encoder.input for modality, encoder in self.encoders.items()}
+
+    def warm_up(self) -> None:
+        """Run every encoder once with one item and once with many: kernels are chosen and memory is
+        taken now."""
+        # On a CPU only the first call takes long, whatever its size.
+        is_on_gpu = self.loaded.device.type == "cuda"
+        counts = [ENCODED_AT_ONCE, 1] if is_on_gpu else [1]
+        for encoder in self.encoders.values():
+            item = np.zeros(encoder.input.shape, encoder.input.dtype)
+            for count in counts:
+                encoder.encode(np.stack([item] * count))
+
+        vision = self.loaded.config.vision
+        if vision is not None:
+            from headway.infer.media import encode_cells
+
+            sides = [USUAL_PIXELS, 1] if is_on_gpu else [1]
+            for side in sides:
+                # `fit` makes it as large as the smallest picture that the model takes.
+                grid = vision.spec.fit(side, side, "made-up picture")
+                rows, columns = grid
+                cells = np.zeros((rows * columns, *vision.spec.cell_shape), np.uint8)
+                encode_cells(self.loaded, grid, cells)
 
     def __call__(
         self, request: EngineRequest, media: Mapping[str, DecodedMedia]

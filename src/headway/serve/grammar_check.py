@@ -29,7 +29,12 @@ from headway.errors import first_line
 from headway.runtime.process import start_module
 from headway.runtime.stop import SIGNALS
 from headway.serve.api_errors import ApiError, bad_field
-from headway.serve.constraints import GrammarFactory, GrammarFault, constraint_factory
+from headway.serve.constraints import (
+    GrammarFactory,
+    GrammarFault,
+    constraint_factory,
+    schema_grammar,
+)
 from headway.serve.frames import FrameReader, pack
 
 if TYPE_CHECKING:
@@ -62,6 +67,10 @@ class GrammarChecker:
         self._pending = 0
         self._verdicts: OrderedDict[str, str] = OrderedDict()
         """By grammar: why it cannot be used; empty where it can."""
+
+    async def warm_up(self) -> None:
+        """Start the grammar process and have one grammar checked: it takes about a second."""
+        await self.check(schema_grammar({"type": "object"}), "response_format")
 
     async def check(self, grammar: str, field: str) -> None:
         """Return if a grammar can be used; raise an ApiError that names the field if it cannot."""

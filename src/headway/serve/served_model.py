@@ -123,6 +123,11 @@ class ServedModel:
         self._checker.close()
         self._thread.shutdown(wait=False)
 
+    async def warm_up(self) -> None:
+        """Do now what the first request would wait for."""
+        if self.facts.constraints:
+            await self._checker.warm_up()
+
     def with_adapter(self, name: str) -> ServedModel:
         """The same model with an adapter, under the adapter's name."""
         # Everything but the name is shared: the client, the prompt thread, the grammar checker.

@@ -34,6 +34,7 @@ from headway.serve.engine_setup import EngineSetup
 from headway.serve.limits import ServeLimits
 from headway.serve.serve_state import ServeState
 from headway.serve.served_model import ServedModel
+from headway.serve.warm_up import warm_up
 
 if TYPE_CHECKING:
     import uvicorn
@@ -193,6 +194,7 @@ class ModelServer:
             for client, facts in zip(self.clients, all_facts, strict=True)
         ]
         self.state = ServeState(models, access, options.limits)
+        await warm_up(self.state)
         return True
 
     async def _listen(self) -> None:

@@ -137,6 +137,7 @@ class WorkerPool:
 
     def __init__(self, purpose: str, count: int, memory_bytes: int, most_waiting: int = 64) -> None:
         self.purpose = purpose
+        self.count = count
         self.memory_bytes = memory_bytes
         self.most_waiting = most_waiting
         self.idle: list[Worker] = []

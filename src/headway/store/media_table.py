@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.json_file import read_bounded
 from headway.runtime.storage import (
@@ -308,7 +309,8 @@ class MediaTableWriter:
             if self._rows.growing:
                 num_shards += 1
             for number in range(num_shards):
-                keys = (self.folder / _names(number)[1]).read_bytes()
+                with open(self.folder / _names(number)[1], "rb", opener=regular_only) as file:
+                    keys = file.read()
                 for begin in range(0, len(keys), KEY_BYTES):
                     self.known.add(keys[begin : begin + KEY_BYTES].hex())
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 
 MAX_MAPS = 4096
@@ -41,7 +42,7 @@ def map_file(path: Path | str, dtype: Any = np.uint8) -> Array:
 
 
 def _map(path: str, dtype: np.dtype[Any]) -> Array:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = regular_only(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         if size % dtype.itemsize:

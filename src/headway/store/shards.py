@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.storage import CHUNK_BYTES, fsync_file, sha256_file, writing
 from headway.store.checksums import AT_ONCE_BYTES, Checksums, damaged
@@ -45,7 +46,7 @@ class HashedFile:
     def create(cls, path: Path, size_bytes: int = 0) -> Self:
         """Open for appending after the first `size_bytes`, which are read once for the checksum."""
         mode = "r+b" if size_bytes else "wb"
-        file = open(path, mode)  # noqa: SIM115 - stays open until the shard is full
+        file = open(path, mode, opener=regular_only)  # noqa: SIM115 - stays open until the shard is full
         digest = hashlib.sha256()
         bytes_left = size_bytes
         while bytes_left:
@@ -78,7 +79,7 @@ class HashedFile:
         """
         self.file.flush()
         cut_off: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
-        with open(self.path, "rb") as stored:
+        with open(self.path, "rb", opener=regular_only) as stored:
             stored.seek(size_bytes)
             shutil.copyfileobj(stored, cut_off, CHUNK_BYTES)
         cut_off.seek(0)

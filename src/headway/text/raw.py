@@ -29,6 +29,7 @@ from tarfile import (
 )
 from typing import IO, TYPE_CHECKING, Any, Self
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.optional import need
 from headway.text.section import FileSection
@@ -72,7 +73,11 @@ class RawFile:
     @staticmethod
     def at(path: Path, name: str | None = None) -> RawFile:
         """A file on disk; `name`: what it is called in messages and documents."""
-        return RawFile(str(path) if name is None else name, lambda: open(path, "rb"), path)
+
+        def stored() -> io.BufferedReader:
+            return open(path, "rb", opener=regular_only)
+
+        return RawFile(str(path) if name is None else name, stored, path)
 
     @property
     def suffix(self) -> str:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
 from headway.runtime.json_file import load_json
 from headway.text.long_tasks import ADJECTIVES, NOUNS
@@ -216,7 +217,8 @@ def _json(path: Path) -> Any:
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=regular_only) as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path}: cannot be read: {problem}.") from None
     words = [line.strip() for line in text.splitlines() if line.strip()]

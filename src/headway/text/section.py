@@ -15,6 +15,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.config.regular_file import regular_only
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -39,7 +41,7 @@ class FileSection:
 
     def open(self) -> io.BufferedReader:
         """The bytes of the section."""
-        file = open(self.path, "rb")  # noqa: SIM115 - closed with the stream
+        file = open(self.path, "rb", opener=regular_only)  # noqa: SIM115 - closed with the stream
 
         # Both edges move to the next line start, so that neighbouring sections meet exactly.
         begin = line_start(file, self.start)
@@ -50,7 +52,7 @@ class FileSection:
 
     def count_lines_before(self) -> int:
         """The line ends before the section; reads the file up to it."""
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=regular_only) as file:
             left = line_start(file, self.start)
             newlines = 0
             file.seek(0)

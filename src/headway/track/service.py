@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, cast, runtime_checkable
 
+from headway.config.regular_file import regular_only
 from headway.config.section import setting
 from headway.config.yaml_reader import parse_yaml
 from headway.errors import ConfigError, first_line
@@ -265,7 +266,7 @@ class Service:
         logs = self.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         log_file = logs / f"tracker-{self.config.kind}.log"
-        with log_file.open("ab") as errors:
+        with open(log_file, "ab", opener=regular_only) as errors:
             child = self._child = start_module(CHILD, self.config.variables(self.run_dir), errors)
             try:
                 self._serve(child, log_file)

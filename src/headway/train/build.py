@@ -27,6 +27,7 @@ from headway.data.target_check import check_targets
 from headway.errors import CheckpointError, ConfigError, ObjectStoreUnavailable
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
+from headway.model.flops import picture_flops
 from headway.model.init import initial_value
 from headway.model.layout import GATES, HEAD, SCORE, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
@@ -293,6 +294,7 @@ def make_meter(
     setup = MeterSetup(
         model=state.model,
         flops=flops,
+        picture_flops=picture_flops(state.model, specs=engine.specs, training=training),
         seq_len=seq_len,
         micro_rows=micro_rows,
         device=compute.device,

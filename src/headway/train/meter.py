@@ -20,7 +20,7 @@ from torch import Tensor
 from headway.data.batch import StepBatch
 from headway.diagnose.slow_ranks import RankTimes
 from headway.model.config import ModelConfig
-from headway.model.flops import TokenFlops, internlm_flops
+from headway.model.flops import PictureFlops, TokenFlops, internlm_flops
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.parallel.microbatch_runner import FULL_HEADS, STREAMING_HEADS
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
@@ -60,6 +60,8 @@ class MeterSetup:
     source_names: tuple[str, ...]
     ranks_per_row: int = 1
     """Ranks that share the work on a row: context x tensor x pipeline."""
+    picture_flops: PictureFlops | None = None
+    """Of a picture in the model's vision tower; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Pending:
     """How long this rank waited for its own data."""
     rollout_seconds: float | None = None
     """How long answers were sampled and judged for this step; None in runs without rollouts."""
+    pictures: Tensor | None = None
+    """[2] on the host: the sum of cells over this rank's pictures, and that of their squares."""
 
 
 class Meter:
@@ -176,6 +180,11 @@ class Meter:
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
 
+        # Before `end` is marked, as the copy above.
+        pictures = None
+        if self.setup.picture_flops is not None:
+            pictures = _picture_sizes(batch)
+
         counts = {
             "micro_num": len(batch.microbatches),
             "num_consumed_tokens": self.consumed_tokens,
@@ -199,6 +208,7 @@ class Meter:
             self.save_stall,
             self.fresh,
         )
+        pending.pictures = pictures
         pending.compute_marks = result.compute_window
         pending.read_seconds = read_seconds
         self.fresh = False
@@ -272,6 +282,13 @@ class Meter:
             return self.setup.flops
         return self.setup.flops.with_heads(full, streaming)
 
+    def _tower_flops(self, pending: Pending) -> float:
+        """FLOPs of this rank's pictures in the vision tower."""
+        if self.setup.picture_flops is None or pending.pictures is None:
+            return 0.0
+        cells, squares = pending.pictures.tolist()
+        return self.setup.picture_flops.of(cells, squares)
+
     def _timing(self, pending: Pending, seconds: float, flops: TokenFlops) -> dict[str, Any]:
         """The `time` of a record. Rates are those of one rank, except `tokens_per_second`."""
         setup = self.setup
@@ -282,8 +299,9 @@ class Meter:
         mfu_full = None
         mfu_causal = None
         if self.peak is not None:
-            mfu_full = rate * flops.full / self.peak
-            mfu_causal = rate * flops.causal / self.peak
+            tower = self._tower_flops(pending) / seconds
+            mfu_full = (rate * flops.full + tower) / self.peak
+            mfu_causal = (rate * flops.causal + tower) / self.peak
 
         data_wait_share = 0.0
         if self.smoothed_seconds:
@@ -356,6 +374,21 @@ def means(sums: MetricSums) -> dict[str, Any]:
         result["perplexity"] = math.exp(min(result["loss"], LARGEST_EXPONENT))
         result["tokens"] = int(sums["nll"][1])
     return result
+
+
+def _picture_sizes(batch: StepBatch) -> Tensor | None:
+    """`Pending.pictures` of a step, on its way to the host."""
+    # Imported here: a run of text alone loads no module of towers.
+    from headway.model.vision import GRID
+
+    grids = [micro.extra[GRID] for micro in batch.microbatches if GRID in micro.extra]
+    if not grids:
+        return None
+    cells = torch.stack([grid.prod(-1).double() for grid in grids])
+    sizes = torch.stack([cells.sum(), cells.square().sum()])
+    if sizes.is_cuda:
+        sizes = sizes.to("cpu", non_blocking=True)
+    return sizes
 
 
 def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], list[Tensor]]:

@@ -91,8 +91,8 @@ class MultimodalConfig(Section):
 
     native: NativeConfig | None = setting(
         None,
-        "Pictures enter through the model's own vision tower (Qwen2.5-VL), each at its own size; "
-        "{} = as the model was published. null = encoders of your choice, as below.",
+        "Pictures enter through the model's own vision tower (Qwen2.5-VL, Qwen3-VL), each at its own "
+        "size; {} = as the model was published. null = encoders of your choice, as below.",
         on_resume="fixed",
     )
     image: MediaInputConfig | None = setting(None, "Pictures; null = none.", on_resume="fixed")

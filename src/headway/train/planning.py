@@ -27,7 +27,6 @@ from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
 from headway.train.resolve import Resolved, resolve
-from headway.train.rollout_check import check_rollouts, scores_rollouts
 from headway.train.run_form import run_form
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
             "`headway train RECIPE --dry-run` takes one step of it."
         )
     if recipe.objective.needs.rollouts:
+        from headway.train.rollout_check import check_rollouts
+
         check_rollouts(recipe)
     resolved = None
     if _needs_files(recipe):
@@ -190,6 +191,8 @@ def rollout_shape(
     `answer_tokens`: their expected mean length; None: as long as they may be.
     """
     rollout = recipe.rollout
+    # A divergence in the reward is scored once, when the answers were sampled.
+    in_reward = recipe.objective.reward_divergence > 0
     return RolloutShape(
         prompts=rollout.prompts,
         samples=rollout.samples,
@@ -201,8 +204,8 @@ def rollout_shape(
         passes=rollout.passes,
         ahead=rollout.ahead > 0,
         refill=rollout.refill,
-        scores_first=rollout.num_updates > 1 or scores_rollouts(recipe),
-        reference_once=scores_rollouts(recipe),
+        scores_first=rollout.num_updates > 1 or in_reward,
+        reference_once=in_reward,
     )
 
 

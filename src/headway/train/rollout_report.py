@@ -159,7 +159,8 @@ def journal_folders(run: Path) -> list[tuple[str | None, Path]]:
     """The stages of a run that have a journal, each with its folder."""
     if not run.is_dir():
         raise ConfigError(f"{run}: no such folder. Give the folder of a run.")
-    if (run / FILE).is_file():
+    # Also where it is no file: reading it says so.
+    if (run / FILE).exists():
         return [(None, run)]
     # Sorted by their names, which begin with the number of the stage.
     stages = sorted(path.parent for path in (run / FOLDER).glob(f"*/{FILE}"))

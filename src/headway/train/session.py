@@ -29,6 +29,7 @@ from headway.parallel.collectives import RankGroup, start_group
 from headway.plan.memory import MemoryJob
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.heartbeat import Heartbeat, is_lost
+from headway.runtime.kernel_cache import keep_kernels
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, raise_open_files, set_environment
 from headway.runtime.stop import StopBeforeStart, StopSignal
@@ -82,6 +83,7 @@ def _run_recipe(
     start_time: StartTime,
 ) -> dict[str, Any]:
     process = from_environment()
+    keep_kernels()
     # Files of stores stay open during the whole run.
     raise_open_files()
     heart = Heartbeat(process.rank)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.config.regular_file import regular_only
 from headway.data.config import DataConfig, SourceConfig
 from headway.errors import ConfigError
 from headway.eval.far_options import FarOptions, FarReach
@@ -223,7 +224,10 @@ class GainJournal:
             for gain in gains
         ]
         line = json.dumps({"batch": index, "gains": rows})
-        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+        with (
+            writing(self.path),
+            open(self.path, "a", encoding="utf-8", opener=regular_only) as file,
+        ):
             file.write(f"{line}\n")
             file.flush()
             os.fsync(file.fileno())
@@ -234,7 +238,8 @@ class GainJournal:
 
         if not self.path.exists():
             return
-        content = self.path.read_bytes()
+        with open(self.path, "rb", opener=regular_only) as file:
+            content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             write_atomic(self.path, whole)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import get_args
 
 from headway.checkpoint.stored_model import find_model
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError
 from headway.export.adapter import FOLDER as ADAPTER_FOLDER
 from headway.export.adapter import export_adapter
@@ -234,7 +235,8 @@ def _identity(source: Path, *, is_run: bool) -> str:
     """Twelve digits that are the same for every push of this run, and differ for others."""
     digest = hashlib.sha256()
     if is_run:
-        digest.update((source / RECIPE).read_bytes())
+        with open(source / RECIPE, "rb", opener=regular_only) as file:
+            digest.update(file.read())
         # The first line has the time of the first start.
         events = source / "events.jsonl"
         if events.is_file():

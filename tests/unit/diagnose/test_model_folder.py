@@ -124,3 +124,14 @@ def test_an_absent_key_that_transformers_understands_otherwise_is_found(
     monkeypatch.setitem(_config_json.DEFAULTS, "rms_norm_eps", 1e-3)
     report = examine_model(folder)
     assert any(check.name == "defaults" and "norm_eps" in check.detail for check in report.checks)
+
+
+def test_a_folder_with_a_vision_tower_says_whether_pictures_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    from support.small_vision import write_vision
+
+    folder = write_vision(tmp_path, kind="qwen3_vl")
+    assert examine_model(folder, compares=False).uses["pictures"] == "yes"
+    (folder / "preprocessor_config.json").unlink()
+    answer = examine_model(folder, compares=False).uses["pictures"]
+    assert "no such file; it says how pictures become patches" in answer

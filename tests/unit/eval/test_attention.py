@@ -12,8 +12,8 @@ from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
 from headway.eval.attention import measure_attention, needle_span, needle_weights
-from headway.eval.attention_options import TASKS, AttentionPlan
 from headway.eval.long_cases import make_cases
+from headway.eval.options import ATTENTION_TASKS, AttentionPlan
 from headway.infer.load import LoadedModel, load_model
 from headway.model.rope_config import RopeScaling
 
@@ -58,7 +58,7 @@ def test_the_model_computes_afterwards_as_before(rope_model: Path) -> None:
     assert [block.core for block in loaded.model.blocks().values()] == cores
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ATTENTION_TASKS)
 def test_the_tokens_of_the_answer_are_found_in_the_needle(rope_model: Path, task: str) -> None:
     loaded = load_model(rope_model, device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = loaded.tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.small_vision import IDS, build_vision, processor_of, write_pictures, write_vision
+from support.small_vision import IDS, TEXT, build_vision, processor_of, write_pictures, write_vision
 
 from headway.errors import ConfigError, DataError
 from headway.infer.engine.engine import InferenceEngine
@@ -23,14 +23,20 @@ from headway.tokenizer.chat import find_template
 pytest.importorskip("transformers", minversion="5.0")
 ASKED = (("<image>What is it?", (1,)), ("Is <image> as large as <image>?", (3, 0)), ("Hello", ()), ("<image>What is it?", (2,)))  # fmt: skip
 NEW = 12
+TIGHT_TOKENS = 160
+"""Room for the longest prompt and its answer, and not for all of them."""
+PADDING = list(range(max(IDS.values()) + 1, TEXT["vocab_size"]))
+"""Ids without a token, which headway never writes."""
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel, list[Path]]:
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, LoadedModel, list[Path]]:
     folder = tmp_path_factory.mktemp("answers")
     # Random weights of this size never end a text, and do not write one token again and again.
-    model = build_vision(std=0.3)
-    write_vision(folder / "model", model)
+    model = build_vision(std=0.3, kind=request.param)
+    write_vision(folder / "model", model, kind=request.param)
     return model, load_model(folder / "model"), write_pictures(folder / "pictures")
 
 
@@ -54,11 +60,12 @@ def wanted(case: tuple[Any, LoadedModel, list[Path]]) -> list[list[int]]:
         pictures: dict[str, Any] = {}
         if numbers:
             images = [load_image(str(paths[number])) for number in numbers]
-            pictures = dict(processor_of()(images=images, return_tensors="pt"))
+            processor = processor_of(kind=model.config.model_type)
+            pictures = dict(processor(images=images, return_tensors="pt"))
             pictures["mm_token_type_ids"] = (ids == IDS["<|image_pad|>"]).int()
         out = model.generate(
             input_ids=ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
-            attention_mask=torch.ones_like(ids), **pictures,
+            attention_mask=torch.ones_like(ids), suppress_tokens=PADDING, **pictures,
         )  # fmt: skip
         answers.append(out[0, len(prompt.ids) :].tolist())
     return answers
@@ -87,7 +94,7 @@ def continued(
         EngineOptions(),
         EngineOptions(prefill_tokens=7, page_tokens=8),
         EngineOptions(max_running=1),
-        EngineOptions(page_tokens=4, cache_bytes=45_000, prefix_reuse=False),
+        EngineOptions(page_tokens=4, cache_bytes=TIGHT_TOKENS, prefix_reuse=False),
     ],
     ids=["at once", "in pieces of 7", "one after another", "preempted"],
 )
@@ -95,6 +102,11 @@ def test_greedy_text_about_pictures_is_that_of_transformers(
     case: tuple[Any, LoadedModel, list[Path]], wanted: list[list[int]], options: EngineOptions
 ) -> None:
     _, loaded, paths = case
+    if options.cache_bytes is not None:
+        # Keys and values in fp32.
+        config = loaded.config
+        token_bytes = 2 * config.num_layers * config.kv_heads * config.head_size * 4
+        options = replace(options, cache_bytes=options.cache_bytes * token_bytes)
     got, engine = continued(loaded, prompts_of(loaded, paths), options)
     assert got == wanted
     assert (engine.stats().preempted > 0) == (options.cache_bytes is not None)

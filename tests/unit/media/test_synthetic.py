@@ -90,3 +90,20 @@ def test_impossible_sizes_of_synthetic_media_are_refused() -> None:
     for wrong in ({"samples": 0}, {"image_size": 4}, {"seconds": 0.0}, {"missing": 0.9}):
         with pytest.raises(ConfigError):
             SyntheticMedia(**wrong)
+
+
+def test_without_sounds_every_scene_is_a_picture_alone_and_others_are_held_out(
+    tmp_path: Path,
+) -> None:
+    spec = SyntheticMedia(400, 60, image_size=16, sounds=False)
+    files = write_media(tmp_path, spec)
+    assert not (tmp_path / "sounds").exists()
+    records = [json.loads(line) for line in files["chat"].read_text().splitlines()]
+    assert len(records) == 1200
+    assert all(record.keys() == {"messages", "images"} for record in records)
+    assert all("tone" not in line for line in files["captions"].read_text().splitlines())
+    shown, held_out = (
+        {(scene.shape, scene.colour, scene.place) for scene in listed} for listed in scenes(spec)
+    )
+    assert len(held_out) > 20
+    assert not shown & held_out

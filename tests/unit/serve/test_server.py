@@ -150,7 +150,8 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         os.kill(
-            int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)])), signal.SIGKILL
+            int(subprocess.check_output(["pgrep", "-P", str(server.process.pid), "-f", "engine"])),
+            signal.SIGKILL,
         )
         last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["message"].count("SIGKILL") == 1

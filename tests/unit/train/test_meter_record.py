@@ -1,6 +1,8 @@
 """A record of three steps whose every number was counted by hand; the clock is the test's own."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from headway.data.batch import StepBatch, StepStats
 from headway.model.config import ModelConfig
-from headway.model.flops import TokenFlops
+from headway.model.flops import PictureFlops, TokenFlops
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.train.meter import Meter, MeterSetup
 
@@ -185,3 +187,20 @@ def test_an_unknown_gpu_has_no_mfu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     record = add(Meter(replace(SETUP, device_name="cpu")), monkeypatch, 1, (0.0, 0.5, 1.0), 100)
     assert record["time"]["mfu_full"] is record["time"]["mfu_causal"] is None
+
+
+def test_the_pictures_of_a_step_count_in_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(replace(SETUP, picture_flops=PictureFlops(per_cell=2e9, per_square=1e9)))
+    monkeypatch.setattr(meter, "mark", lambda: DeviceTimestamp(None, 102.0))
+    # Pictures of 2 x 3 and 1 x 4 cells, and rows without one.
+    grid = torch.tensor([[[2, 3], [1, 4]], [[0, 0], [0, 0]]], dtype=torch.int32)
+    column = SimpleNamespace(extra={"picture.grid": grid})
+    text = SimpleNamespace(extra={"picture.grid": torch.zeros_like(grid)})
+    batch: Any = replace(step_of(550), microbatches=(column, text, text))
+    result, update = result_of(2.5)
+    begin = DeviceTimestamp(None, 100.0)
+    meter.add(1, batch, {"lr": 0.1}, result, update, (begin, begin, 0.25))
+    (record,) = meter.collect()
+    tower = 2e9 * 10 + 1e9 * (6**2 + 4**2)
+    assert record["time"]["mfu_full"] == pytest.approx((150 * 8e9 + tower / 2) / 312e12)
+    assert record["time"]["mfu_causal"] == pytest.approx((150 * 7e9 + tower / 2) / 312e12)

@@ -95,6 +95,11 @@ class EngineDevice:
         if self.is_exact:
             if on_cuda:
                 raise ConfigError("exact is true; there are no such kernels for CUDA. Use the CPU.")
+            if adapters is not None:
+                raise ConfigError(
+                    "exact is true and the engine has adapters, whose rows have no exact form. "
+                    "Merge the adapter into the model, or set exact to false."
+                )
             if options.page_tokens % KEYS:
                 raise ConfigError(
                     f"page_tokens is {options.page_tokens}; with exact it must be a multiple of "

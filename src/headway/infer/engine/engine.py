@@ -188,6 +188,9 @@ class InferenceEngine:
         if self._sequences or not self._device.has_first_times:
             return
 
+        picture_width = 0
+        if self.loaded.config.vision is not None:
+            picture_width = self.loaded.config.hidden_size
         abilities = EngineAbilities(
             context=self.context,
             room=self.cache.pool.num_pages * self.options.page_tokens,
@@ -198,6 +201,7 @@ class InferenceEngine:
             scored_tokens=LOGPROB_TOKENS,
             adapters=tuple(self._adapters),
             media=self.loaded.config.media,
+            picture_width=picture_width,
         )
 
         previous: WarmUpBatch | None = None

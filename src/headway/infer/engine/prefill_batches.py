@@ -46,7 +46,8 @@ def check_media(config: ModelConfig, request: EngineRequest) -> None:
     media = request.media
     assert media is not None
     if config.vision is not None:
-        _check_pictures(media, len(request.prompt), config.hidden_size)
+        width = config.vision.feature_size(config.hidden_size)
+        _check_pictures(media, len(request.prompt), width)
         return
     shape = config.media
     if shape is None:
@@ -151,7 +152,7 @@ def _packed_pictures(loaded: LoadedModel, work: Sequence[PieceOf]) -> PictureTen
     return PictureTensors(
         position,
         torch.from_numpy(np.concatenate(slots))[None].to(loaded.device),
-        embeddings=torch.from_numpy(np.concatenate(features)).to(loaded.device),
+        features=torch.from_numpy(np.concatenate(features)).to(loaded.device),
     )
 
 

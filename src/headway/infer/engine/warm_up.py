@@ -37,6 +37,9 @@ LONG_PIECES = 4
 """Prompts that share a round, each of them long."""
 ROUNDS = 2
 """Of the longest prompt: the second one has a past."""
+PICTURE = (2, 3)
+"""Rows and columns of the picture of a model with its own vision tower: two different numbers, as
+they rotate the tokens behind it."""
 SAMPLED = (
     Sampling(0.8),
     Sampling(0.8, top_k=50),
@@ -68,6 +71,8 @@ class EngineAbilities:
     """Prompt tokens whose scores are computed at one time."""
     adapters: Sequence[str] = ()
     media: MediaShape | None = None
+    picture_width: int = 0
+    """Of what the model's own vision tower gives for a cell of a picture; 0: it has none."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,13 @@ def warm_up_batches(can: EngineAbilities) -> list[WarmUpBatch]:
                     (MediaItem(1, kind.modality, "warm-up"),), {"warm-up": features}
                 )
                 batches += [batch(count, kind.tokens + 1, media=media) for count in counts]
+    cells = PICTURE[0] * PICTURE[1]
+    if can.picture_width and cells + 1 <= longest:
+        features = np.zeros((cells, can.picture_width), dtype=np.float32)
+        media = PromptMedia(
+            (MediaItem(1, "image", "warm-up"),), {"warm-up": features}, {"warm-up": PICTURE}
+        )
+        batches += [batch(count, cells + 1, media=media) for count in counts]
     return batches
 
 

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from headway.config.regular_file import regular_only
 from headway.launch.failure import shell_code
 from headway.launch.hang import HangDetector, record_hang, send_signal
 from headway.launch.ssh.host_check import enter_folder
@@ -219,7 +220,8 @@ def end_earlier(record: Path) -> None:
 
 def _child_of(record: Path) -> int | None:
     try:
-        pid = json.loads(record.read_bytes())["child"]
+        with open(record, "rb", opener=regular_only) as file:
+            pid = json.loads(file.read())["child"]
         return pid if isinstance(pid, int) else None  # the file may be damaged
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.load import dump_yaml, load
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError, LaunchError
 from headway.launch.k8s_manifest import (
     JOBSET_LABEL,
@@ -247,7 +248,8 @@ def kubectl_words(context: str | None, namespace: str | None) -> list[str]:
 def _cancelled(handle: JobHandle) -> bool:
     """Whether `cancel` was called for this job, and not for an earlier one of the run."""
     try:
-        text = (handle.run_dir / MARK).read_text(encoding="utf-8")
+        with open(handle.run_dir / MARK, encoding="utf-8", opener=regular_only) as file:
+            text = file.read()
     except OSError:
         return False
     return text.strip() == handle.ids["job"]

@@ -33,7 +33,8 @@ def packed_values(
         if layout is None:
             yield name, value
             continue
-        matrix = value.to(device).view(layout.outputs, layout.inputs)
+        # Experts that a folder joins come as a part of a larger tensor, whose rows lie apart.
+        matrix = value.to(device).reshape(layout.outputs, layout.inputs)
         yield packed_name(name, layout.form), pack(matrix, layout.form)
 
 

@@ -316,6 +316,9 @@ def adapter_settings(
     if ranks:
         optional = {"rank_pattern": ranks, "alpha_pattern": alphas}
     every_name = [spec.name for spec in param_specs(model)]
+    # PEFT would adapt a convolution of the tower whose name ends as that of a linear.
+    in_tower = [split_name(name)[0] for name in every_name if name.startswith(TOWER)]
+    every_path = hf_paths([*linears(model), *in_tower])
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if model.score_head else "CAUSAL_LM",
@@ -326,7 +329,7 @@ def adapter_settings(
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.kind == "dora",
-        "target_modules": _short(hf_paths(config.modules(model)), hf_paths(linears(model))),
+        "target_modules": _short(hf_paths(config.modules(model)), every_path),
         "modules_to_save": _short(hf_owners(whole), hf_owners(every_name)) or None,
         "bias": "none",
         "fan_in_fan_out": any(stock[path].is_transposed for path in held),

@@ -6,6 +6,8 @@ theirs  model.layers.0.mlp.experts.3.gate_proj.weight  [out, in], one for each e
                                                        exported
 fused   model.layers.0.mlp.experts.gate_up_proj        [experts, 2 out, in], gate before up, and
                                                        down_proj [experts, out, in]: read too
+turned  the fused form as [experts, in, 2 out] and [experts, in, out]: read as part of a whole model,
+        under the names of the fused form with `TURNED` behind them
 """
 
 from collections.abc import Collection, Mapping
@@ -19,6 +21,8 @@ from headway.model.families.base import HfPiece
 from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
 EXPERT_KEYS: Keys = {"num_experts_per_tok": "per_token", "router_aux_loss_coef": "aux_loss"}
+TURNED = "_turned"
+"""Ends the name under which a tensor is read whose matrices are the other way."""
 PLAIN_NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 
@@ -46,6 +50,10 @@ def expert_pieces(
     if stored is not None and fused in stored:
         start = config.expert_size if leaf == "up_proj" else 0
         return (HfPiece(fused, dim=1, start=start, stop=start + spec.shape[1]),)
+    if stored is not None and fused + TURNED in stored:
+        start = config.expert_size if leaf == "up_proj" else 0
+        stop = start + spec.shape[1]
+        return (HfPiece(fused + TURNED, dim=2, start=start, stop=stop, transposed=True),)
 
     # One tensor for each expert, in the order in which ours are stacked.
     assert config.experts is not None
@@ -157,4 +165,31 @@ def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -
                 f"Hugging Face {family} model cannot "
                 f"express; it is always {value!r} there."
             )
+    return experts
+
+
+def with_bias(config: ModelConfig) -> ModelConfig:
+    """The config of a family whose routers always have a bias; zeros change nothing."""
+    experts = config.experts
+    if experts is None or experts.bias_rate is not None:
+        return config
+    return config.with_(experts={**experts.model_dump(), "bias_rate": 0.0})
+
+
+def scored_experts(
+    config: ModelConfig, family: str, always: Mapping[str, Any], *, has_shared: bool
+) -> ExpertsConfig:
+    """The experts of a model that is written; their shared expert is several of the width of one."""
+    experts = check_experts(config, family, {**always, "every": 1})
+    shared_size = experts.shared_ffn_size
+    if not has_shared and shared_size:
+        raise ConfigError(
+            f"model.experts.shared_ffn_size is {shared_size}; a Hugging Face {family} model has no "
+            "shared expert."
+        )
+    if shared_size % config.expert_size:
+        raise ConfigError(
+            f"model.experts.shared_ffn_size is {shared_size}; a Hugging Face {family} model has "
+            f"shared experts of {config.expert_size}."
+        )
     return experts

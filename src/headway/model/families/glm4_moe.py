@@ -8,8 +8,7 @@ from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
 from headway.model.families import _latent as latent
-from headway.model.families._experts import expert_pieces
-from headway.model.families._scored_experts import scored_experts, with_bias
+from headway.model.families._experts import expert_pieces, scored_experts, with_bias
 from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
 

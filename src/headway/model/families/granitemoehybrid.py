@@ -24,7 +24,7 @@ from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
-KINDS = {"mamba": "linear_attention", "attention": shared.FULL}
+KINDS: dict[str, str] = {"mamba": "linear_attention", "attention": shared.FULL}
 """Names of layers in published files -> those of today."""
 STATE = "linear_attention"
 ENDLESS = {"__float__": "Infinity"}
@@ -204,7 +204,7 @@ def _state_layers(settings: Mapping[str, Any], count: int) -> tuple[int, ...]:
         return tuple(range(count))
     if not all(isinstance(name, str) for name in types):
         raise ConfigError(f"layer_types is {shared.shown(types)}; names of kinds are expected.")
-    today = [KINDS.get(name, name) for name in types]
+    today = [str(KINDS.get(name, name)) for name in types]
     return shared.layers_of_kind(today, count, STATE, " in this family")
 
 

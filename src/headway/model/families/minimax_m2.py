@@ -8,8 +8,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import _forms as forms
-from headway.model.families._experts import expert_pieces, read_experts
-from headway.model.families._scored_experts import scored_experts, with_bias
+from headway.model.families._experts import expert_pieces, read_experts, scored_experts, with_bias
 from headway.model.families.base import HfPiece
 from headway.model.families.mixtral import HF_MIXTURE, NAMES
 from headway.model.layout import ROUTER_BIAS, ParamSpec

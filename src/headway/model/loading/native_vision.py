@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 PROCESSOR = "preprocessor_config.json"
-DEFAULT_SECTIONS = (16, 24, 24)
-"""Planes by time, row and column, where config.json does not say."""
 INNER_TOWER = "model.visual."
 """Where the class of transformers has the tower."""
 
@@ -70,7 +68,7 @@ def read_vision(parts: OtherParts | None, place: str) -> VisionShape:
         begin_id=config["vision_start_token_id"],
         pad_id=config["image_token_id"],
         end_id=config["vision_end_token_id"],
-        sections=tuple(rope.get("mrope_section") or DEFAULT_SECTIONS),
+        sections=tuple(rope.get("mrope_section") or KINDS[kind].sections),
     )
 
 
@@ -90,7 +88,7 @@ def _class_config(key: str) -> dict[str, Any]:
 
 def tower_names(parts: OtherParts) -> dict[str, str]:
     """Our name of every tensor of the tower -> its name in the folder."""
-    from headway.model.stock.whole import WholeClass
+    from headway.model.stock.classes import WholeClass
 
     whole = WholeClass(dict(parts.hf_config))
     names: dict[str, str] = {}

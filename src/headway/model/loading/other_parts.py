@@ -22,7 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.config.regular_file import require_regular
 from headway.errors import CheckpointError, ConfigError, first_line
+from headway.model.families._experts import TURNED
 from headway.runtime.json_file import read_object
 from headway.runtime.optional import is_installed
 from headway.runtime.storage import fsync_file
@@ -45,11 +47,14 @@ KNOWN = (
     "fast_vlm",
     "gemma3",
     "gemma4",
+    "glm4v",
+    "glm4v_moe",
     "glmasr",
     "got_ocr2",
     "idefics2",
     "idefics3",
     "internvl",
+    "lfm2_vl",
     "lighton_ocr",
     "llava",
     "llava_next",
@@ -63,6 +68,7 @@ KNOWN = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "smolvlm",
     "video_llava",
     "vipllava",
@@ -74,9 +80,29 @@ CHANGES_LOGITS = ("gemma4",)
 ALONE = ("gemma3",)
 """Types whose family finds the text part itself, without the other parts, where transformers is
 missing."""
-SAME_ON_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+NOT_READ = {
+    "gemma3n": "its vision tower is a model of timm, which headway does not read",
+    "llama4": "its text part attends within chunks of the text, which headway does not compute",
+}
+"""Model types whose text part cannot be read, and why."""
+SAME_ON_TEXT = {
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 """Types of text parts that compute on text what another type does: their positions have three rows,
 of time, height and width, which are equal for text."""
+ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""Settings of the other type that these types always have, and do not write."""
+ROTATE_ALL = ("glm4v_text", "glm4v_moe_text")
+"""Types that rotate whole heads where no share is given; the other type rotates half of each."""
+TURNS_EXPERTS = ("qwen3_vl_moe",)
+"""Types whose published files have the matrices of experts the other way than their class."""
+HIDDEN_OVER_HEADS = ("glm4v_text",)
+"""Types whose heads divide the width of the model, whatever `head_dim` says."""
 THREE_ROWS = ("mrope_section", "mrope_interleaved")
 """Keys of rotary positions that only rows that differ need."""
 FOR_PICTURES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
@@ -183,7 +209,9 @@ def find_other_parts(
 
 @lru_cache(maxsize=8)
 def _find(folder: Path, key: str, stored: tuple[tuple[str, str], ...]) -> OtherParts:
-    whole = _Whole(json.loads(key))
+    hf_config = json.loads(key)
+    hf_type = hf_config.get("model_type")
+    whole = _Whole(hf_config)
     files = dict(stored)
     names: dict[str, str] = {}
     others: dict[str, str] = {}
@@ -195,6 +223,8 @@ def _find(folder: Path, key: str, stored: tuple[tuple[str, str], ...]) -> OtherP
         if text_name is None:
             others[name] = file
         else:
+            if hf_type in TURNS_EXPERTS and _is_turned(folder / file, name, whole.shape(inner)):
+                text_name += TURNED
             names[text_name] = name
 
     missing = sorted(whole.other_names - found)
@@ -220,6 +250,21 @@ def _find(folder: Path, key: str, stored: tuple[tuple[str, str], ...]) -> OtherP
     return OtherParts(folder, whole.hf_config, names, others)
 
 
+def _is_turned(file: Path, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a stored tensor has the matrices of experts the other way than its class."""
+    from safetensors import SafetensorError, safe_open
+
+    if len(shape) != 3 or file.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(file, framework="pt") as opened:
+            stored = tuple(opened.get_slice(name).get_shape())
+    except (SafetensorError, OSError):
+        # Reading its weights says what is wrong with the file.
+        return False
+    return stored != shape and stored == (shape[0], shape[2], shape[1])
+
+
 class _Whole:
     """The class of a folder with parts, without memory."""
 
@@ -230,12 +275,17 @@ class _Whole:
                 f"model_type is {kind!r}, which has parts besides text. Reading its text part needs transformers {MIN_VERSION}: "
                 "pip install '.[transformers]'."
             )
+        if kind in NOT_READ:
+            raise ConfigError(
+                f"model_type is {kind!r}, which has parts besides text, and {NOT_READ[kind]}. "
+                "Give a folder of its text model, or of another model."
+            )
         if kind not in KNOWN:
             raise ConfigError(
                 f"model_type is {kind!r}, which has parts besides text. headway reads the text part of {', '.join(KNOWN)}. "
                 "Give a folder of its text model."
             )
-        from headway.model.stock.whole import WholeClass
+        from headway.model.stock.classes import WholeClass
 
         self.hf_config = hf_config
         self._class = WholeClass(hf_config)
@@ -252,6 +302,9 @@ class _Whole:
         if kind not in SAME_ON_TEXT:
             return text
         text["model_type"] = SAME_ON_TEXT[kind]
+        text |= ALWAYS.get(kind, {})
+        if kind in HIDDEN_OVER_HEADS:
+            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
         text.pop("architectures", None)
         for key in FOR_PICTURES:
             text.pop(key, None)
@@ -263,12 +316,18 @@ class _Whole:
             for name in ("rope_type", "type"):
                 if rope.get(name) == "mrope":
                     rope[name] = "default"
+            if kind in ROTATE_ALL:
+                rope.setdefault("partial_rotary_factor", 1.0)
             text[key] = rope
         return text
 
     def inner_name(self, name: str) -> str:
         """The name in the class of a tensor in a folder."""
         return self._class.inner_name(name)
+
+    def shape(self, inner: str) -> tuple[int, ...]:
+        """The shape in the class of a tensor; () where it has none of this name."""
+        return self._class.shape(inner)
 
     def text_name(self, inner: str) -> str | None:
         """The name of a tensor of the text part in a folder of the text model alone; None for
@@ -303,6 +362,7 @@ def kept_parts(run: Path) -> OtherParts | None:
     from safetensors import SafetensorError, safe_open
 
     try:
+        require_regular(folder / KEPT)
         with safe_open(folder / KEPT, framework="pt") as opened:
             others = dict.fromkeys(opened.keys(), KEPT)
     except (SafetensorError, OSError) as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.config.regular_file import require_regular
 from headway.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dic
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             # About pickles that torch did not write; they are refused below.
             warnings.simplefilter("ignore", UserWarning)
+            require_regular(path)
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # files from before torch 1.6 cannot be mapped

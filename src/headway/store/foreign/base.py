@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
@@ -297,7 +298,7 @@ def _ends(path: Path) -> bytes:
     """The size of a file and the bytes at both of its ends, for the content key."""
     # Hashing all bytes would take minutes at every start. Lengths of documents are in the key, too.
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular_only) as file:
         head = file.read(PROBE_BYTES)
         file.seek(max(0, size - PROBE_BYTES))
         return size.to_bytes(8, "little") + head + file.read(PROBE_BYTES)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.store.foreign.base import (
     LARGEST_ID,
@@ -105,7 +106,7 @@ class InternlmBin(FilePart):
 
     @cached_property
     def _bytes(self) -> mmap.mmap | bytes:
-        with open(self.file, "rb") as handle:
+        with open(self.file, "rb", opener=regular_only) as handle:
             if len(self.meta):
                 return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
             return b""
@@ -179,7 +180,8 @@ def read_meta(file: Path) -> Longs:
     if not path.exists():
         raise DataError(f"{file}: {path.name} is missing in the same folder. {REBUILD}")
     try:
-        raw = parse_npy(path.read_bytes())
+        with open(path, "rb", opener=regular_only) as stored:
+            raw = parse_npy(stored.read())
     except (
         ValueError,
         KeyError,
@@ -255,7 +257,7 @@ def scan_lines(file: Path) -> Longs:
     """The index of a bin, built by reading every line."""
     index = array("q")
     offset = 0
-    with open(file, "rb") as lines:
+    with open(file, "rb", opener=regular_only) as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 raise DataError(f"{file}:{number}: the last line has no end; the bin is truncated.")

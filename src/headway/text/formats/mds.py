@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.json_file import load_json
 from headway.text.document import Record
@@ -140,7 +141,7 @@ def check_shard(shard: MdsShardEntry) -> None:
     for name, expected in shard.hashes.items():
         # MDS writers may choose xxhash, which Python's hashlib does not have.
         if name in hashlib.algorithms_available:
-            with open(shard.path, "rb") as file:
+            with open(shard.path, "rb", opener=regular_only) as file:
                 if hashlib.file_digest(file, name).hexdigest() != expected:
                     raise DataError(
                         f"{shard.path}: its {name} is not the one in index.json; the file is "

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from headway.config.regular_file import regular_only
 from headway.errors import ConfigError, DataError
 from headway.runtime.progress import Advance, progress
 from headway.runtime.storage import fsync_file, fsync_folder, writing
@@ -72,7 +73,7 @@ class Journal:
         # Open for as long as the run: the lock belongs to the open file.
         with writing(self.path, error=DataError):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+b")  # noqa: SIM115
+            self._file = open(self.path, "a+b", opener=regular_only)  # noqa: SIM115
 
         try:
             self._lock()

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from headway.config.regular_file import regular_only
 from headway.errors import DataError
 from headway.runtime.optional import is_installed
 from headway.text.document import Document, Reading, Record, TextSplit
@@ -126,7 +127,7 @@ def _cut(file: InputPart, split: TextSplit, task_bytes: int) -> list[InputPart]:
     """The parts of a large file; none where it can only be read as a whole."""
     raw = RawFile.at(Path(file.path))
     kind = FORMATS.get(raw.suffix)
-    with open(file.path, "rb") as stream:
+    with open(file.path, "rb", opener=regular_only) as stream:
         if compression_of(stream.read(MAGIC_BYTES)) is not None:
             return []
 

@@ -479,7 +479,7 @@ RULES: dict[str, Rule] = {
     ),
     "log_on_each_node": automatic("rank 0 logs; other ranks have warnings and errors"),
     "log_level_replica": automatic("rank 0 logs; other ranks have warnings and errors"),
-    "debug": missing("no debugger runs beside training", "heal.on_nan, `headway profile`"),
+    "debug": missing("headway starts no debugger", "heal.on_nan, `headway profile`"),
     "report_to": report_to,
     "project": of_trackio("project"),
     "trackio_space_id": of_trackio("space"),

@@ -300,6 +300,21 @@ def test_every_batch_fits_any_engine() -> None:
     assert warm_up_batches(EngineAbilities(3, 3, 8, [1], 9)) == []
 
 
+def test_a_model_with_its_own_vision_tower_reads_a_picture() -> None:
+    can = EngineAbilities(64, 256, 32, [1, 2], 50, picture_width=8)
+    pictures = [
+        request.media
+        for batch in warm_up_batches(can)
+        for request in batch.requests
+        if request.media is not None
+    ]
+    assert len(pictures) == 3, "two at once, and one alone"
+    for media in pictures:
+        assert media.features["warm-up"].shape == (6, 8)
+        # Two rows and three columns take three positions of the six.
+        assert media.rotary_shift() == -3
+
+
 def test_batches_of_a_real_engine_are_few(tmp_path: Path) -> None:
     """The work of a warm-up is bounded: about a dozen rounds of the longest prompts."""
     can = EngineAbilities(32768, 1 << 20, 8192, [1, 2, 4, 8, 16, 32, 48, 64], 128_000)

@@ -8,7 +8,7 @@ from support.engines import CONFIG, Setup, make_engine, train_steps
 
 from headway.errors import ConfigError, ParallelError
 from headway.kernels import packed_weight
-from headway.kernels.packed_layout import PackedForm, form_of
+from headway.kernels.packed_layout import PackedForm, PackedLayout, form_of
 from headway.model.adapter.config import AdapterConfig, all_specs
 from headway.model.adapter.lora import (
     AdaptedLinear,
@@ -248,3 +248,16 @@ def test_dora_multiplies_again_since_its_magnitude_needs_the_result() -> None:
     for block in model.blocks().values():
         recompute_whole(block, is_random=False)
     assert not any(module.once for module in model.modules() if isinstance(module, AdaptedLinear))
+
+
+def test_a_part_of_a_stored_tensor_is_packed_as_the_same_numbers_alone() -> None:
+    """Experts that a folder joins come as a part of a tensor, whose rows lie apart."""
+    joined = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0))
+    part = joined[:, 24:]
+    layout = PackedLayout("nf4", outputs=48, inputs=32, experts=2)
+    packed = [
+        dict(packed_values([("w", value)], {"w": layout}, CPU))
+        for value in (part, part.contiguous())
+    ]
+    assert packed[0].keys() == packed[1].keys()
+    assert all(torch.equal(packed[0][name], packed[1][name]) for name in packed[0])

@@ -24,7 +24,7 @@ from headway.model.paged_rows import PagedRows
 pytest.importorskip("transformers", minversion="5.0")
 NATIVE = {
     "gemma4": "transformers", "exaone4_5": "transformers", "qwen2_5_vl": "qwen2", "qwen2_vl": "qwen2", "qwen3_vl": "qwen3", "gemma3": "gemma3",
-    "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe", "qwen3_vl_moe": "qwen3_moe", "glm4v": "glm4", "glm4v_moe": "glm4_moe",
 }  # fmt: skip
 
 
@@ -123,6 +123,35 @@ def test_stacked_experts_of_a_whole_model_are_written_stacked_again(tmp_path: Pa
     after = tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_experts_whose_matrices_lie_the_other_way_are_read_and_written_so(tmp_path: Path) -> None:
+    """As Qwen3-VL mixtures are published; transformers turns them when it reads them."""
+    import transformers
+
+    model = build_whole("qwen3_vl_moe")
+    model.save_pretrained(tmp_path / "whole")
+    given = tmp_path / "whole/model.safetensors"
+    turned = {
+        name: value.transpose(1, 2).contiguous() if ".experts." in name else value
+        for name, value in load_file(given).items()
+    }
+    save_file(turned, given, metadata={"format": "pt"})
+    again = transformers.AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "whole", attn_implementation="eager"
+    )
+    tokens = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+    loaded = load_model(tmp_path / "whole")
+    with torch.no_grad():
+        wanted = again.eval()(input_ids=tokens).logits
+        assert torch.equal(wanted, model(input_ids=tokens).logits)
+        hidden = loaded.model.hidden_states(tokens, torch.arange(12).expand(2, -1))
+        assert (loaded.model.logits(hidden) - wanted).abs().max() < 1e-5
+
+    export_model(tmp_path / "whole", tmp_path / "out")
+    after = tensors(tmp_path / "out")
+    assert after.keys() == turned.keys()
+    assert all(torch.equal(after[name], turned[name]) for name in turned)
 
 
 def small(tmp_path: Path) -> Path:
@@ -265,6 +294,8 @@ def test_a_folder_without_a_file_of_its_towers_is_refused(tmp_path: Path) -> Non
         ({"model_type": "qwen2_5_vl", "text_config": {**TEXT, "num_attention_heads": "many"}, "vision_config": VISION},
          "transformers cannot make this model"),
         ({"model_type": "no_such", "vision_config": {}}, "model_type is 'no_such', which has parts"),
+        ({"model_type": "llama4", "text_config": {}, "vision_config": {}}, "its text part attends within chunks of the text"),
+        ({"model_type": "gemma3n", "text_config": {}, "vision_config": {}}, "its vision tower is a model of timm"),
     ],
 )  # fmt: skip
 def test_a_model_that_was_not_compared_is_refused(
