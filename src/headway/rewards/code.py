@@ -132,11 +132,11 @@ class Config(WorkerSettings):
 def last_program(text: str, languages: tuple[str, ...]) -> str | None:
     """The last whole block of code in a text, if it is of one of these languages; None without."""
     program: str | None = None
+    # Of the block that is open. One that is never closed does not count: the answer was cut in it.
     lines: list[str] | None = None
     language = ""
     for line in text.splitlines():
         if lines is None:
-            # A block that is never closed does not count: the answer was cut in the middle of it.
             if line.lstrip().startswith(FENCE):
                 words = line.strip().lstrip("`").split()
                 language = ""

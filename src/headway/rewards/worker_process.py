@@ -69,7 +69,7 @@ def _fork(work: Callable[[], int]) -> int:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        # Asked for in the child: the parent may be gone before the request reaches the kernel.
+        # A process asks for itself alone, so the child does; it may find its parent gone already.
         _die_with(parent)
         code = 1
         try:

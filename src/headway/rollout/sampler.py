@@ -232,8 +232,7 @@ def _joined(kept: Sequence[Ints]) -> KeptIds | None:
 def _in_order(requests: Sequence[AnswerRequest]) -> tuple[list[int], list[int]]:
     """The order in which requests are submitted: the first answer to every prompt, then all others.
 
-    Long prompts come first, as they end last; equal lengths keep their order. The rule depends on
-    the data alone.
+    Long prompts come first; equal lengths keep their order. The rule depends on the data alone.
     """
     seen: set[tuple[int, ...]] = set()
     first: list[int] = []

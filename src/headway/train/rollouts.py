@@ -654,7 +654,7 @@ class Rollouts:
                 old[answer] = here[row, part].astype(np.float32)
                 if reference is not None:
                     # k1, the sum of log p - log p_reference over the sampled tokens; in float64,
-                    # because terms of both signs nearly cancel in a long answer.
+                    # because the terms have both signs, and their sum may be small beside them.
                     difference = here[row, part].astype(np.float64) - reference[row, part]
                     divergence[answer] = float(difference.sum())
         for others_old, others_divergence in self._world.gather((old, divergence)):
@@ -752,7 +752,7 @@ class Rollouts:
         """Run `work` on the first rank; its result, or its error, on every rank."""
         outcome: Any = None
         error: HeadwayError | None = None
-        # An error must not skip the exchange below: the other ranks would wait for it for ever.
+        # A reward that refuses must not skip the exchange below, in which the other ranks wait.
         if self.is_first:
             try:
                 outcome = work()

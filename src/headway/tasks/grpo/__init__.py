@@ -223,7 +223,7 @@ class Config(TaskConfig):
         if kind == "leave_one_out":
             # r_i - (sum - r_i) / (n - 1) = (r_i - mean) n / (n - 1)
             return [deviation * count / (count - 1) for deviation in deviations]
-        # Divided by count - 1 as torch.std does, which the published code uses.
+        # Divided by count - 1, as torch.std in TRL.
         variance = math.fsum(deviation**2 for deviation in deviations) / (count - 1)
         return [deviation / (math.sqrt(variance) + SMALLEST_STD) for deviation in deviations]
 

@@ -93,7 +93,9 @@ def lower(draft: ImportDraft, key: str, value: Any) -> None:
 
 def functions(draft: ImportDraft, key: str, value: Any) -> None:
     """Rewards by name, with their weights."""
-    names = value if isinstance(value, list) else [value]
+    names = value
+    if not isinstance(value, list):
+        names = [value]
     # TRL has 1 for each where there is no list.
     weights = draft.value("reward_weights", default=[None] * len(names))
     if not isinstance(weights, list) or len(weights) != len(names):
@@ -101,7 +103,10 @@ def functions(draft: ImportDraft, key: str, value: Any) -> None:
             f"reward_weights is {shown(weights)}; it must have one number for each of reward_funcs."
         )
     for name, weight in zip(names, weights, strict=True):
-        add_reward(draft, key, name, None if weight is None else float(number(key, weight)))
+        factor = None
+        if weight is not None:
+            factor = float(number(key, weight))
+        add_reward(draft, key, name, factor)
 
 
 def dataset(draft: ImportDraft, key: str, value: Any) -> None:

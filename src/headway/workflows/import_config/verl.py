@@ -131,10 +131,11 @@ def files(draft: ImportDraft, key: str, value: Any) -> None:
         draft.set("data.train", sources)
         draft.tell(key, value, "set", "data.train: kind prompt")
         return
-    sets_by_name = {
-        f"valid_{number}" if len(sources) > 1 else "valid": [source]
-        for number, source in enumerate(sources)
-    }
+    # A set for each file: verl, too, reports the data sets of a validation one by one.
+    if len(sources) == 1:
+        sets_by_name = {"valid": sources}
+    else:
+        sets_by_name = {f"valid_{number}": [source] for number, source in enumerate(sources)}
     draft.set("data.valid.sets", sets_by_name)
     draft.tell(key, value, "set", "data.valid.sets")
 
