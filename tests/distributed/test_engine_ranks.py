@@ -55,7 +55,7 @@ SHAPES: dict[str, ModelConfig] = {
     ),
     "state space": CONFIG.with_(
         max_seq_len=96, family="granitemoehybrid",
-        state_space={"heads": 4, "head_dim": 5, "state_size": 6, "layers": (0,)},
+        state_space={"heads": 4, "head_dim": 8, "state_size": 6, "layers": (0,)},
     ),
     "experts, biases and sinks": CONFIG.with_(
         max_seq_len=96, family="gpt_oss", attention_sinks=True, qkv_bias=True, output_bias=True,
