@@ -450,11 +450,11 @@ def _exported_tensors(
         pieces = _exported_pieces(config, spec, stored)
         join = pieces[0].join
         if join is not None:
-            parts_of_join = joining.setdefault(join.ours, {})
+            parts_of_join = joining.setdefault(join.names, {})
             parts_of_join[name] = value
-            if len(parts_of_join) == len(join.ours):
-                del joining[join.ours]
-                yield from join.to_theirs(parts_of_join).items()
+            if len(parts_of_join) == len(join.names):
+                del joining[join.names]
+                yield from join.to_hf(parts_of_join).items()
             continue
         values = (value,)
         if len(pieces) > 1:

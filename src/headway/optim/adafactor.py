@@ -63,7 +63,6 @@ class Config(OptimConfig):
     scale_by_rms: bool = setting(True, "Scale the steps of a parameter by its root mean square.")
 
     def build(self) -> Optimizer:
-        """Make the update rule."""
         return Adafactor(self)
 
     def hyper(self, step: int, total_steps: int) -> Hyper:

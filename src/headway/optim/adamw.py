@@ -40,7 +40,6 @@ class Config(OptimConfig):
     _check_betas = field_validator("betas")(check_betas)
 
     def build(self) -> Optimizer:
-        """Make the update rule."""
         if self.state_dtype == "fp32":
             return AdamW()
         from headway.optim.low_precision_adamw import LowPrecisionAdamW

@@ -46,7 +46,6 @@ class Config(OptimConfig):
     _check_betas = field_validator("betas")(check_betas)
 
     def build(self) -> Optimizer:
-        """Make the update rule."""
         from headway.optim.state_storage import DTYPES, StateStorage
 
         return Lion(StateStorage(DTYPES[self.state_dtype]))

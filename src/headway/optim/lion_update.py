@@ -1,6 +1,6 @@
 """Lion's step on flat tensors: parameters, momentum and lower-precision copies change in place.
 
-Where found_inf is not 0 nothing does.
+The equations and their source are in lion.py. Where found_inf is not 0 nothing changes.
 """
 
 from __future__ import annotations

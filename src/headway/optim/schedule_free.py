@@ -94,7 +94,6 @@ class Config(OptimConfig):
         return betas
 
     def build(self) -> Optimizer:
-        """Make the update rule."""
         return ScheduleFree(self.betas[0])
 
     def hyper(self, step: int, total_steps: int) -> Hyper:

@@ -48,7 +48,8 @@ def broken_rules(case: LayoutCase) -> Iterator[str]:
 
 def nearest(degree: int, *must_divide: int) -> int:
     """The largest degree up to the given one that divides all of these numbers."""
-    largest = min(degree, *(number for number in must_divide if number), degree)
+    # Every degree divides 0, which therefore bounds nothing.
+    largest = min([degree, *(number for number in must_divide if number)])
     return next(n for n in range(largest, 0, -1) if all(number % n == 0 for number in must_divide))
 
 
@@ -64,10 +65,10 @@ def _pipeline(case: LayoutCase) -> Iterator[str]:
     if parallel.pipeline == 1:
         return
     shape = parallel.pipeline_shape
-    is_set = f"parallel.pipeline is {parallel.pipeline}"
+    stated = f"parallel.pipeline is {parallel.pipeline}"
     if parallel.strategy == "fsdp":
         yield (
-            f"{is_set} and parallel.strategy is fsdp, which shards every layer over all ranks. Use "
+            f"{stated} and parallel.strategy is fsdp, which shards every layer over all ranks. Use "
             "strategy zero1, or pipeline 1."
         )
     if shape.stages > layers:
@@ -76,12 +77,12 @@ def _pipeline(case: LayoutCase) -> Iterator[str]:
             per_rank = f" with {shape.virtual_stages} stages each"
         near = max(1, layers // shape.virtual_stages)
         yield (
-            f"{is_set}{per_rank}; every stage needs a layer, and the model has {layers}. Use "
+            f"{stated}{per_rank}; every stage needs a layer, and the model has {layers}. Use "
             f"pipeline {near}."
         )
     if case.objective.needs.frozen is not None:
         yield (
-            f"{is_set} and objective {case.objective.kind} needs a reference model, which has no "
+            f"{stated} and objective {case.objective.kind} needs a reference model, which has no "
             "stages. Use pipeline 1."
         )
     split = parallel.pipeline_split
@@ -166,19 +167,19 @@ def _context(case: LayoutCase) -> Iterator[str]:
     model = case.model
     if context == 1:
         return
-    is_set = f"parallel.context is {context}"
+    stated = f"parallel.context is {context}"
     if model.state_section is not None:
         yield (
-            f"{is_set} and model.{model.state_section[0]} is given: its state passes through a whole row, "
+            f"{stated} and model.{model.state_section[0]} is given: its state passes through a whole row, "
             "which a rank does not have. Use context 1."
         )
     ring = ring_ranks(context, model.kv_heads, case.parallel.tensor)
     if ring > 1:
-        yield from _ring(case, is_set, ring)
+        yield from _ring(case, stated, ring)
     if case.seq_len % context:
         near = case.seq_len // context * context or context
         yield (
-            f"{is_set}; it must divide data.seq_len={case.seq_len}. Use seq_len {near}, for "
+            f"{stated}; it must divide data.seq_len={case.seq_len}. Use seq_len {near}, for "
             "example."
         )
     # Below that length the factors of longrope are the same for every document.
@@ -189,24 +190,24 @@ def _context(case: LayoutCase) -> Iterator[str]:
         and case.seq_len > scaling.original_max_seq_len
     ):
         yield (
-            f"{is_set} and data.seq_len={case.seq_len} is above "
+            f"{stated} and data.seq_len={case.seq_len} is above "
             f"rope_scaling.original_max_seq_len={scaling.original_max_seq_len}: longrope depends "
             "on the length of whole documents, which a rank does not see. Use context 1."
         )
     if case.objective.needs.whole_rows:
-        yield f"objective {case.objective.kind} needs whole rows: {is_set} and must be 1."
+        yield f"objective {case.objective.kind} needs whole rows: {stated} and must be 1."
     rates = {"model.dropout": model.dropout}
     if case.adapter is not None:
         rates["adapter.dropout"] = case.adapter.dropout
     for key, rate in rates.items():
         if rate:
             yield (
-                f"{is_set} and {key} is {rate}, which would drop the same elements on all ranks of "
+                f"{stated} and {key} is {rate}, which would drop the same elements on all ranks of "
                 "a row. Set the dropout to 0."
             )
 
 
-def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
+def _ring(case: LayoutCase, stated: str, ring: int) -> Iterator[str]:
     """Context ranks beyond the KV heads pass keys around a ring.
 
     That is exact for full causal attention only.
@@ -218,7 +219,7 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
     if largest > 2:
         remedy = f"Use {largest} or another divisor of {largest}."
     beyond = (
-        f"{is_set}, which is beyond the {max(1, model.kv_heads // case.parallel.tensor)} KV heads "
+        f"{stated}, which is beyond the {max(1, model.kv_heads // case.parallel.tensor)} KV heads "
         "of a rank and needs a ring"
     )
     if model.head_gates is not None:
@@ -229,6 +230,8 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond}; soft-capped attention (model.attention_softcap) has none. {remedy}"
     if model.attention_sinks:
         yield f"{beyond}; attention with trained sinks (model.attention_sinks) has none. {remedy}"
+    # Every rank has a chunk from the front and one from the back of a row, so that all have the
+    # same amount of causal work (ring.py).
     pieces = 2 * context
     if case.seq_len % pieces:
         near = case.seq_len // pieces * pieces or pieces
@@ -274,6 +277,8 @@ def _packed(case: LayoutCase) -> Iterator[str]:
         )
 
 
+# Rules that leave no layer to divide come first: `headway train` shows the first broken one, and the
+# remedies of the others are for layers that can be divided.
 RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (
     _wrapped,
     _vision,

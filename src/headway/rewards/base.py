@@ -141,7 +141,7 @@ class RewardSettings(KindConfig):
         """Refuse settings that cannot work here, or that need a column which records lack."""
 
     def build(self, tools: RewardTools) -> BuiltReward:
-        """Make the reward."""
+        """What scores answers; processes and models are at its disposal in `tools`."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build(tools).")
 
 
@@ -179,6 +179,7 @@ class RewardIn(KindIn):
 
     def validate(self, value: Any, base: type[KindConfig] = RewardSettings) -> KindConfig:
         """The settings of one reward."""
+        # `reward: math` is short for a mapping with the kind alone.
         settings = {"kind": value} if isinstance(value, str) else value
         if isinstance(settings, dict):
             kind = cast(dict[str, Any], settings).get("kind")
@@ -186,6 +187,7 @@ class RewardIn(KindIn):
                 from headway.rewards.user_file import UserFileReward
 
                 try:
+                    # Through JSON, as the whole recipe is read (config/kinds.py).
                     return UserFileReward.model_validate_json(to_json(settings))
                 except ValidationError as error:
                     raise NestedErrors(error.errors()) from None
@@ -216,6 +218,7 @@ def settings_digest(settings: RewardSettings, *more: Any) -> str:
 
 def column_value(record: Mapping[str, Any], path: str) -> Any:
     """The value of a column; dots go into nested mappings. None if it is absent."""
+    # A column whose own name has a dot comes first.
     if path in record:
         return record[path]
     value: Any = record

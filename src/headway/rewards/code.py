@@ -100,7 +100,7 @@ class Config(WorkerSettings):
             reward.close()
 
     def build(self, tools: RewardTools) -> WorkerReward:
-        """Make the reward."""
+        """Workers, each with a process that starts sandboxes."""
         return WorkerReward(
             self,
             "code",
@@ -117,12 +117,14 @@ class Config(WorkerSettings):
         tests = None
         for path in self.paths:
             tests = column_value(answer.record, path)
+            # Mixed data sets have all columns in every record, and leave some of them empty.
             if tests is not None and tests != "":
                 break
         entry_point = answer.record.get("entry_point")
         return {
             "program": last_program(answer.text, LANGUAGES[self.language]),
             "tests": tests,
+            # HumanEval names the function here that its tests call `candidate`.
             "entry_point": entry_point if isinstance(entry_point, str) else None,
         }
 
@@ -130,13 +132,16 @@ class Config(WorkerSettings):
 def last_program(text: str, languages: tuple[str, ...]) -> str | None:
     """The last whole block of code in a text, if it is of one of these languages; None without."""
     program: str | None = None
+    # Of the block that is open. One that is never closed does not count: the answer was cut in it.
     lines: list[str] | None = None
     language = ""
     for line in text.splitlines():
         if lines is None:
             if line.lstrip().startswith(FENCE):
                 words = line.strip().lstrip("`").split()
-                language = words[0].lower() if words else ""
+                language = ""
+                if words:
+                    language = words[0].lower()
                 lines = []
         elif line.strip() == FENCE:
             if language in languages:

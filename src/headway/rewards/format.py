@@ -37,7 +37,7 @@ class Config(WorkerSettings):
         return self
 
     def build(self, tools: RewardTools) -> WorkerReward:
-        """Make the reward."""
+        """Workers with the pattern. The version of Python is in the digest: its `re` may change."""
         return WorkerReward(
             self, "format", tools, self.inputs, settings_digest(self, sys.version_info[:2])
         )

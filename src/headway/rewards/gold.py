@@ -42,8 +42,10 @@ def gold_text(record: Mapping[str, Any], paths: tuple[str, ...]) -> str | None:
     """The right answer as text; None if the record has none."""
     for path in paths:
         value = column_value(record, path)
+        # True is an int of Python, and no number that an answer could give.
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if isinstance(value, str) and value.strip():
+            # GSM8K has the whole solution before the mark. Without a mark this is all of the text.
             return value.rpartition(MARK)[2].strip()
     return None

@@ -146,7 +146,7 @@ class Config(WorkerSettings):
         require_server(self.endpoint(self.key()))
 
     def build(self, tools: RewardTools) -> JudgeReward:
-        """Make the reward."""
+        """The reward, with a client of the server and one worker that reads numbers."""
         # How often and how fast the server is asked does not change what it says.
         same = self.model_copy(update={"requests": 1, "retries": 0, "key_env": None})
         reader = WorkerReward(

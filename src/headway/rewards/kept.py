@@ -21,6 +21,7 @@ from headway.runtime.json_file import read_bounded
 from headway.runtime.storage import fsync_file, fsync_folder, writing
 
 LARGEST_BYTES = 8 << 30
+"""Of a file that is read as a whole."""
 
 
 class KeptRewards:

@@ -1,6 +1,9 @@
-"""A penalty for answers near the longest length.
+"""A penalty for answers near the longest length: the soft overlong punishment of DAPO (Yu 2025,
+arXiv:2503.14476), with L = max_tokens and b = buffer.
 
-0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens and beyond
+    reward = 0                      tokens <= L - b
+             (L - b - tokens) / b   between
+             -1                     tokens >= L
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class Config(RewardSettings):
     buffer: int = setting(0, "Tokens before max_tokens over which the penalty grows.", ge=0)
 
     def build(self, tools: RewardTools) -> LengthPenalty:
-        """Make the reward."""
+        """The reward; it needs none of the tools."""
         return LengthPenalty(self)
 
 
@@ -52,6 +55,7 @@ class LengthPenalty:
 
     def _penalty(self, tokens: int) -> float:
         free = self.settings.max_tokens - self.settings.buffer
+        # First: without a buffer both bounds are one, and an answer of that length gets -1.
         if tokens >= self.settings.max_tokens:
             return -1.0
         if tokens <= free:

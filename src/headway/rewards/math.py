@@ -25,7 +25,8 @@ class Config(GoldSettings, WorkerSettings):
         super().check(columns)
 
     def build(self, tools: RewardTools) -> WorkerReward:
-        """Make the reward."""
+        """Workers with math-verify. The versions of all that decides are in the digest: another one may
+        find other answers equal."""
         need("math_verify", "reward kind math")
         versions = [version(name) for name in ("math-verify", "latex2sympy2_extended", "sympy")]
         return WorkerReward(self, "math", tools, self.inputs, settings_digest(self, versions))

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 LENGTH = struct.Struct("<I")
-"""Before each message."""
+"""Before each message: the bytes of its JSON. A length instead of a line end, so that a reader knows
+how much is to come before it accepts any of it."""
 
 
 def read_message(stream: IO[bytes], most_bytes: int | None = None) -> dict[str, Any] | None:

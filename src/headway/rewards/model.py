@@ -53,7 +53,7 @@ class Config(FallibleSettings):
     )
 
     def build(self, tools: RewardTools) -> ModelReward:
-        """Make the reward."""
+        """The reward with its model loaded, so that a path which cannot be read ends the run now."""
         if tools.open_model is None:
             raise ConfigError(
                 "reward kind model needs a caller that opens models: RewardPanel(..., "

@@ -25,7 +25,7 @@ class Config(GoldSettings):
     kind: str = setting("number", "number.", on_resume="fixed")
 
     def build(self, tools: RewardTools) -> NumberReward:
-        """Make the reward."""
+        """The reward; it needs none of the tools."""
         return NumberReward(self)
 
 

@@ -55,6 +55,7 @@ class _Member:
     def outcomes(self, answers: Sequence[RewardAnswer], kept: KeptRewards) -> list[RewardOutcome]:
         """One for each answer: those that are kept, and the others computed and kept."""
         inputs = [self.source.inputs(answer) for answer in answers]
+        # With the digest: an answer that was judged with other settings is judged again.
         keys = [digest_of([self.digest, item]) for item in inputs]
 
         # Answers that are equal are computed once.
@@ -173,6 +174,8 @@ class RewardPanel:
         """Identifies sources, settings and weights."""
         return digest_of(
             [
+                # Weight and fallback are no part of what a source computes (`settings_digest`), but
+                # they are of the totals, which the journal keeps.
                 [member.name, member.digest, member.settings.weight, member.settings.fallback]
                 for member in self._members
             ]
@@ -217,6 +220,7 @@ class RewardPanel:
 
     def close(self) -> None:
         """End all processes."""
+        # Before the sources: what fails from here on is not a failure of a reward (`score`).
         self._closing.set()
         for member in self._members:
             member.source.close()

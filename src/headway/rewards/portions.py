@@ -45,6 +45,7 @@ class OutcomeThreads:
                 began = time.monotonic()
                 future = self._begin(outcome_of, item)
                 running[future] = (index, began)
+                # A queue instead of `wait`, which looks at all that runs each time one is ready.
                 future.add_done_callback(ready.put)
             if not running:
                 break

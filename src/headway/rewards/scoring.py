@@ -27,6 +27,7 @@ class NoGoldError(ValueError):
 def last_number(text: str) -> Fraction | None:
     """The last number of a text, exactly; None if there is none."""
     numbers = NUMBER.findall(text[-SEARCHED_CHARACTERS:])
+    # Fraction would compute a long row of digits, or a huge divisor, as exactly as any other.
     if not numbers or len(numbers[-1]) > LONGEST_NUMBER:
         return None
     try:
@@ -84,7 +85,7 @@ def math_scorer(settings: Mapping[str, Any]) -> Scorer:
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     # Its alarm ends a slow comparison without a new process; what it cannot interrupt, the
-    # limits of the worker end.
+    # limits of the worker end. A third each: gold and answer are parsed, then compared.
     seconds = max(1, int(settings["timeout"] / 3))
 
     def parsed(text: str) -> Any:

@@ -68,8 +68,10 @@ class _Sources:
         key = str(path.resolve())
         if key in self.files or len(self.files) >= MOST_FILES:
             return
+        # A named pipe in the folder would wait for ever.
         with open(path, "rb", opener=regular_only) as file:
             source = file.read(LARGEST_BYTES)
+        # Noted before its imports are read: two files may import each other.
         self.files[key] = digest_of(source.hex())
         if path.suffix != ".py":
             return
@@ -98,6 +100,7 @@ class _Sources:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
+            # Imports in `try` may name what is not there; installing it changes the digest.
             self.packages[name] = "missing"
             return
         for folder in spec.submodule_search_locations or ():

@@ -45,7 +45,8 @@ class UserFileReward(WorkerSettings):
             reward.close()
 
     def build(self, tools: RewardTools) -> WorkerReward:
-        """Make the reward."""
+        """Workers that import the code. Its digest has all that the code imports: a changed file
+        makes kept results void."""
         return WorkerReward(
             self, "user", tools, self.inputs, settings_digest(self, self._source_digest())
         )

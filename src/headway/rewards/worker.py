@@ -107,6 +107,7 @@ class RewardWorker:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         self._messages += 1
+        # An answer with another number is refused below: code of others may write to the pipe, too.
         numbered = {**message, "number": self._messages}
         body = json.dumps(numbered, default=_unsendable).encode("utf-8", "surrogatepass")
         outgoing = memoryview(LENGTH.pack(len(body)) + body)
@@ -217,6 +218,8 @@ class WorkerReward:
             # A module that this process finds must be found there, too.
             "path": sys.path,
         }
+        # Threads take a worker from here and put it back: no input waits for a busy one while
+        # another is idle.
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         self._workers = [RewardWorker(setup) for _ in range(tools.workers)]
         for worker in self._workers:

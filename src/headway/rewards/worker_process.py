@@ -69,6 +69,7 @@ def _fork(work: Callable[[], int]) -> int:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
+        # A process asks for itself alone, so the child does; it may find its parent gone already.
         _die_with(parent)
         code = 1
         try:
@@ -146,6 +147,7 @@ def work() -> int:
     setup = read_message(messages)
     if setup is None:
         return 0
+    # Before anything of the user is imported: an import can fill memory as well.
     bound_memory(setup["memory_bytes"])
     sys.path[:] = setup["path"]
     worker = os.getpid()
@@ -163,6 +165,7 @@ def work() -> int:
             answer = checked(scorer(inputs))
         except MemoryError:
             answer = {"problem": "it needs more memory than memory_gib allows"}
+        # sys.exit() in the code of a reward is a failure of one answer, not the end of the worker.
         except (Exception, SystemExit) as problem:
             answer = {"problem": f"{type(problem).__name__}: {problem}"}
         if os.getpid() != worker:

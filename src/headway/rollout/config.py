@@ -11,7 +11,8 @@ from headway.config.section import Section, setting
 JOURNAL = "rollouts.jsonl"
 """In the run folder: what was sampled and what it earned (journal.py)."""
 MOST_KEPT = 1024
-"""Ids that a token may be drawn from where the distribution is cut: they are in the journal."""
+"""Ids that a token may be drawn from where the distribution is cut. The journal and a column of
+every microbatch have them, int32: at most 4 KiB for each sampled token."""
 
 
 class Cuts(NamedTuple):
@@ -26,6 +27,8 @@ class Cuts(NamedTuple):
 class RolloutConfig(Section):
     """How the model answers prompts while it trains."""
 
+    # prompts, samples, updates and passes are fixed: the number of a step says which part of which
+    # rollout it trains on (`RolloutLoader`), also in a run that resumes.
     prompts: int = setting(
         8,
         "Prompts of one rollout over all ranks; its updates train on all of their answers.",
@@ -89,6 +92,8 @@ class RolloutConfig(Section):
     mask_cut: bool = setting(
         False, "Answers that were cut at max_new_tokens carry no loss.", on_resume="free"
     )
+    # These three decide how fast answers come, not which: a draw depends on the weights, the
+    # prompt and its key alone (sampler.py).
     at_once: int = setting(
         64, "Answers that are sampled at the same time on a rank.", gt=0, on_resume="free"
     )
@@ -119,6 +124,7 @@ class RolloutConfig(Section):
         "a difference ends the run. Slower. On CPUs, of plain transformers; docs/rl.md lists what works.",
         on_resume="fixed",
     )
+    # Validations are not in the journal, so nothing that is resumed depends on them.
     valid_samples: int = setting(
         1,
         "Answers of each held-out prompt in a validation; with more than one, pass@k is reported.",

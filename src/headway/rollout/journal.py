@@ -61,6 +61,7 @@ class KeptIds:
 
     def of_tokens(self) -> list[Ints]:
         """The kept ids of every token."""
+        # The last sum is the number of all ids; a split there would add an empty part.
         return np.split(self.ids, np.cumsum(self.counts)[:-1])
 
 
@@ -173,6 +174,7 @@ class RolloutJournal:
         journal = cls(folder / FILE)
         if not journal.path.exists():
             return journal
+        # Before the first line is appended: one behind half a line would be damaged, too.
         end = journal._scan()
         if end < journal.path.stat().st_size:
             journal._end_at(end)
@@ -202,6 +204,7 @@ class RolloutJournal:
         removed = [known.first for number, known in self._known.items() if number >= batch]
         if not removed:
             return
+        # Cut at the end, never rewritten: whatever moment a kill hits, whole lines are left.
         os.truncate(self.path, min(removed))
         # Rewards of an earlier batch may have been asked again since then: those before count.
         self._scan()
@@ -213,6 +216,8 @@ class RolloutJournal:
         end = 0
         for offset, length, record in journal_lines(self.path):
             if record is None:
+                # It may have been new answers, and the rewards behind it theirs: to read on could
+                # give these rewards to the earlier answers of that batch.
                 break
             self._remember(record, offset, length)
             end = offset + length
@@ -238,6 +243,7 @@ class RolloutJournal:
         with open(self.path, "rb", opener=regular_only) as file:
             number = file.read(end).count(b"\n") + 1
             lines = file.read()
+        # On the disk there before they leave the journal: a kill in between keeps them in both.
         with open(self.path.parent / DAMAGED_FILE, "ab", opener=regular_only) as aside:
             aside.write(lines)
             os.fsync(aside.fileno())
@@ -302,6 +308,7 @@ def read_journal(folder: Path) -> Iterator[tuple[SampledBatch, RewardedBatch | N
         return
     journal = RolloutJournal(path)
     for number, (offset, length, record) in enumerate(journal_lines(path), 1):
+        # People and reports read on behind a gap, where `_scan` stops: nothing is trained on here.
         if record is not None:
             journal._remember(record, offset, length)
         elif not _is_last(path, offset + length):
@@ -313,6 +320,7 @@ def read_journal(folder: Path) -> Iterator[tuple[SampledBatch, RewardedBatch | N
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
+    # A record of a JSON file may hold half of a surrogate pair, which plain UTF-8 refuses.
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     data = text.encode("utf-8", "surrogatepass")
     return b"%08x " % zlib.crc32(data) + data + b"\n"
@@ -320,6 +328,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def read_line(line: bytes) -> dict[str, Any] | None:
     """The record of a line; None where it is damaged or cut short."""
+    # Eight hexadecimal digits, a space, JSON and the end of the line.
     if not line.endswith(b"\n") or len(line) < 10:
         return None
     data = line[9:-1]
@@ -403,9 +412,11 @@ def _plain_answer(answer: SampledAnswer) -> dict[str, Any]:
     }
     mask = answer.mask
     if mask is None:
+        # Written all the same, so that other readers of the file need no rule for its absence.
         mask = np.ones(len(answer.ids), np.bool_)
     entry["mask"] = base64.b64encode(np.packbits(mask).tobytes()).decode("ascii")
     if answer.kept is not None:
+        # Over all tokens at once: only where a token begins is a difference negative.
         differences = np.diff(answer.kept.ids, prepend=np.int32(0)).astype("<i4")
         compressed = zlib.compress(differences.tobytes())
         entry["kept"] = base64.b64encode(compressed).decode("ascii")
@@ -421,6 +432,7 @@ def _kept(entry: Mapping[str, Any]) -> KeptIds | None:
     if "kept" not in entry:
         return None
     differences = np.frombuffer(zlib.decompress(base64.b64decode(entry["kept"])), "<i4")
+    # Without the dtype numpy sums to 64 bits, twice the memory of what was written.
     ids = np.cumsum(differences, dtype=np.int32)
     return KeptIds(_unpacked(entry["kept_counts"], "<i4"), ids)
 
@@ -438,6 +450,7 @@ def _mask(entry: Mapping[str, Any], num_ids: int) -> Flags | None:
     bits = np.frombuffer(base64.b64decode(entry["mask"]), np.uint8)
     mask = np.unpackbits(bits, count=num_ids).astype(np.bool_)
     if mask.all():
+        # As the answer was before it was written: None means that the policy drew every id.
         return None
     return mask
 
@@ -468,6 +481,7 @@ def _sampled(record: Mapping[str, Any]) -> SampledBatch:
         seconds=record["seconds"],
         questions=tuple(record.get("questions", ())),
         training=record["training"],
+        # The first journals did not have these.
         start=record.get("start"),
         tokenizer=record.get("tokenizer", ""),
         templates=tuple(record.get("templates", ())),

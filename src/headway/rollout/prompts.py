@@ -76,6 +76,7 @@ class PromptSource(GroupSource):
 
     def __init__(self, name: str, prompts: Sequence[RolloutPrompt], first_number: int) -> None:
         self.name = name
+        # There is no token store behind it; `content_key` says what the prompts are.
         self.fingerprint = None
         self.prompts = tuple(prompts)
         self.first_number = first_number
@@ -107,6 +108,7 @@ class PromptSource(GroupSource):
         return np.zeros(int(lengths.sum()), np.uint32), None
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
+        # The last batch of an epoch may have fewer prompts than rows; those rows keep the -1.
         return {PROMPT: np.full(num_rows, -1, np.int64)}
 
     def fill_columns(self, columns: Columns, pieces: RowPieces, layout: RowLayout) -> None:
@@ -155,6 +157,7 @@ def read_prompts(
     prompts: list[RolloutPrompt] = []
     num_long = 0
     num_bad = 0
+    # `limit` counts records as it does elsewhere, also those that are left out below.
     for record in islice(kind.read(kind.files([path])), source.limit):
         try:
             example = parse_record(kind, record, fields)
@@ -168,7 +171,9 @@ def read_prompts(
             num_long += 1
             continue
         messages = tuple(
-            {"role": turn.role, "content": turn.content + turn.context} for turn in example.turns
+            # The model sees the context of a turn, so rewards and judges see it, too.
+            {"role": turn.role, "content": turn.content + turn.context}
+            for turn in example.turns
         )
         prompts.append(
             RolloutPrompt(tuple(ids), messages, record.data, record.place, template_digest)

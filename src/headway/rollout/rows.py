@@ -97,11 +97,12 @@ class AnswerSource(GroupSource):
         )
         self.num_tokens = int(self._lengths.sum())
         self._has_old = any(answer.old is not None for answer in self.answers)
+        # Columns have one width in all microbatches of an update: that of the token with most ids.
         self._most_kept = max(
             (int(answer.kept.counts.max()) for answer in self.answers if answer.kept is not None),
             default=0,
         )
-
+        # [layers with a mixture, experts of a token]: a property of the model, so any answer has it.
         self._routes_shape = next(
             (answer.routes.shape[1:] for answer in self.answers if answer.routes is not None), None
         )
@@ -128,8 +129,12 @@ class AnswerSource(GroupSource):
     def mask(self, document: int, start: int, stop: int) -> Flags | None:
         answer = self.answers[document]
         flags = np.zeros(len(answer.prompt) + len(answer.ids), np.bool_)
-        if answer.has_loss:
-            flags[len(answer.prompt) :] = True if answer.mask is None else answer.mask
+        if not answer.has_loss:
+            return flags[start:stop]
+        if answer.mask is None:
+            flags[len(answer.prompt) :] = True
+        else:
+            flags[len(answer.prompt) :] = answer.mask
         return flags[start:stop]
 
     def empty_columns(self, num_rows: int, layout: RowLayout) -> Columns:
@@ -143,6 +148,8 @@ class AnswerSource(GroupSource):
             name: np.zeros((num_rows, layout.seq_len), np.float32) for name in names
         }
         if self._most_kept:
+            # Not 0, which is an id: -1 stands for none. Among routes it stands for the router's
+            # own choice.
             columns[KEPT] = np.full((num_rows, layout.seq_len, self._most_kept), -1, np.int32)
         if self._routes_shape is not None:
             shape = (num_rows, layout.seq_len, *self._routes_shape)
@@ -166,6 +173,8 @@ class AnswerSource(GroupSource):
             if answer.old is not None:
                 columns[OLD][row, part] = answer.old
             if answer.routes is not None:
+                # At the tokens that went through the experts. The last one of an answer went through
+                # none: nothing was drawn after it.
                 columns[ROUTES][row, begin : begin + len(answer.routes)] = answer.routes
             if answer.kept is not None:
                 for offset, ids in enumerate(answer.kept.of_tokens()):
@@ -196,6 +205,8 @@ def answer_step(
             "(data.seq_len). Raise data.seq_len, or lower rollout.max_new_tokens."
         )
     layout = RowLayout([source], shape.seq_len, shape.documents_per_row, one_document=False)
+    # A pad token at the end of a row is a document of its own, so one place stays free for it. In
+    # which row an answer stands changes no loss, so rows are filled as full as they get.
     numbers = np.arange(source.num_documents)
     row_shape = RowShape(shape.seq_len, shape.documents_per_row - 1, "best_fit")
     plan = plan_rows(numbers, source.lengths(0, source.num_documents), row_shape)
@@ -208,6 +219,7 @@ def answer_step(
     rows += [None] * (-len(rows) % shape.micro_rows)
     work = [0 if row is None else row.work for row in rows]
     rows = [rows[index] for index in balanced_order(work, shape.micro_rows)]
+    # Collectives run in every microbatch: all ranks need equally many, some without an answer.
     per_rank = -(-len(rows) // (shape.micro_rows * shape.ranks))
     rows += [None] * (per_rank * shape.ranks * shape.micro_rows - len(rows))
 

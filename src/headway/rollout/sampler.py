@@ -85,6 +85,10 @@ class SamplerSettings:
     """Tokens have the bits that the trainer gives them (model/exact.py)."""
 
 
+def _ignore_round() -> None:
+    """What is called between rounds where nobody counts them."""
+
+
 class PolicySampler:
     """The inference engine over a copy of the weights."""
 
@@ -96,6 +100,7 @@ class PolicySampler:
         model = build_frozen_model(settings.model, weights, settings.device, settings.dtype)
         loaded = LoadedModel(
             model,
+            # As `build_frozen_model` made it: gates that still train are no part of the copy.
             settings.model.with_(head_gates=None),
             tokenizer,
             settings.folder,
@@ -108,6 +113,7 @@ class PolicySampler:
         options = EngineOptions(
             cache_bytes=settings.cache_bytes,
             max_running=settings.at_once,
+            # All answers of a rollout wait in the queue, which must refuse none.
             max_waiting=1 << 30,
             max_context=context,
             compile_blocks="auto",
@@ -127,6 +133,7 @@ class PolicySampler:
         for name, value in weights:
             if name != GATES:
                 self._parameters[name].copy_(value)
+        # Keys and values of the old weights: a prompt that begins alike must not find them.
         self._engine.cache.forget_all()
         self.version = version
 
@@ -134,7 +141,7 @@ class PolicySampler:
         self,
         requests: Sequence[AnswerRequest],
         temperature: float,
-        on_round: Callable[[], object] = str,
+        on_round: Callable[[], object] = _ignore_round,
         cuts: Cuts = Cuts(),
     ) -> list[DrawnAnswer]:
         """The answers to some requests, in their order; `on_round` is called again and again."""
@@ -147,6 +154,8 @@ class PolicySampler:
             # Without cuts there is nothing to sort.
             by_id=temperature > 0 and cuts == Cuts(),
         )
+        # A prompt is computed once: its first answer fills the cache, and the other answers wait
+        # until they can begin there.
         first, others = _in_order(requests)
         running = {self._submit(requests[index], sampling): index for index in first}
         ids: list[list[int]] = [[] for _ in requests]
@@ -194,6 +203,8 @@ class PolicySampler:
                 self.settings.max_new_tokens,
                 sampling=sampling,
                 key=request.key,
+                # Of the token alone, without candidates. At temperature 0 nothing is drawn, and its
+                # log-probability is that of the model.
                 logprobs=0,
                 drawn_logprobs=sampling.temperature > 0,
                 routes=self._keeps_routes,
@@ -206,6 +217,7 @@ class PolicySampler:
         tail = list(prompt)[-CONTEXT:]
         before = len(self.tokenizer.decode_bytes(tail, skip_special=True))
         whole = self.tokenizer.decode_bytes([*tail, *ids], skip_special=True)
+        # Cut in bytes: the last token of a prompt may end within a character.
         return whole[before:].decode("utf-8", "replace")
 
 
@@ -220,7 +232,7 @@ def _joined(kept: Sequence[Ints]) -> KeptIds | None:
 def _in_order(requests: Sequence[AnswerRequest]) -> tuple[list[int], list[int]]:
     """The order in which requests are submitted: the first answer to every prompt, then all others.
 
-    Long prompts come first. The rule depends on the data alone.
+    Long prompts come first; equal lengths keep their order. The rule depends on the data alone.
     """
     seen: set[tuple[int, ...]] = set()
     first: list[int] = []

@@ -414,5 +414,6 @@ class TaskConfig(KindConfig):
         return dict.fromkeys(modalities, 0.0)
 
     def build(self) -> Task:
-        """Make the task."""
+        """The loss with its own parameters. The last question: `with_teacher_head` and `with_sampling`
+        have been asked where they apply."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build; every kind needs one.")

@@ -227,7 +227,6 @@ class Config(TaskConfig):
         return TaskNeeds(head="vectors")
 
     def build(self) -> Contrastive:
-        """Make the task."""
         return Contrastive(self)
 
 

@@ -114,7 +114,6 @@ class Config(TaskConfig):
         return config
 
     def build(self) -> Distill:
-        """Make the task."""
         return Distill(self, self._head)
 
 

@@ -99,7 +99,6 @@ class Config(PreferenceConfig):
         return TaskNeeds(frozen=ReferenceSpec(self.reference, is_cached, PairColumns()))
 
     def build(self) -> DPO:
-        """Make the task."""
         if self.loss_type == "kto_pair":
             return KTOPair(self)
         return DPO(self)

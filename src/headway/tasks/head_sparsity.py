@@ -197,7 +197,6 @@ class Config(TaskConfig):
         return self.start + (self.target - self.start) * progress
 
     def build(self) -> HeadSparsity:
-        """Make the task."""
         return HeadSparsity(self)
 
 

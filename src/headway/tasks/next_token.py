@@ -50,7 +50,6 @@ class Config(TaskConfig):
         return TaskNeeds(whole_rows=False)
 
     def build(self) -> NextToken:
-        """Make the task."""
         return NextToken(self)
 
 

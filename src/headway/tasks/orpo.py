@@ -30,7 +30,6 @@ class Config(PreferenceConfig):
     beta: float = setting(0.1, "Weight of the odds ratio beside the supervised loss.", gt=0)
 
     def build(self) -> ORPO:
-        """Make the task."""
         return ORPO(self)
 
 

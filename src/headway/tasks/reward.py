@@ -48,7 +48,6 @@ class Config(PreferenceConfig):
         return TaskNeeds(head="scores")
 
     def build(self) -> Reward:
-        """Make the task."""
         return Reward(self)
 
 

@@ -39,7 +39,6 @@ class Config(PreferenceConfig):
     )
 
     def build(self) -> SimPO:
-        """Make the task."""
         return SimPO(self)
 
 

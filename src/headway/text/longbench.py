@@ -43,6 +43,7 @@ class ChoiceCase(Case):
 
 def chosen(text: str) -> str | None:
     """The letter that an answer names; None where it names none in the form asked for."""
+    # Models write the letter in bold; pred.py removes the stars, too.
     plain = text.replace("*", "")
     for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
         match = re.search(pattern, plain)
@@ -115,15 +116,16 @@ def draw_questions(
 ) -> list[ChoiceQuestion]:
     """Questions of a task's class, in the order of the file; all where there are no more."""
     length_class = task.removeprefix(f"{GROUP}_")
-    places = [place for place, entry in enumerate(questions) if entry.length_class == length_class]
-    if not places:
+    indices = [index for index, entry in enumerate(questions) if entry.length_class == length_class]
+    if not indices:
         raise ConfigError(
             f"--tasks holds {task}, and the file of --longbench has no question of length "
             f"{length_class}. Leave the task out."
         )
-    if number < len(places):
-        places = sorted(random.Random(f"{task}-{seed}").sample(places, number))
-    return [questions[place] for place in places]
+    # By task, so that a class has the same questions whichever others are asked for.
+    if number < len(indices):
+        indices = sorted(random.Random(f"{task}-{seed}").sample(indices, number))
+    return [questions[index] for index in indices]
 
 
 def cut_case(

@@ -55,6 +55,7 @@ SHORT = 4096
 NOISE_LINE = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
+# numpy.linspace(0, 100, 40), rounded.
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """Places of needles in essays, in percent of the sentences."""
 
@@ -150,6 +151,8 @@ def notes(tasks: Sequence[str], folder: Path | None) -> list[str]:
 def generator(task: str, length: int, count: Callable[[str], int], files: RulerFiles) -> Generator:
     """How cases of a task are made for a length in tokens; `count` counts those of a text."""
     name = task.removeprefix(PREFIX)
+    # The last number of each: tokens of an answer, `tokens_to_generate` of constants.py. The one
+    # before: the fewest units, here a place for each of four needles.
     if name in NEEDLES:
         return Generator(partial(write_needles, NEEDLES[name], files), 4, 128)
     if name == "vt":
@@ -161,12 +164,14 @@ def generator(task: str, length: int, count: Callable[[str], int], files: RulerF
         write = partial(write_common, files, length < SHORT)
         return Generator(write, 2 * COMMON, 120, most)
     if name == "fwe":
+        # At least four words: the dots and the three that are asked for.
         vocabulary = max(4, (length - 50) // 50)
         return Generator(partial(write_frequent, vocabulary), 50, 50)
     if name == "qa_1":
         questions = files.squad
     else:
         questions = files.hotpot
+    # All documents that answer a question must be in its text.
     fewest = max(len(question.documents) for question in questions.questions)
     return Generator(partial(write_question, questions), fewest, 32)
 
@@ -176,6 +181,7 @@ def _draw(rng: random.Random, kind: str, files: RulerFiles) -> str:
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     if kind == "uuids":
+        # Not uuid4(), which draws from the system and not from `rng`.
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
     return files.key_names[rng.randrange(len(files.key_names))]
 
@@ -193,6 +199,7 @@ def write_needles(
         for _ in range(shape.values):
             values[-1].append(_draw(rng, shape.value_kind, files))
             needles.append(needle_of(shape.value_kind, keys[-1], values[-1][-1]))
+    # Values of one key would otherwise stand next to each other, in the order of the answers.
     random.Random(SHUFFLE_SEED).shuffle(needles)
 
     if shape.haystack == "essay":
@@ -208,11 +215,13 @@ def write_needles(
                 )
                 for _ in range(units)
             ]
-        places = sorted(rng.sample(range(units), len(needles)), reverse=True)
-        for place, line in zip(places, needles, strict=True):
-            lines.insert(place, line)
+        # From the last to the first, so that an insertion moves none that is still to come.
+        indices = sorted(rng.sample(range(units), len(needles)), reverse=True)
+        for index, line in zip(indices, needles, strict=True):
+            lines.insert(index, line)
         context = "\n".join(lines)
 
+    # Drawn after the haystack, as in RULER: the order of draws decides the text.
     asked = rng.sample(range(shape.keys), shape.queries)
     names = [keys[index] for index in asked]
     query = names[0]
@@ -243,13 +252,13 @@ def _in_essays(words: list[str], needles: list[str], rng: random.Random, number:
     """The first words of the essays, which repeat when they end, with needles between sentences."""
     repeats = math.ceil(number / len(words))
     lines = sentences(" ".join((words * repeats)[:number]))
-    places = sorted(int(len(lines) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
+    ends = sorted(int(len(lines) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
 
     parts: list[str] = []
     before = 0
-    for place, line in zip(places, needles, strict=True):
-        parts += [" ".join(lines[before:place]), line]
-        before = place
+    for end, needle in zip(ends, needles, strict=True):
+        parts += [" ".join(lines[before:end]), needle]
+        before = end
     parts.append(" ".join(lines[before:]))
     return " ".join(parts)
 
@@ -273,12 +282,15 @@ def _chain_text(rng: random.Random, units: int, letters: int, value: str | None)
     if value is None:
         value = str(rng.randrange(10000, 99999))
     chain = [f"VAR {names[0]} = {value}"]
+    # The blank at the end is RULER's.
     chain += [f"VAR {names[hop + 1]} = VAR {names[hop]} " for hop in range(HOPS)]
 
     lines = [NOISE_LINE] * units
-    places = sorted(rng.sample(range(units), CHAIN))
-    for shift, (place, assignment) in enumerate(zip(places, chain, strict=True)):
-        lines.insert(place + shift, assignment)
+    # In order, because a variable is assigned before it is used; each insertion moves the next
+    # index by one.
+    indices = sorted(rng.sample(range(units), CHAIN))
+    for num_inserted, (index, assignment) in enumerate(zip(indices, chain, strict=True)):
+        lines.insert(index + num_inserted, assignment)
     context = "\n".join(lines).replace(". \n", ".\n")
 
     start = (
@@ -302,6 +314,7 @@ def chain_example(count: Callable[[str], int]) -> str:
     high = EXAMPLE_TOKENS
     while low <= high:
         middle = (low + high) // 2
+        # One state of the generator for all sizes: they differ in their lines of noise alone.
         case = _chain_text(random.Random(SHUFFLE_SEED), middle, 3, EXAMPLE_VALUE)
         if count(case.prompt) <= EXAMPLE_TOKENS:
             largest = middle
@@ -317,6 +330,7 @@ def write_chain(example: str, rng: random.Random, units: int, depth: float) -> C
     case = _chain_text(rng, units, 5, None)
     # The example has other names and another number in every case.
     for name in example.split()[-CHAIN:]:
+        # As long as before, so that the example keeps about its number of tokens.
         other = "".join(rng.choices(string.ascii_uppercase, k=len(name)))
         example = example.replace(name, other)
     example = example.replace(EXAMPLE_VALUE, str(rng.randrange(10000, 99999)))
@@ -340,6 +354,7 @@ def _word_list(
             f"have {max(len(words), len(files.listed_words))}. Put english_words.json there, or "
             "give a smaller length."
         )
+    # The first ten drawn are the common ones; the shuffle below hides their order.
     drawn = rng.sample(words, number)
     common = drawn[:COMMON]
     listed = common * common_repeats + drawn[COMMON:] * rare_repeats
@@ -394,8 +409,10 @@ def write_frequent(vocabulary: int, rng: random.Random, units: int, depth: float
     drawn: set[str] = set()
     while len(drawn) < vocabulary:
         drawn.add("".join(rng.choices(string.ascii_lowercase, k=CODED_LETTERS)))
+    # A set has another order in every process.
     words = sorted(drawn)
     random.Random(SHUFFLE_SEED).shuffle(words)
+    # The most frequent word stands for noise, as in RULER; the question says to ignore it.
     words[0] = "..."
 
     coded: list[str] = []
@@ -426,17 +443,19 @@ def question_case(questions: RulerQuestions, index: int, rng: random.Random, uni
     """One question of the set."""
     asked = questions.questions[index]
     documents = questions.documents
-    own = list(asked.documents)
+    gold = list(asked.documents)
     related = list(asked.related)
+    # The distractors of its own article come first, as in RULER; others fill up the rest.
     if units < len(documents):
-        if units - len(own) > len(related):
-            taken = {*own, *related}
-            others = [place for place in range(len(documents)) if place not in taken]
-            places = own + related + rng.sample(others, units - len(own) - len(related))
+        if units - len(gold) > len(related):
+            taken = {*gold, *related}
+            others = [index for index in range(len(documents)) if index not in taken]
+            indices = gold + related + rng.sample(others, units - len(gold) - len(related))
         else:
-            places = own + rng.sample(related, units - len(own))
-        chosen = [documents[place] for place in places]
+            indices = gold + rng.sample(related, units - len(gold))
+        chosen = [documents[index] for index in indices]
     else:
+        # A text longer than the whole set repeats its documents.
         repeats = math.ceil(units / len(documents))
         chosen = (list(documents) * repeats)[:units]
     random.Random(SHUFFLE_SEED).shuffle(chosen)

@@ -72,9 +72,9 @@ class KeyNames:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> str:
-        place = bisect.bisect_right(self._ends, index)
-        block = self._blocks[place]
-        within = index - (self._ends[place] - len(block) * len(self._nouns))
+        number = bisect.bisect_right(self._ends, index)
+        block = self._blocks[number]
+        within = index - (self._ends[number] - len(block) * len(self._nouns))
         if len(block) == 1:
             return f"{block[0]}-{self._nouns[within]}"
         return sorted(f"{first}-{noun}" for first in block for noun in self._nouns)[within]
@@ -137,12 +137,13 @@ class RulerFiles:
             articles = [
                 [str(part["context"]) for part in entry["paragraphs"]] for entry in content["data"]
             ]
+            # Without repeats and sorted, as in RULER: draws of other documents go by their number.
             documents = sorted({text for article in articles for text in article})
-            places = {text: index for index, text in enumerate(documents)}
+            index_of = {text: index for index, text in enumerate(documents)}
             questions = [
                 question
                 for entry, article in zip(content["data"], articles, strict=True)
-                for question in _squad_questions(entry, [places[text] for text in article])
+                for question in _squad_questions(entry, [index_of[text] for text in article])
             ]
         except (KeyError, TypeError) as problem:
             raise ConfigError(f"{path}: not questions of SQuAD 2.0: {problem!r}.") from None
@@ -159,12 +160,12 @@ class RulerFiles:
                 for entry in content
             ]
             documents = sorted({text for context in contexts for text in context})
-            places = {text: index for index, text in enumerate(documents)}
+            index_of = {text: index for index, text in enumerate(documents)}
             questions = [
                 RulerQuestion(
                     str(entry["question"]),
                     (str(entry["answer"]),),
-                    tuple(places[text] for text in context),
+                    tuple(index_of[text] for text in context),
                 )
                 for entry, context in zip(content, contexts, strict=True)
             ]
@@ -174,14 +175,16 @@ class RulerFiles:
 
 
 def _squad_questions(entry: Mapping[str, Any], article: list[int]) -> Iterator[RulerQuestion]:
-    """The questions of an article that have an answer. `article`: the place of each paragraph."""
-    for part, place in zip(entry["paragraphs"], article, strict=True):
-        related = tuple(other for other in article if other != place)
+    """The questions of an article that have an answer. `article`: the document number of each
+    paragraph."""
+    for part, document in zip(entry["paragraphs"], article, strict=True):
+        related = tuple(other for other in article if other != document)
         for question in part["qas"]:
+            # SQuAD 2.0 has questions without an answer, to which no text would be right.
             if question["is_impossible"]:
                 continue
             answers = tuple(str(answer["text"]) for answer in question["answers"])
-            yield RulerQuestion(str(question["question"]), answers, (place,), related)
+            yield RulerQuestion(str(question["question"]), answers, (document,), related)
 
 
 def _question_set(

@@ -12,7 +12,7 @@ cached   It reads every pair or record once before training and is freed. Its nu
          A run of less than one epoch scores only what it will read, in the rows of its own steps,
          into a file of its own next to that one. A run that is extended scores the rest.
 
-The table of cached numbers has one row per group (a pair, or a record and its mismatch):
+The table of cached numbers has one row per group (a pair, or a record and its KL completion):
 
     batch.extra[number] [rows, places] -> table[number] [rows, places, 2] -> columns of the task
 """
@@ -460,9 +460,9 @@ def answer_sampling(resolved: Resolved) -> AnswerSampling:
 
 def with_token_scores(model: Model, batch: Batch, column: str, drawn: DrawnFrom) -> Batch:
     """The microbatch with a model's log-probability of every target."""
-    # Experts that are replayed are those of the model that trains.
-    own = {name: column for name, column in batch.extra.items() if name != ROUTES}
-    head = model.forward_batch(replace(batch, extra=own)).head
+    # Experts that are replayed are those of the model that trains; the frozen one chooses its own.
+    without_routes = {name: column for name, column in batch.extra.items() if name != ROUTES}
+    head = model.forward_batch(replace(batch, extra=without_routes)).head
     scores = head.policy(batch.targets, drawn, batch.extra.get(KEPT))
     return replace(batch, extra={**batch.extra, column: scores.log_prob})
 
@@ -485,8 +485,8 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
 class _CachedScores:
     """Two log-probabilities of the reference for each group, in one table over all sources.
 
-    A group is a pair's answers, or a record and its mismatch. A row of the table is found by the
-    group's number, which counts over all sources. NaN where nothing was scored.
+    A group is a pair's answers, or a record and its KL completion. A row of the table is found by
+    the group's number, which counts over all sources. NaN where nothing was scored.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ def check_rollouts(recipe: Recipe) -> None:
             f"rollout.samples is {rollout.samples}; an answer is compared with others to the same "
             f"prompt. Use at least {objective.fewest_samples}."
         )
-    # Not before there are enough answers to compare. What a plug-in lacks is found here.
+    # Rates an example, so it comes after the number of samples was checked. It finds what a plug-in
+    # lacks before hours of sampling.
     check_answers(objective, rollout.samples)
     if recipe.data.train is None:
         raise ConfigError("data.train is null; rollouts need prompts. Set data.train.")
@@ -57,6 +58,8 @@ def check_rollouts(recipe: Recipe) -> None:
             "rollout.refill is set and the run has no steps; how many prompts it reads depends on "
             "rewards, so epochs cannot be counted. Set steps."
         )
+    # A rollback leaves out one batch of the data. Here a batch is a rollout, whose other updates
+    # would be left out with the bad one.
     if recipe.heal.rolls_back and rollout.num_updates > 1:
         raise ConfigError(
             "heal rolls back, and a rollout has several updates (rollout.updates, passes): a bad "
@@ -99,6 +102,8 @@ def _check_exact(recipe: Recipe) -> None:
     """Refuse what has no form in which sampler and trainer compute the same bits."""
     parallel = recipe.parallel
     adapter = recipe.adapter
+    # Reason -> whether it holds. Each lets the trainer compute a token with another kernel, in
+    # another order or with other weights than the sampler.
     unfit = {
         f"rollout.ahead is {recipe.rollout.ahead}: answers are of older weights": (
             recipe.rollout.ahead > 0
@@ -116,8 +121,8 @@ def _check_exact(recipe: Recipe) -> None:
         f"precision is {recipe.precision}": recipe.precision in ("fp16", "fp8"),
         f"device is {recipe.device}": recipe.device in ("cuda", "mps"),
     }
-    for reason, stands in unfit.items():
-        if stands:
+    for reason, holds in unfit.items():
+        if holds:
             raise ConfigError(
                 f"rollout.exact is true and {reason}; sampler and trainer would not compute the "
                 "same bits. Change it, or set exact to false (docs/rl.md)."

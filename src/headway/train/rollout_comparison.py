@@ -214,6 +214,8 @@ def _first_difference(
     """Compare a stage, rollout by rollout, up to the first difference."""
     is_first = True
     for batch, other in _pairs(stage, folder, other_folder, compared):
+        # The digest has all that decides the answers beside the weights. Where the first rollouts
+        # differ in it, the runs have other settings; later, one of them read other prompts.
         if batch.sampled.digest != other.sampled.digest:
             if is_first:
                 raise ConfigError(_refusal(folder, other_folder, batch.sampled, other.sampled))
@@ -222,6 +224,7 @@ def _first_difference(
             )
         is_first = False
 
+        # Noted, and not refused: it says why weights, and so tokens, differ from there on.
         has_other_training = batch.sampled.training != other.sampled.training
         if has_other_training and compared.trained_otherwise_from is None:
             compared.trained_otherwise_from = batch.first_step
@@ -237,6 +240,8 @@ def _pairs(
     stage: str | None, folder: Path, other_folder: Path, compared: _Compared
 ) -> Iterator[tuple[JournalBatch, JournalBatch]]:
     """The rollouts that both have, by number; those of one alone are counted."""
+    # Both journals are read once and side by side, like sorted lists that are merged: a journal may
+    # be larger than memory. Either may lack batches, where a line was damaged.
     others = iter(journal_batches([(stage, other_folder)]))
     other = next(others, None)
     for batch in journal_batches([(stage, folder)]):
@@ -263,7 +268,10 @@ def _token_difference(
     pairs = list(zip(sampled.answers, other.sampled.answers, strict=True))
     for index, (answer, other_answer) in enumerate(pairs):
         position = _first_position(answer.ids, other_answer.ids)
-        equal = len(answer.ids) if position is None else position
+        # Behind the first token that differs, both continue other texts.
+        equal = len(answer.ids)
+        if position is not None:
+            equal = position
         compared.add_tokens(
             answer.logprobs[:equal].tolist(), other_answer.logprobs[:equal].tolist()
         )
@@ -275,6 +283,7 @@ def _token_difference(
 
         question = ""
         if sampled.questions:
+            # Answers stand prompt by prompt, equally many of each.
             question = sampled.questions[index * len(sampled.prompts) // len(pairs)]
         drawn = _drawn(sampled, answer, position)
         other_drawn = _drawn(other.sampled, other_answer, position)
@@ -348,6 +357,7 @@ def _metrics(folder: Path, end: int | None) -> Iterator[tuple[int, dict[str, flo
             return
         values: dict[str, float | None] = {}
         for name, value in flatten({**record, "time": {}, "non_finite": {}}).items():
+            # What two runs on other ranks or machines may differ in.
             if name in LAYOUT_METRICS or name.endswith(CLOCK_ENDINGS):
                 continue
             if value is None or isinstance(value, (int, float)):
@@ -358,7 +368,10 @@ def _metrics(folder: Path, end: int | None) -> Iterator[tuple[int, dict[str, flo
 def _difference(value: float | None, other: float | None) -> float:
     """Relative for large numbers, absolute for small ones: a loss near 0 is all rounding."""
     if value is None or other is None:
-        return 0.0 if value is other else math.inf
+        # None: both were not finite, which is no difference.
+        if value is other:
+            return 0.0
+        return math.inf
     return abs(value - other) / max(1.0, abs(value), abs(other))
 
 
@@ -377,6 +390,7 @@ def _refusal(folder: Path, other_folder: Path, sampled: SampledBatch, other: Sam
         names.insert(0, "the tokenizer")
     if sampled.prompts != other.prompts:
         names.append("the prompts of the first rollout")
+    # The digest differs, and all else that is in it is equal.
     if not names:
         names.append("the ids that end an answer")
     return (

@@ -148,6 +148,7 @@ def read_rollouts(run: Path, choice: RolloutChoice = RolloutChoice()) -> Rollout
     count = 0
     for batch in journal_batches(folders):
         count += 1
+        # Figures are small; batches with their answers are dropped as soon as they are counted.
         newest = [*newest, _figures(batch)][-limit:]
     if not count:
         raise ConfigError(f"{run / FILE}: no batch is complete yet. Try again in a moment.")
@@ -161,6 +162,7 @@ def journal_folders(run: Path) -> list[tuple[str | None, Path]]:
     # Also where it is no file: reading it says so.
     if (run / FILE).exists():
         return [(None, run)]
+    # Sorted by their names, which begin with the number of the stage.
     stages = sorted(path.parent for path in (run / FOLDER).glob(f"*/{FILE}"))
     if stages:
         return [(folder.name, folder) for folder in stages]
@@ -192,6 +194,8 @@ def _read_answers(
         for _ in matching:
             pass
     else:
+        # Not a list: the answers of a long run may be larger than memory, and these keep `limit` of
+        # them.
         rewarded = (answer for answer in matching if answer.reward is not None)
         # Of equal rewards the newest come first.
         if choice.order == "best":
@@ -269,6 +273,10 @@ def _answers(batch: JournalBatch) -> Iterator[ReadAnswer]:
         question = ""
         if sampled.questions:
             question = sampled.questions[index // samples]
+        # An answer that was cut before its first token has no mean.
+        logprob = 0.0
+        if len(answer.ids):
+            logprob = fmean(answer.logprobs.tolist())
         reward = None
         parts: dict[str, float] = {}
         problems: tuple[str, ...] = ()
@@ -292,7 +300,7 @@ def _answers(batch: JournalBatch) -> Iterator[ReadAnswer]:
             problems=problems,
             finished=answer.finished,
             tokens=len(answer.ids),
-            logprob=fmean(answer.logprobs.tolist()) if len(answer.ids) else 0.0,
+            logprob=logprob,
         )
 
 
@@ -313,6 +321,7 @@ def _figures(batch: JournalBatch) -> RolloutFigures:
         reward = fmean(totals)
         lowest = min(totals)
         highest = max(totals)
+        # A reward may give further numbers for some answers only; it counts as 0 for the others.
         names = sorted({name for each in rewarded.parts for name in each})
         parts = {name: fmean(each.get(name, 0.0) for each in rewarded.parts) for name in names}
         samples = len(totals) // max(1, len(sampled.prompts))

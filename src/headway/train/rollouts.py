@@ -114,7 +114,8 @@ def open_prompts(resolved: Resolved) -> OpenData:
     tokenizer = resolved.tokenizer
     if tokenizer is None:
         raise ConfigError("data.train has prompts, which need a tokenizer. Set `tokenizer`.")
-    # Above 0, and within the model's context: both were checked before.
+    # Above 0, and within the model's context: both were checked before. A prompt that is longer
+    # would leave no room for a whole answer in a row.
     longest = config.seq_len - recipe.rollout.max_new_tokens
     next_number = 0
 
@@ -125,6 +126,7 @@ def open_prompts(resolved: Resolved) -> OpenData:
             prompts = read_prompts(
                 source, config.cache_dir, tokenizer, longest=longest, first_number=next_number
             )
+            # Numbers run on over all sources: in batches and in the journal one number is a prompt.
             next_number += prompts.num_documents
             members.append((source, prompts))
         return members
@@ -156,6 +158,8 @@ def prompt_loader(
     recipe: Recipe, data: OpenData, cursor: LoaderState | None, epochs: int | None
 ) -> Loader:
     """The batches of prompts from a cursor on; every rank reads all of them."""
+    # Without rank and ranks: which prompts a rank samples is decided later (`_sample`), so a run
+    # may resume on other ranks and answer the same ones.
     return Loader(
         prompt_config(recipe.data),
         sources=data.train,
@@ -277,6 +281,7 @@ class Rollouts:
     def check_rewards(self) -> None:
         """Refuse rewards that cannot work, before anything is sampled; all ranks together."""
         if self.recipe.reward:
+            # Making the panel checks it.
             self._on_first_rank(lambda: self.panel.names)
 
     def sampler(self, version: int) -> PolicySampler:
@@ -317,7 +322,9 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes of rewards. After a rollback the next loader starts them again."""
+        # Seen by the thread between two rounds (`_count_round`), which then ends the sampling.
         self._is_abandoned = self._begun is not None and not self._begun.done()
+        # The panel before the thread: a thread that waits for rewards ends when they are closed.
         if self._panel is not None:
             self._panel.close()
             self._panel = None
@@ -355,6 +362,7 @@ class Rollouts:
         if self.recipe.reward and self.is_first:
             # Processes of rewards end with the thread that has started them.
             _ = self.panel
+        # Here, before the updates begin; the thread then has the rewards alone.
         if sampled is None and not self._samples_beside:
             sampled = self._drawn(batch, numbers, version, start)
 
@@ -366,6 +374,7 @@ class Rollouts:
                 self.rewards(answers, in_thread=True)
 
         if self._thread is None:
+            # One thread: the batches reach the journal in their order.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="headway-rollouts")
         self._begun = self._thread.submit(work)
 
@@ -393,6 +402,7 @@ class Rollouts:
     def take_begun(self) -> None:
         """Wait for what was begun ahead, and raise what went wrong there."""
         self.settle()
+        # Taken off first: what failed is raised once, and the next loader begins anew.
         begun = self._begun
         self._begun = None
         if begun is not None:
@@ -414,6 +424,8 @@ class Rollouts:
                 has_same_weights = are_gone or sampled.training == training
                 if sampled.version in versions and sampled.digest == digest and has_same_weights:
                     return sampled
+            # In the middle of a rollout nothing can be sampled anew: the weights now are others
+            # than those of its first update.
             if self.state.step > start:
                 raise TrainingError(
                     f"rollout {batch}: its first update was done, and the journal has no answers "
@@ -425,6 +437,7 @@ class Rollouts:
             log.info(
                 "rollout %d was sampled by other weights or settings; it is sampled anew", batch
             )
+            # Later batches go, too: their weights were trained on the answers that are removed.
             self.journal.forget_from(batch)
             return None
 
@@ -444,6 +457,7 @@ class Rollouts:
         training = self._training_digest()
         began = time.perf_counter()
         samples = self.recipe.rollout.samples
+        # The key has the batch: a prompt that comes back in a later epoch gets other draws.
         drawn = self._sample(
             [
                 (number, sample, f"{batch}:{number}:{sample}")
@@ -505,6 +519,7 @@ class Rollouts:
                     advance(1)
 
                 here = sampler.sample(requests, temperature, on_round, cuts)
+        # Every rank gets all answers: each packs the rows of the whole step from their lengths.
         drawn: dict[int, DrawnAnswer] = {}
         for part in world.gather(dict(zip(mine, here, strict=True))):
             drawn |= part
@@ -533,9 +548,11 @@ class Rollouts:
 
         def earned() -> RewardedBatch:
             digest = self.panel.digest()
+            # With the digest: rewards that were changed since then are asked again.
             known = self.journal.rewards(sampled.batch)
             if known is not None and known.digest == digest:
                 return known
+            # From the main thread alone: `settle` beats for the other one, while it makes progress.
             if not in_thread:
                 self.ranks.world.heart.beat("rewards", self.state.step)
             rewarded = self._score(sampled.batch, sampled.answers)
@@ -580,7 +597,8 @@ class Rollouts:
         )
 
     def without_rewards(self, sampled: SampledBatch) -> RewardedBatch:
-        """Answers that a teacher judges token by token."""
+        """What answers earn that a teacher judges token by token: 0 each. It is not in the journal,
+        because nothing was asked."""
         return _unrewarded(sampled.batch, sampled.answers)
 
     def scores(self, sampled: SampledBatch, start: int) -> ScoredBatch:
@@ -614,6 +632,7 @@ class Rollouts:
             )
             for answer in sampled.answers
         ]
+        # All answers of the batch as the rows of one step. Their advantage of 0 is not read.
         step = answer_step(answers, self.step_rows(), self.state.epoch)
         info = StepInfo(self.state.step, 1, training=False)
         frozen = self.recipe.objective.needs.frozen
@@ -626,6 +645,7 @@ class Rollouts:
             reference = None
             if self.score is not None:
                 assert frozen is not None and frozen.token_column is not None
+                # The same rows through the frozen model: both numbers stand at the same positions.
                 scored_micro = self.score(micro.to(self.compute.device))
                 reference = scored_micro.extra[frozen.token_column].float().cpu().numpy()
             here = values.float().cpu().numpy()
@@ -633,17 +653,19 @@ class Rollouts:
                 part = slice(first, first + len(answers[answer].ids))
                 old[answer] = here[row, part].astype(np.float32)
                 if reference is not None:
+                    # k1, the sum of log p - log p_reference over the sampled tokens; in float64,
+                    # because the terms have both signs, and their sum may be small beside them.
                     difference = here[row, part].astype(np.float64) - reference[row, part]
                     divergence[answer] = float(difference.sum())
         for others_old, others_divergence in self._world.gather((old, divergence)):
             old |= others_old
             divergence |= others_divergence
         indices = range(len(answers))
+        divergences: tuple[float, ...] = ()
+        if self.score is not None:
+            divergences = tuple(divergence[index] for index in indices)
         scored = ScoredBatch(
-            sampled.batch,
-            start,
-            tuple(old[index] for index in indices),
-            tuple(divergence[index] for index in indices) if divergence else (),
+            sampled.batch, start, tuple(old[index] for index in indices), divergences
         )
         if self.is_first:
             self.journal.add(scored)
@@ -664,10 +686,11 @@ class Rollouts:
 
     def evaluate(self, name: str) -> dict[str, float]:
         """The rewards of the held-out prompts of a set; all ranks together."""
-        # The sampler gets other weights now.
+        # The sampler gets other weights now: what is sampled ahead must have ended.
         self.settle()
         rollout = self.recipe.rollout
         with Loader(
+            # The batches to be skipped are numbered in the training data.
             prompt_config(self.recipe.data).model_copy(update={"skip_batches": ""}),
             sources=self.data.valid[name],
             rows_per_step=rollout.prompts,
@@ -679,6 +702,8 @@ class Rollouts:
         ) as loader:
             numbers = [number for step, _ in loader for number in prompt_numbers(step)]
         samples = rollout.valid_samples
+        # The key has no step: validations of all steps draw with the same random numbers, so their
+        # differences come from the weights.
         answers = self._sample(
             [
                 (number, sample, f"valid:{number}:{sample}")
@@ -727,6 +752,7 @@ class Rollouts:
         """Run `work` on the first rank; its result, or its error, on every rank."""
         outcome: Any = None
         error: HeadwayError | None = None
+        # A reward that refuses must not skip the exchange below, in which the other ranks wait.
         if self.is_first:
             try:
                 outcome = work()
@@ -779,6 +805,7 @@ def prompt_numbers(step: StepBatch) -> list[int]:
     """The numbers of the prompts in a batch, in order."""
     numbers: list[int] = []
     for micro in step.microbatches:
+        # -1: a row without a prompt, at the end of an epoch.
         numbers += [number for number in micro.extra[PROMPT].tolist() if number >= 0]
     return numbers
 
@@ -812,6 +839,7 @@ class RolloutLoader:
         rollout = rollouts.recipe.rollout
         began = time.perf_counter()
         self._prompt_seconds = 0.0
+        # From the number of the step alone, so that a resumed run finds the same update.
         update = rollouts.state.step % rollout.num_updates
         if update == 0 or self._collected is None:
             rollouts.take_begun()
@@ -830,6 +858,7 @@ class RolloutLoader:
             self._state = collected.after
             self._collected = None
         else:
+            # A run that resumes in the middle of a rollout reads its prompts once more.
             self._state = collected.before
         self.read_seconds = time.perf_counter() - began
         self.rollout_seconds = self.read_seconds - self._prompt_seconds
@@ -868,6 +897,7 @@ class RolloutLoader:
         rollouts = self._rollouts
         steps = rollouts.recipe.steps
         start = rollouts.state.step + rollouts.recipe.rollout.num_updates
+        # Nothing would train on it.
         if steps is not None and start >= steps:
             return
         try:
@@ -875,6 +905,7 @@ class RolloutLoader:
         except StopIteration:
             return
         step, after = self._next
+        # The cursor counts the batches that were read; the number of this one is one less.
         rollouts.begin(after.batch - 1, prompt_numbers(step), start)
 
     def _next_prompts(self) -> tuple[StepBatch, LoaderState]:
@@ -915,6 +946,7 @@ class RolloutLoader:
                     groups.append(group)
             if len(groups) >= rollout.prompts:
                 break
+        # The last refill may have brought more than are missing; an update keeps its size.
         groups = groups[: rollout.prompts]
         # Every update needs a group; one without signal changes nothing. The last batch of an epoch
         # may have fewer prompts than a rollout has updates: some then train on the same answers.
@@ -945,11 +977,13 @@ class RolloutLoader:
             scored = rollouts.scores(sampled, start)
             old = scored.old
             if scored.divergence:
+                # Before the advantages: the divergence is compared within the group, as rewards are.
                 totals = [
                     total - weight * divergence
                     for total, divergence in zip(totals, scored.divergence, strict=True)
                 ]
         samples = rollouts.recipe.rollout.samples
+        # `_drawn` asks for all samples of a prompt one after the other.
         for first in range(0, len(sampled.answers), samples):
             part = slice(first, first + samples)
             answers = sampled.answers[part]
@@ -961,6 +995,8 @@ class RolloutLoader:
         """Numbers about the rollout, for the record of its updates."""
         samples = self._rollouts.recipe.rollout.samples
         answers = [answer for sampled, _ in batches for answer in sampled.answers]
+        # As if it were one batch, also where refill has read several: the record describes all that
+        # was sampled, not only what is trained on.
         joined = RewardedBatch(
             0,
             "",
@@ -1037,6 +1073,7 @@ def _reward_facts(rewarded: RewardedBatch, answers: Sequence[SampledAnswer]) -> 
     totals = np.array(rewarded.totals, np.float64)
     facts = {"reward": float(totals.mean()), "reward/std": float(totals.std())}
     names = sorted({name for parts in rewarded.parts for name in parts})
+    # The part of a single reward is the reward itself.
     if len(names) > 1:
         for name in names:
             facts[f"reward/{name}"] = sum(parts.get(name, 0.0) for parts in rewarded.parts) / count

@@ -84,6 +84,7 @@ def write_card(run: Path, options: CardOptions) -> str:
 
 def shown_recipe(run: Path) -> dict[str, Any]:
     """The settings of a run that its card shows, as they were given, without paths."""
+    # What a person wrote is shorter than the whole recipe, and says what mattered.
     path = run / GIVEN
     if not path.is_file():
         path = run / RECIPE
@@ -115,6 +116,7 @@ def _without_paths(value: Any) -> Any:
 
 def public_name(text: str) -> str:
     """A hub id as it is, and the last name of any other path."""
+    # NAME/NAME may also be a folder of the machine; it holds no more than the two names.
     if is_hub_id(text):
         return text
     if "/" in text or "\\" in text:
@@ -125,7 +127,10 @@ def public_name(text: str) -> str:
 def base_model(recipe: Mapping[str, Any]) -> str | None:
     """The model of the hub that a run began with."""
     init = recipe.get("init")
-    source = init.get("from") if isinstance(init, Mapping) else None
+    # The file as a person wrote it: any part may be missing or of another type.
+    source = None
+    if isinstance(init, Mapping):
+        source = init.get("from")
     if isinstance(source, str) and is_hub_id(source):
         return split_revision(source)[0]
     return None
@@ -135,11 +140,18 @@ def _sources(recipe: Mapping[str, Any]) -> Iterator[str]:
     """The names of the training data, of every stage."""
     for part in (recipe, *recipe.get("stages", ())):
         data = part.get("data")
-        train = data.get("train") if isinstance(data, Mapping) else None
+        if not isinstance(data, Mapping):
+            continue
+        # One path, or a list of paths and of sources with settings of their own.
+        train = data.get("train")
         if isinstance(train, str):
             yield train
-        for source in train if isinstance(train, list) else ():
-            name = source.get("path") if isinstance(source, Mapping) else source
+        if not isinstance(train, list):
+            continue
+        for source in train:
+            name = source
+            if isinstance(source, Mapping):
+                name = source.get("path")
             if isinstance(name, str):
                 yield name
 
@@ -236,7 +248,9 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
     """A table of the validation; of a run without one, the training loss."""
     rows: list[str] = []
     validation = summary.get("validation")
-    for set_name, metrics in validation.items() if isinstance(validation, Mapping) else ():
+    if not isinstance(validation, Mapping):
+        validation = {}
+    for set_name, metrics in validation.items():
         for name, values in metrics.items():
             cells = [_number(values.get(key)) for key in ("before", "best", "last")]
             rows.append(f"| {set_name} | {name} | {' | '.join(cells)} |")

@@ -35,7 +35,6 @@ class Config(EncoderConfig):
     )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
-        """The encoder."""
         from headway.model.encoders.cnn14_module import load_cnn14, mel_filters_of
         from headway.model.encoders.frozen import FrozenModule, files_identity
 

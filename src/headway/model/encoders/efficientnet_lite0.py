@@ -32,7 +32,6 @@ class Config(EncoderConfig):
     )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
-        """The encoder."""
         from headway.model.encoders.frozen import FrozenModule, files_identity
         from headway.model.encoders.lite0_module import Lite0Encoder, load_lite0
 

@@ -44,7 +44,6 @@ class Config(EncoderConfig):
     )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
-        """The encoder."""
         need("transformers", "model.aligner encoders of kind huggingface")
         from headway.model.encoders.huggingface_module import open_encoder
 

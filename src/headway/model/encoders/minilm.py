@@ -28,7 +28,6 @@ class Config(EncoderConfig):
     )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
-        """The encoder."""
         from headway.model.encoders.huggingface import Config as FolderConfig
 
         files = package_files(PACKAGE, "model.aligner.encoders.text.kind minilm")

@@ -40,7 +40,6 @@ class Config(EncoderConfig):
     )
 
     def build(self, modality: str) -> FrozenMediaEncoder:
-        """The encoder."""
         from headway.model.encoders.frozen import FrozenModule, files_identity
         from headway.model.encoders.mobilenet_v4_module import MobileNetV4Encoder, load_mobilenet_v4
 

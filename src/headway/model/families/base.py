@@ -56,29 +56,31 @@ MEMBERS = (
 
 
 class Join(Protocol):
-    """Tensors of theirs that become parameters of ours together, where no simpler piece says how."""
+    """Tensors of a Hugging Face folder that become parameters together, where no simpler piece says
+    how. `to_hf(from_hf(tensors))` gives the tensors back: a model that was read is exported as it
+    was."""
 
     @property
-    def theirs(self) -> tuple[str, ...]:
-        """Their names."""
+    def hf_names(self) -> tuple[str, ...]:
+        """The names of the tensors; all of them are needed for any parameter."""
         ...
 
     @property
-    def ours(self) -> tuple[str, ...]:
-        """Our names."""
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters; all of them are needed for any tensor."""
         ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each of theirs."""
+        """The shape of each tensor, by its name in the folder."""
         ...
 
-    def to_ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our parameters, of all of their tensors."""
+    def from_hf(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters, of all tensors by their names in the folder."""
         ...
 
-    def to_theirs(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors, of all of our parameters."""
+    def to_hf(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, of all parameters."""
         ...
 
 

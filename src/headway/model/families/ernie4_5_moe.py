@@ -41,6 +41,7 @@ RENAMED = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
 WHOLE = ("moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index")
 FIXED = {"moe_gate": "topk", "use_rmsnorm": True, "moe_layer_interval": 1}
 """Keys of which one value is computed."""
+# Biases of routers and the tensors that predict more tokens, as the published folders name them.
 BIAS = ".moe_statics."
 MORE_TOKENS = "model.mtp_"
 
@@ -48,12 +49,12 @@ to_hf_model = with_bias
 
 
 def to_hf_name(name: str) -> str:
-    """Their name of a parameter."""
+    """The name in a folder: biases of routers stand beside the gate there, not in it."""
     return name.replace(f".gate.{ROUTER_BIAS}", f"{BIAS}{ROUTER_BIAS}")
 
 
 def from_hf_name(name: str) -> str | None:
-    """Our name of a tensor."""
+    """The name of a parameter; None for a tensor that is not read."""
     if name.startswith(MORE_TOKENS):
         return None
     return shared.own_name_or_none(name.replace(BIAS, ".gate."))
@@ -61,27 +62,28 @@ def from_hf_name(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class _BiasRow:
-    """Their bias of a router is a row [1, experts], ours a vector [experts]."""
+    """A `Join` of one tensor: the bias of a router is a row [1, experts] in the folder, and a vector
+    [experts] in the model."""
 
     name: str
     experts: int
 
     @property
-    def theirs(self) -> tuple[str, ...]:
+    def hf_names(self) -> tuple[str, ...]:
         return (to_hf_name(self.name),)
 
     @property
-    def ours(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         return (self.name,)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {to_hf_name(self.name): (1, self.experts)}
 
-    def to_ours(self, values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    def from_hf(self, values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
         return {self.name: values[to_hf_name(self.name)].reshape(-1)}
 
-    def to_theirs(self, values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    def to_hf(self, values: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
         return {to_hf_name(self.name): values[self.name].reshape(1, -1)}
 
 
@@ -98,11 +100,12 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an ERNIE 4.5 mixture's config.json."""
     named = {RENAMED.get(key, key): value for key, value in hf_config.items()}
     for key, value in FIXED.items():
-        given = named.pop(key, value)
-        if given != value:
+        hf_value = named.pop(key, value)
+        if hf_value != value:
             raise ConfigError(
-                f"{key} is {shared.shown(given)}; headway computes only {value!r} in this family."
+                f"{key} is {shared.shown(hf_value)}; headway computes only {value!r} in this family."
             )
+    # Renamed first: what is shared by the families knows experts by the names of DEFAULTS.
     settings = shared.validate_hf_config(named, DEFAULTS)
     shared.default_theta(settings, THETA)
     for key in WHOLE:
@@ -111,12 +114,15 @@ def read(hf_config: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(f"{key} is {shared.shown(value)}; a whole number is expected.")
     layers = settings["num_hidden_layers"]
     last = settings["moe_layer_end_index"]
+    # -1 is the last layer, as transformers reads it.
     if last != -1 and last < layers - 1:
         raise ConfigError(
             f"moe_layer_end_index is {last}; headway reads mixtures up to the last layer, "
             f"{layers - 1}."
         )
 
+    # Shared experts that are added up are one expert of as many times their size. config.json has
+    # no rate for the biases of routers, so they stay as they are.
     size = settings["moe_intermediate_size"]
     experts = read_experts(
         settings,

@@ -449,7 +449,7 @@ def _read(
     join = pieces[0].piece.join
     if join is not None:
         values = {stored.piece.name: _read_piece(folder, files, stored) for stored in pieces}
-        return join.to_ours(values)[name]
+        return join.from_hf(values)[name]
     if pieces[0].piece.scales is not None or pieces[0].piece.step > 1:
         return _read_expert_by_expert(folder, files, pieces[0])
 

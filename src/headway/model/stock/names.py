@@ -31,35 +31,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StockJoin:
-    """Tensors of theirs that become parameters of ours together; implements `Join` of
+    """Tensors of a folder that become parameters of the class together; implements `Join` of
     families/base.py."""
 
     model: Any
     """The class, without memory."""
     converter: Any
-    """Of transformers: from theirs to ours."""
+    """Of transformers: from the tensors of a folder to parameters."""
     key: str
     sources: tuple[tuple[str, str], ...]
-    """Name of a tensor of theirs, and the pattern by which the converter knows it."""
-    ours: tuple[str, ...]
+    """Name of a tensor in the folder, and the pattern by which the converter knows it."""
+    names: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of theirs."""
+    """Of the tensors in the folder."""
 
     @property
-    def theirs(self) -> tuple[str, ...]:
-        """Their names."""
+    def hf_names(self) -> tuple[str, ...]:
+        """The names of the tensors in the folder."""
         return tuple(name for name, _ in self.sources)
 
-    def to_ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our parameters, of all of their tensors."""
+    def from_hf(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters, of all tensors by their names in the folder."""
+        # A converter collects tensors until it has all of them, so each join needs a new one.
         converter = copy.deepcopy(self.converter)
         for name, pattern in self.sources:
             converter.add_tensor(self.key, name, pattern, values[name])
         converted = converter.convert(self.key, model=self.model, config=self.model.config)
         return {name: _only(value).contiguous() for name, value in converted.items()}
 
-    def to_theirs(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their tensors, of all of our parameters."""
+    def to_hf(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the folder, of all parameters."""
         return _reverted(self.model, values)
 
 
@@ -100,28 +101,29 @@ class StockNames:
             for converter in self._converters
             for pattern in converter.source_patterns
         }
-        # All at once: a tensor of theirs may be cut into several of ours.
+        # All at once: one tensor of the folder may be cut into several parameters.
         values = {name: value.detach() for name, value in parameters.items()}
-        theirs = _reverted(model, values)
+        tensors = _reverted(model, values)
         sources: dict[str, list[tuple[str, str]]] = {}
-        for name in theirs:
+        for name in tensors:
             key, pattern = self._renamed(name)
             if pattern is not None:
                 sources.setdefault(key, []).append((name, pattern))
 
         joins: dict[str, StockJoin] = {}
         for key, pairs in sources.items():
-            shapes = {name: tuple(theirs[name].shape) for name, _ in pairs}
+            shapes = {name: tuple(tensors[name].shape) for name, _ in pairs}
             converter = by_pattern[pairs[0][1]]
             draft = StockJoin(model, converter, key, tuple(pairs), (), shapes)
-            made = draft.to_ours({name: theirs[name] for name, _ in pairs})
-            for name, value in made.items():
+            # Which parameters come out, only a conversion says.
+            converted = draft.from_hf({name: tensors[name] for name, _ in pairs})
+            for name, value in converted.items():
                 if name not in parameters or value.shape != parameters[name].shape:
                     raise ConfigError(
                         f"{self._class} joins or cuts {pairs[0][0]} in a way that headway cannot follow."
                     )
-            join = StockJoin(model, converter, key, tuple(pairs), tuple(made), shapes)
-            joins |= dict.fromkeys(made, join)
+            join = StockJoin(model, converter, key, tuple(pairs), tuple(converted), shapes)
+            joins |= dict.fromkeys(converted, join)
         return joins
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
@@ -136,9 +138,9 @@ class StockNames:
         if join is None:
             return (HfPiece(self._hf_names[name]),)
         # Some folders hold what transformers would join as it is in the class.
-        if stored is not None and name in stored and join.theirs[0] not in stored:
+        if stored is not None and name in stored and join.hf_names[0] not in stored:
             return (HfPiece(name),)
-        return tuple(HfPiece(theirs, join=join) for theirs in join.theirs)
+        return tuple(HfPiece(hf_name, join=join) for hf_name in join.hf_names)
 
     def to_hf_name(self, name: str) -> str:
         """The name in a folder of a parameter that is one tensor there."""

@@ -20,7 +20,6 @@ class Config(HookConfig):
     kind: str = setting("all_reduce", "all_reduce.", on_resume="free")
 
     def build(self, device: torch.device) -> AllReduce:
-        """Make the hook."""
         return AllReduce()
 
 

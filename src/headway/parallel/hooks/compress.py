@@ -23,7 +23,6 @@ class Config(HookConfig):
     )
 
     def build(self, device: torch.device) -> Compress:
-        """Make the hook."""
         return Compress(self.dtype, device)
 
 

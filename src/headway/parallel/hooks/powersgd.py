@@ -91,7 +91,6 @@ class Config(HookConfig):
             )
 
     def build(self, device: torch.device) -> PowerSGD:
-        """Make the hook."""
         return PowerSGD(self, device)
 
 

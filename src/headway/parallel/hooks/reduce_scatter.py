@@ -33,7 +33,6 @@ class Config(HookConfig):
             )
 
     def build(self, device: torch.device) -> ReduceScatter:
-        """Make the hook."""
         return ReduceScatter(device)
 
 

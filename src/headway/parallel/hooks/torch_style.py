@@ -53,7 +53,6 @@ class Config(HookConfig):
             )
 
     def build(self, device: torch.device) -> TorchStyle:
-        """Make the hook."""
         state = None
         if self.state is not None:
             state = find(self.state, "state")(**self.options)

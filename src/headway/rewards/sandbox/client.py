@@ -39,6 +39,7 @@ class SandboxClient:
     def require(self) -> None:
         """Run a program that must work; what is missing is a SandboxRefusal with its remedy."""
         result = self.run(PROBE, None, "12345", 30.0)
+        # The length, not the text: what comes back shows that the program ran.
         if result.status != "ended" or result.output.strip() != "5":
             raise SandboxRefusal(
                 f"Python does not start in a sandbox (exit code {result.code}). Its libraries may "
@@ -78,6 +79,8 @@ class SandboxClient:
         """A new interpreter with an empty environment and no file but its pipes."""
         source = Path(headway.__file__).parents[1]
         return subprocess.Popen(
+            # -P: no module of the working directory stands in for one of Python. -B: nothing is
+            # written into folders of the user.
             [sys.executable, "-P", "-B", "-m", "headway.rewards.sandbox.launcher"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

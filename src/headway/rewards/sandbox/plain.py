@@ -48,6 +48,7 @@ def _decoded(encoded: Any) -> Any:
         return None
     content = contents[0]
     if kind == "complex":
+        # Hexadecimal is exact, and has texts for NaN and infinity, which JSON lacks.
         return complex(float.fromhex(content), float.fromhex(contents[1]))
     if kind == "dict":
         pairs = [(_hashable(_decoded(key)), _decoded(value)) for key, value in content]

@@ -35,6 +35,8 @@ def main() -> None:
         exec(compile(source, "answer.py", "exec"), {"__name__": "__main__"})
         return
 
+    # Not "__main__": what a program does only as a script, such as reading input, is no part of
+    # a test that calls its functions.
     names = {"__name__": "answer"}
     exec(compile(source, "answer.py", "exec"), names)
     values = []
@@ -43,6 +45,7 @@ def main() -> None:
             exec(compile(step["code"], "test", "exec"), names)
             continue
         try:
+            # What cannot be sent fails its own test alone: the others are asked all the same.
             value = encode(eval(compile(step["code"], "test", "eval"), names), 0)
         except Exception:
             value = None
@@ -59,6 +62,7 @@ def encode(value, depth):
         raise TypeError("too deep")
     if value is None:
         return ["none"]
+    # Before int, of which bool is a subclass.
     if isinstance(value, bool):
         return ["bool", bool(value)]
     if isinstance(value, int):

@@ -29,6 +29,7 @@ class CodeScorer:
         if inputs["tests"] is None:
             raise ValueError("the record has no tests")
         trials = read_trials(inputs["tests"], inputs["entry_point"], self.settings["tolerance"])
+        # None, the default, keeps all.
         trials = trials[: self.settings["max_tests"]]
         total = sum(trial.tests for trial in trials)
         passed = 0

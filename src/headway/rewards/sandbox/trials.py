@@ -87,6 +87,8 @@ class AssertTrial:
     def _holds(self, claim: Claim, encoded: list[Any], run_alone: RunAlone) -> bool:
         try:
             values = [decode(encoded[number]) for number in claim.questions]
+            # Compared here: decoded values are of Python's own types, whose == runs no code of
+            # the program.
             if claim.literal is not None:
                 return bool(values[0] == ast.literal_eval(claim.literal))
             return self._computed(claim, values, run_alone)
@@ -162,6 +164,7 @@ def read_trials(
 ) -> list[CodeTrial]:
     """The runs of a record's tests; raises TestRefusal."""
     if isinstance(tests, str):
+        # Parquet files have nested tests as JSON. A test in Python may begin with a bracket, too.
         if tests.lstrip().startswith(("{", "[")):
             try:
                 parsed = json.loads(tests)
@@ -216,7 +219,8 @@ def _paired(tests: dict[str, Any], tolerance: float) -> list[CodeTrial]:
         arguments = stdin_or_arguments
         if isinstance(arguments, str):
             arguments = _json_lines(arguments)
-            expected = _json_lines(expected)[0] if isinstance(expected, str) else expected
+            if isinstance(expected, str):
+                expected = _json_lines(expected)[0]
         if not isinstance(arguments, list):
             raise TestRefusal("inputs of fn_name must be lists of arguments")
         trials.append(CallTrial(str(function), cast(list[Any], arguments), expected, tolerance))
@@ -297,6 +301,7 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
         return named.keys() == expected.keys() and all(
             same_value(named[key], item, tolerance) for key, item in expected.items()
         )
+    # True == 1 in Python, and not in JSON.
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):

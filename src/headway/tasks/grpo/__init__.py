@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from headway.tasks.grpo.loss import PolicyTask
 
 SMALLEST_STD = 1e-4
-"""Added to the standard deviation of rewards, as in TRL."""
+"""Added to the standard deviation of rewards, as in TRL: answers with equal rewards have the
+advantage 0, not 0 / 0."""
 
 Algorithm = Literal["grpo", "dr_grpo", "bnpo", "dapo", "gspo", "cispo", "rloo"]
 Ratio = Literal["token", "sequence", "whole"]
@@ -222,11 +223,12 @@ class Config(TaskConfig):
         if kind == "leave_one_out":
             # r_i - (sum - r_i) / (n - 1) = (r_i - mean) n / (n - 1)
             return [deviation * count / (count - 1) for deviation in deviations]
+        # Divided by count - 1, as torch.std in TRL.
         variance = math.fsum(deviation**2 for deviation in deviations) / (count - 1)
         return [deviation / (math.sqrt(variance) + SMALLEST_STD) for deviation in deviations]
 
     def build(self) -> PolicyTask:
-        """Make the objective."""
+        """The task; `with_sampling` has told how answers are sampled."""
         from headway.tasks.grpo.loss import PolicyTask
 
         return PolicyTask(self, self.answer_sampling)

@@ -16,6 +16,13 @@ the advantage and w the weight of a token:
            1 / longest answer, per answers              longest
            1, per targets                               token
 
+Sources: the clipped loss of a token's ratio is that of PPO (Schulman 2017, arXiv:1707.06347), with
+one advantage for all tokens of an answer in GRPO (2402.03300). A clip_high above clip_low and the
+weight 1 of every token are DAPO's (2503.14476), the division by a constant length is Dr. GRPO's
+(2503.20783), the ratio of a whole answer to the power 1 / length GSPO's (2507.18071), and the
+clipped ratio as a weight of log-probabilities CISPO's (2506.13585). k1, k2 and k3 are named as in
+Schulman 2020, "Approximating KL Divergence".
+
 A term's sum is divided by the total of the whole step, so microbatches, packing and ranks change
 nothing. Shapes: B rows, T tokens of a row, S documents of a row.
 """
@@ -61,6 +68,8 @@ class PolicyTask:
         scored = answers.scored
 
         advantage = answers.advantage
+        # With A = log p_teacher - log p of a sampled token, the policy gradient is that of
+        # -KL(policy || teacher). Neither number carries a gradient.
         if self.config.teacher is not None:
             assert scored is not None
             advantage = advantage + self.config.teacher_weight * (scored - old)
@@ -71,10 +80,14 @@ class PolicyTask:
 
         clip_low = self.parts.clip_low
         if clip_low is None:
+            # CISPO: the cut ratio is a weight, so every token keeps the gradient of its
+            # log-probability. Under the other rule a token beyond the clip has none.
             value = ratio.detach().clamp(max=self.parts.clip_high) * advantage * log_prob
             is_low = torch.zeros_like(mask)
             is_high = (ratio > self.parts.clip_high).to(mask.dtype)
         else:
+            # The lower of both values: a ratio beyond the clip gains nothing more, and still loses.
+            # A token counts as clipped where that took its gradient: the side depends on A's sign.
             clipped = ratio.clamp(1 - clip_low, 1 + self.parts.clip_high)
             value = torch.minimum(ratio * advantage, clipped * advantage)
             is_low = ((ratio < 1 - clip_low) & (advantage < 0)).to(mask.dtype)
@@ -107,6 +120,7 @@ class PolicyTask:
             return difference
         sums = batch.sum_documents(difference * mask)
         if self.parts.ratio == "sequence":
+            # Padding is a document without a target: its length of 0 must not divide.
             sums = sums / lengths.clamp(min=1)
         return batch.per_token(sums)
 
@@ -117,6 +131,8 @@ class PolicyTask:
         if self.config.importance == "off":
             return torch.ones_like(difference)
         difference = difference.detach() * mask
+        # exp(sum) is the exact weight of an answer, and of a high variance; a weight for each token
+        # has a bias and a lower variance.
         if self.config.importance == "sequence":
             difference = batch.per_token(batch.sum_documents(difference))
         return difference.clamp(max=MOST_LOG_RATIO).exp().clamp(max=self.config.importance_cap)
@@ -126,12 +142,14 @@ class PolicyTask:
         weighting = self.parts.weighting
         if weighting == "token":
             return mask, "targets"
+        # The same number for all answers: their own length would favour long answers that are wrong.
         if weighting == "longest":
             return mask / self.sampling.longest, ANSWERS
         return mask / batch.per_token(lengths.clamp(min=1)), ANSWERS
 
     def _kl(self, difference: Tensor) -> Tensor:
-        """The estimate of the KL divergence from d = log p_reference - log p, [B,T]."""
+        """The estimate of the KL divergence from d = log p_reference - log p, [B,T]: -d (k1), d^2 / 2
+        (k2), or e^d - d - 1 (k3), which is never negative and has the mean of k1."""
         if self.config.kl == "k1":
             return -difference
         if self.config.kl == "k2":

@@ -65,7 +65,6 @@ class Config(TaskConfig):
         return TaskNeeds(frozen=ReferenceSpec(self.reference, is_cached, RecordColumns()))
 
     def build(self) -> KTO:
-        """Make the task."""
         from headway.tasks.kto.loss import KTO
 
         return KTO(self)

@@ -90,7 +90,7 @@ class KLPartners:
 
     def partner(self, record: int) -> int:
         """The record whose answer follows this one's prompt."""
-        # The answer to the same prompt would not be a mismatch: records of one prompt often stand
+        # A KL completion needs an answer to another prompt, and records of one prompt often stand
         # together. After MOST_SAME of them the last one is taken all the same, to bound the work.
         prompt = self._checksum(record)
         candidate = record

@@ -76,6 +76,7 @@ def clip_pair(draft: ImportDraft, key: str, value: Any) -> None:
 def divergence(draft: ImportDraft, key: str, value: Any) -> None:
     """The weight of the divergence: in the loss with use_kl_loss, else in the reward."""
     draft.write(key, value, "objective.beta", number(key, value))
+    # Read here, whichever key comes first in the file; use_kl_loss itself has nothing to set.
     in_loss = draft.value("use_kl_loss", default=False)
     if number(key, value) and not in_loss:
         draft.set("objective.kl_in", "reward")
@@ -95,6 +96,8 @@ def prompts(draft: ImportDraft, key: str, value: Any) -> None:
 
 def label(draft: ImportDraft, key: str, value: Any) -> None:
     """The column of the right answer."""
+    # OpenRLHF hands the label to a reward function. For labels that are right answers this is math;
+    # the report shows the choice.
     draft.set("reward", [{"kind": "math", "column": text(key, value)}])
     draft.tell(key, value, "set", f"reward: [{{kind: math, column: {value}}}]")
 
@@ -224,6 +227,7 @@ RULES: dict[str, Rule] = {
 def defaults(draft: ImportDraft) -> dict[str, Any]:
     """What OpenRLHF assumes."""
     return {
+        # With a critic, so a file that names no estimator is refused and not trained otherwise.
         "advantage_estimator": "gae",
         "eps_clip": 0.2,
         "init_kl_coef": 0.01,
@@ -241,6 +245,7 @@ def defaults(draft: ImportDraft) -> dict[str, Any]:
 def finish(draft: ImportDraft) -> None:
     """The size of a rollout and its updates."""
     prompt_count = integer("batch", draft.value("rollout_batch_size", default=1024))
+    # rollout_batch_size counts prompts, train_batch_size answers.
     answers = prompt_count * draft.get("rollout.samples")
     of_update = integer("batch", draft.value("train_batch_size", default=128))
     set_rollouts(draft, prompt_count, -(-answers // of_update), "train_batch_size")

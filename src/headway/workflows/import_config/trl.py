@@ -93,14 +93,20 @@ def lower(draft: ImportDraft, key: str, value: Any) -> None:
 
 def functions(draft: ImportDraft, key: str, value: Any) -> None:
     """Rewards by name, with their weights."""
-    names = value if isinstance(value, list) else [value]
+    names = value
+    if not isinstance(value, list):
+        names = [value]
+    # TRL has 1 for each where there is no list.
     weights = draft.value("reward_weights", default=[None] * len(names))
     if not isinstance(weights, list) or len(weights) != len(names):
         raise ConfigError(
             f"reward_weights is {shown(weights)}; it must have one number for each of reward_funcs."
         )
     for name, weight in zip(names, weights, strict=True):
-        add_reward(draft, key, name, None if weight is None else float(number(key, weight)))
+        factor = None
+        if weight is not None:
+            factor = float(number(key, weight))
+        add_reward(draft, key, name, factor)
 
 
 def dataset(draft: ImportDraft, key: str, value: Any) -> None:
@@ -141,6 +147,7 @@ def importance(draft: ImportDraft, key: str, value: Any) -> None:
 def peft(draft: ImportDraft, key: str, value: Any) -> None:
     """LoRA, whose size other keys give."""
     if yes(key, value):
+        # The size and alpha that TRL's ModelConfig has for lora_r and lora_alpha.
         draft.default("adapter.rank", 16)
         draft.default("adapter.alpha", 32)
         draft.tell(key, value, "set", "adapter: {rank, alpha}")
@@ -268,6 +275,7 @@ def finish(draft: ImportDraft) -> None:
     default_answers = per_device * integer(
         "batch", draft.value("steps_per_generation", default=accumulate)
     )
+    # TRL takes one of the two keys; generation_batch_size says it directly.
     answers = integer("batch", draft.value("generation_batch_size", default=default_answers))
     if answers % samples:
         draft.tell(

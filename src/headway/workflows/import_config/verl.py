@@ -44,6 +44,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 ADVANTAGES = {"grpo": "std", "rloo": "leave_one_out"}
+# verl has two names for each estimate.
 KL_FORMS = {
     "kl": "k1",
     "k1": "k1",
@@ -52,6 +53,8 @@ KL_FORMS = {
     "low_var_kl": "k3",
     "k3": "k3",
 }
+UNBOUNDED_REFILL = 10
+"""Further batches of prompts where verl samples until it has enough."""
 WEIGHTINGS = {
     "token-mean": "token",
     "seq-mean-token-mean": "answer",
@@ -68,6 +71,7 @@ def estimator(draft: ImportDraft, key: str, value: Any) -> None:
             "which need no critic."
         )
     advantage = ADVANTAGES[value]
+    # Without the division by the standard deviation this is Dr. GRPO's advantage.
     by_std = yes(key, draft.value("algorithm.norm_adv_by_std_in_grpo", default=True))
     if value == "grpo" and not by_std:
         advantage = "mean"
@@ -89,6 +93,7 @@ def loss_mode(draft: ImportDraft, key: str, value: Any) -> None:
 def clip(draft: ImportDraft, key: str, value: Any) -> None:
     """Both bounds, where none is given by itself."""
     bound = number(key, value)
+    # `default` keeps what clip_ratio_low and clip_ratio_high have set, whichever key came first.
     draft.default("objective.clip_low", bound)
     draft.default("objective.clip_high", bound)
     draft.tell(key, value, "set", f"objective.clip_low, objective.clip_high: {bound:g}")
@@ -117,6 +122,7 @@ def files(draft: ImportDraft, key: str, value: Any) -> None:
     """Parquet files of prompts."""
     paths = value
     if isinstance(value, str):
+        # A shell script has them as one text: [a.parquet,b.parquet], with or without quotes.
         paths = re.findall(r"[^\s\[\],'\"]+", value)
     if not isinstance(paths, list) or not paths:
         raise ConfigError(f"{key} is {shown(value)}; it must be a path or a list of paths.")
@@ -125,10 +131,11 @@ def files(draft: ImportDraft, key: str, value: Any) -> None:
         draft.set("data.train", sources)
         draft.tell(key, value, "set", "data.train: kind prompt")
         return
-    sets_by_name = {
-        f"valid_{number}" if len(sources) > 1 else "valid": [source]
-        for number, source in enumerate(sources)
-    }
+    # A set for each file: verl, too, reports the data sets of a validation one by one.
+    if len(sources) == 1:
+        sets_by_name = {"valid": sources}
+    else:
+        sets_by_name = {f"valid_{number}": [source] for number, source in enumerate(sources)}
     draft.set("data.valid.sets", sets_by_name)
     draft.tell(key, value, "set", "data.valid.sets")
 
@@ -140,7 +147,10 @@ def filtering(draft: ImportDraft, key: str, value: Any) -> None:
         return
     most = integer(key, draft.value("algorithm.filter_groups.max_num_gen_batches", default=0))
     # The first batch counts there; 0 means no bound, which a run that ends cannot have.
-    draft.write(key, value, "rollout.refill", max(1, most - 1) if most > 0 else 10)
+    refill = UNBOUNDED_REFILL
+    if most > 0:
+        refill = max(1, most - 1)
+    draft.write(key, value, "rollout.refill", refill)
 
 
 def overlong(draft: ImportDraft, key: str, value: Any) -> None:
@@ -166,6 +176,7 @@ def loggers(draft: ImportDraft, key: str, value: Any) -> None:
     """Trackers by name."""
     names = value
     if isinstance(value, str):
+        # As the files: one text such as [console,wandb] in a script.
         names = re.findall(r"\w+", value)
     for name in words(key, names):
         if name == "console":
@@ -197,6 +208,7 @@ def positive(path: str, convert: Any) -> Rule:
 
 ENGINE = automatic("the model samples in the processes that train it; no second engine")
 PLACEMENT = automatic("no placement: the ranks that train also sample")
+# The first pattern that matches a key counts, so those with a star come last in their group.
 RULES: dict[str, Rule] = {
     "data.train_files": files,
     "data.val_files": files,
@@ -325,10 +337,12 @@ RULES: dict[str, Rule] = {
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
     """What verl assumes."""
+    # Either bound given by itself leaves the common one without a use.
     clip_default = {}
     if draft.value(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high") is None:
         clip_default = {f"{ACTOR}.clip_ratio": 0.2}
     return {
+        # With a critic, so a file that names no estimator is refused and not trained otherwise.
         "algorithm.adv_estimator": "gae",
         f"{ACTOR}.optim.lr": 1e-6,
         f"{ACTOR}.optim.weight_decay": 0.01,
@@ -344,6 +358,7 @@ def finish(draft: ImportDraft) -> None:
     """The size of a rollout and its updates."""
     prompts = integer("batch", draft.value("data.train_batch_size", default=1024))
     of_update = integer("batch", draft.value(f"{ACTOR}.ppo_mini_batch_size", default=256))
+    # Rounded up: a last, smaller batch is an update there as well.
     set_rollouts(draft, prompts, -(-prompts // of_update), f"{ACTOR}.ppo_mini_batch_size")
     set_length(draft, draft.value("data.max_prompt_length"))
     draft.default("optim.schedule.kind", "constant")
