@@ -145,6 +145,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 def test_ranks_that_share_layers_answer_like_one(folders: dict[str, Path]) -> None:
     def on_ranks(group: RankGroup) -> dict[str, Any]:
         models = {name: load_model(folder, group=group) for name, folder in folders.items()}

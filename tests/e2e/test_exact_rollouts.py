@@ -84,6 +84,7 @@ def test_no_bit_differs_and_the_journal_has_what_the_sampler_recorded(
     assert all((values < 0).all() for values in recorded)
 
 
+@pytest.mark.slow
 def test_merged_adapters_have_the_gradients_of_updates_beside_the_weights(folder: Path) -> None:
     adapter = ("adapter.rank=4", "optim.lr=1e-2", "steps=3")
     exact = run(folder, "merged", *adapter)
@@ -118,6 +119,7 @@ def test_no_bit_differs_on_two_ranks(folder: Path, plain: Records, strategy: str
     assert sampled_ids(folder / "runs" / strategy) == sampled_ids(folder / "runs/plain")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_bits(folder: Path, plain: Records) -> None:
     recipe = rollout_recipe(folder, "again", EXACT)
     train(recipe)

@@ -194,6 +194,7 @@ def test_the_reward_rises(folder: Path) -> None:
 CUT = ("rollout.top_k=20", "rollout.top_p=0.8", "rollout.min_p=0.01", "optim.lr=1e-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["alone", "tensor"])
 def test_with_cuts_trainer_and_sampler_agree_on_what_could_be_drawn(
     folder: Path, layout: str

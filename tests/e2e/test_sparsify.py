@@ -53,6 +53,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     recipe: Path,
     tmp_path: Path,

@@ -24,4 +24,4 @@ def test_the_way_of_a_row_can_be_read_in_one_sitting() -> None:
     files = [file for file, _ in ROW.findall(first_table)]
     lines = [len((ROOT / "src" / "headway" / file).read_text().splitlines()) for file in files]
     assert 15 <= len(files) <= 25
-    assert sum(lines) < 6000
+    assert sum(lines) < 6200

@@ -85,7 +85,11 @@ def read_prompts(path: Path) -> list[str]:
                 "MiB. Give fewer prompts."
             )
         lines = data.decode("utf-8").splitlines()
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"prompts-file is {str(path)!r}, which {error.strerror or error}."
+        ) from None
+    except ValueError as error:
         raise ConfigError(
             f"prompts-file is {str(path)!r}; it cannot be read as text: {error}."
         ) from None

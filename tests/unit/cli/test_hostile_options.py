@@ -98,7 +98,7 @@ def test_every_option_takes_or_refuses_hostile_values_in_one_line(
         (["--top-p", "nan"], "--top-p is nan"),
         (
             ["--prompts-file", "/dev/full"],
-            "prompts-file is '/dev/full', which holds more than 64 MiB",
+            "prompts-file is '/dev/full', which is a device or a pipe; a file is expected",
         ),
     ],
 )

@@ -277,6 +277,7 @@ def test_questions_are_asked_in_a_chat_template_and_the_answer_begins_behind_it(
         assert len(asked.ids) + asked.new_tokens <= 1600
 
 
+@pytest.mark.slow
 def test_rulers_tasks_are_chosen_by_one_name_and_what_is_left_out_is_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

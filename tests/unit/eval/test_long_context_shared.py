@@ -216,6 +216,7 @@ def without_speeds(report: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_an_evaluation_killed_between_measurements_ends_like_an_uninterrupted_one(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

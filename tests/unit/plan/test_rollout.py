@@ -440,6 +440,7 @@ def test_a_run_estimates_the_bytes_of_its_plan(tmp_path: Path) -> None:
 # ---- the command
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_rollout_and_finds_layouts() -> None:
     job = planned(world=8).job
     plans = best_plans(job, 3)

@@ -225,6 +225,7 @@ TRICKS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_sandbox
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize(

@@ -189,11 +189,14 @@ def test_further_numbers_of_a_mapping_are_parts_without_weight(tmp_path: Path) -
         ("raise BaseException('x')", ""),
         ("open(answer + '.bin', 'wb').truncate(1 << 50)", "OSError"),
         (FILL, "OSError"),
-        (LISTEN, "no answer within"),
-        (FORKS, "no answer within"),
+        # These three end at their time limit, as the endless loop below does.
+        pytest.param(LISTEN, "no answer within", marks=pytest.mark.slow),
+        pytest.param(FORKS, "no answer within", marks=pytest.mark.slow),
         ("import threading\nthreading.stack_size(1 << 20)\nraise RecursionError", "RecursionError"),
         ("sys.stdout.close(); sys.stderr.close(); os.closerange(3, 99); raise ValueError", ""),
-        ("sys.setrecursionlimit(1 << 30)\nf = lambda: f()\nf()", ""),
+        pytest.param(
+            "sys.setrecursionlimit(1 << 30)\nf = lambda: f()\nf()", "", marks=pytest.mark.slow
+        ),
         ("return {'score': 1}", "without the key `reward`"),
         ("sys.exit(0)", "SystemExit"),
         ("os._exit(0)", "the process ended"),
