@@ -266,8 +266,8 @@ def pictures_of(request: EngineRequest, length: int) -> PictureTensors:
     position = torch.tensor([positions], dtype=torch.int32)
     if not rows_of_features:
         return PictureTensors(position)
-    embeddings = torch.from_numpy(np.concatenate(rows_of_features))
-    return PictureTensors(position, torch.tensor([slots]), embeddings=embeddings)
+    features = torch.from_numpy(np.concatenate(rows_of_features))
+    return PictureTensors(position, torch.tensor([slots]), features=features)
 
 
 def media_of(
