@@ -93,6 +93,7 @@ def test_merged_adapters_have_the_gradients_of_updates_beside_the_weights(folder
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_no_bit_differs(folder: Path, way: str) -> None:
     assert_exact(run(folder, way.replace(" ", "-"), *WAYS[way], "steps=2"))

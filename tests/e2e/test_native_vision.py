@@ -185,6 +185,7 @@ def test_pictures_are_seen(workspace: Path, run: Path) -> None:
     assert abs(losses(other)[0] - losses(run)[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_tower_trains_where_a_recipe_names_it_with_its_own_rate(
     workspace: Path, run: Path
 ) -> None:
@@ -204,6 +205,7 @@ def test_the_tower_trains_where_a_recipe_names_it_with_its_own_rate(
     assert not decoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_adapters_of_decoder_and_tower_are_merged_into_the_folder(
     workspace: Path, base: str | None
@@ -402,6 +404,7 @@ def test_a_finished_run_says_how_to_ask_it(run: Path) -> None:
     assert any("generate" in command and "--image" in command for command in commands)
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter_over_the_class_of_transformers(workspace: Path) -> None:
     peft = pytest.importorskip("peft")
     run = go(workspace, "peft", "adapter.rank=2", "adapter.targets=[all, visual.*]", "steps=2")

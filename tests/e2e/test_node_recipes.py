@@ -178,6 +178,7 @@ def trained(there: Path) -> Callable[[str], dict[str, Any]]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_node_recipe_trains_and_leaves_a_model(
     name: str, there: Path, trained: Callable[[str], dict[str, Any]]

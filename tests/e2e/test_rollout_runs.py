@@ -429,6 +429,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_sample_the_answers_and_have_the_losses_of_one_process(
     folder: Path, plain: Records, layout: str
