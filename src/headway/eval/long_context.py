@@ -8,7 +8,7 @@ Cases are the same for every variant. Windows have the greatest length of the pl
 
 Variants share their cases, the sums of the weights, and the speed of masks of one size. They share no
 keys and values: under other masks every layer but the first computes other ones. Within a variant,
-cases that are read in chunks of one size share an engine, and prompts that begin alike their pages.
+cases that are read in chunks of one size share an engine, and prompts with the same beginning share its pages.
 """
 
 from __future__ import annotations

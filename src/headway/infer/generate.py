@@ -401,7 +401,7 @@ def _run(
 
 
 def _chains(rows: Sequence[_Sequence], page_tokens: int) -> list[deque[_Follower]]:
-    """Rows that begin alike, in an order in which each shares most with the one before it.
+    """Rows with the same beginning, in an order in which each shares most with the one before it.
 
     Rows that are read at the same time compute their common beginning once each, because pages are
     shared when their prompt has been read. Reading one after the other costs the ends of rounds that

@@ -7,6 +7,7 @@ import torch
 from support.batches import make_batch
 from support.family_shapes import FAMILY_SHAPES
 from support.initial_weights import initialize
+from support.state_layers import assert_packed_is_alone
 
 from headway.errors import ParallelError
 from headway.kernels.attention import causal_mask
@@ -38,29 +39,7 @@ def mixer() -> GatedDeltaNet:
 
 def test_a_packed_row_of_a_layer_has_the_bits_of_its_documents_alone() -> None:
     """Convolution, rule and norm: what a layer does across tokens. Matrix products before and after it may round by the number of rows."""
-    layer = mixer()
-    hidden = torch.randn(sum(LENGTHS), 32, generator=torch.Generator().manual_seed(4))
-    angles = torch.zeros(1)
-    projected = [x[0].detach() for x in layer.project(hidden[None], angles, angles)]
-    packed = [x.clone().requires_grad_() for x in projected]
-    o, _ = layer.mix_segments(
-        packed[0], packed[1], packed[2], Segments.of_lengths(LENGTHS, hidden.device), None
-    )
-    o.square().sum().backward()
-
-    begin = 0
-    for length in LENGTHS:
-        some = slice(begin, begin + length)
-        alone = [x[some].clone().requires_grad_() for x in projected]
-        segments = Segments.of_lengths([length], hidden.device)
-        single, _ = layer.mix_segments(alone[0], alone[1], alone[2], segments, None)
-        single.square().sum().backward()
-        assert torch.equal(single, o[some])
-        for part, whole in zip(alone, packed, strict=True):
-            assert part.grad is not None
-            assert whole.grad is not None
-            assert torch.equal(part.grad, whole.grad[some])
-        begin += length
+    assert_packed_is_alone(mixer(), LENGTHS)
 
 
 def test_what_one_document_holds_changes_no_bit_of_the_others() -> None:

@@ -1,12 +1,9 @@
 """Layers of short convolutions in a model: documents in a row share no bit, settings that do not fit are refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from support.batches import make_batch
 from support.family_shapes import FAMILY_SHAPES
-from support.initial_weights import initialize
+from support.state_layers import assert_documents_are_apart, assert_packed_is_alone, core_inputs
 
 from headway.errors import ParallelError
 from headway.kernels.segments import Segments
@@ -15,7 +12,6 @@ from headway.model.flops import state_flops, token_flops
 from headway.model.gated_convolution import GatedConvolution
 from headway.model.layout import param_specs
 from headway.model.state_mixer import MixerState
-from headway.model.transformer import Transformer
 from headway.parallel.layouts import Layout, LayoutShape, check_sizes
 
 BASE = ModelConfig(
@@ -33,16 +29,9 @@ def layer() -> GatedConvolution:
     return made
 
 
-def projected(made: GatedConvolution, length: int) -> list[torch.Tensor]:
-    """Gates and inputs [N,M] of random tokens."""
-    hidden = torch.randn(length, 32, generator=torch.Generator().manual_seed(4))
-    angles = torch.zeros(1)
-    return [x[0].detach() for x in made.project(hidden[None], angles, angles)]
-
-
 def test_the_core_is_the_equation_of_its_head() -> None:
     made = layer()
-    b, c, x = projected(made, 7)
+    b, c, x = core_inputs(made, 7)
     segments = Segments.of_lengths([7], b.device)
     result, _ = made.mix_segments(b, c, x, segments, None)
     taps = made.conv.weight[:, 0]
@@ -56,32 +45,13 @@ def test_the_core_is_the_equation_of_its_head() -> None:
 
 def test_a_packed_row_of_a_convolution_has_the_bits_of_its_documents_alone() -> None:
     """Gates and convolution: what a layer does across tokens. Matrix products before and after it may round by the number of rows."""
-    made = layer()
-    whole = projected(made, sum(LENGTHS))
-    packed = [x.clone().requires_grad_() for x in whole]
-    segments = Segments.of_lengths(LENGTHS, packed[0].device)
-    o, _ = made.mix_segments(packed[0], packed[1], packed[2], segments, None)
-    o.square().sum().backward()
-
-    begin = 0
-    for length in LENGTHS:
-        some = slice(begin, begin + length)
-        alone = [x[some].clone().requires_grad_() for x in whole]
-        one = Segments.of_lengths([length], alone[0].device)
-        single, _ = made.mix_segments(alone[0], alone[1], alone[2], one, None)
-        single.square().sum().backward()
-        assert torch.equal(single, o[some])
-        for part, joined in zip(alone, packed, strict=True):
-            assert part.grad is not None
-            assert joined.grad is not None
-            assert torch.equal(part.grad, joined.grad[some])
-        begin += length
+    assert_packed_is_alone(layer(), LENGTHS)
 
 
 @torch.no_grad()
 def test_tokens_one_by_one_and_in_pieces_have_the_bits_of_the_whole() -> None:
     made = layer()
-    b, c, x = projected(made, 9)
+    b, c, x = core_inputs(made, 9)
     whole, _ = made.mix_segments(b, c, x, Segments.of_lengths([9], b.device), None)
     state = MixerState(torch.zeros(1, 3, 32), torch.zeros(1, 0, 0, 0))
     piece = slice(0, 2)
@@ -98,16 +68,7 @@ def test_tokens_one_by_one_and_in_pieces_have_the_bits_of_the_whole() -> None:
 
 
 def test_no_convolution_reaches_into_another_document() -> None:
-    model = Transformer(CONFIG)
-    initialize(model, 5)
-    batch = make_batch([[3, 1, 6, 2, 5]], seq_len=20, vocab=96)
-    changed = batch.tokens.clone()
-    changed[0, 4:10] = (changed[0, 4:10] + 1) % 96
-    outputs: list[torch.Tensor] = []
-    for tokens in (batch.tokens, changed):
-        hidden = model.forward_batch(replace(batch, tokens=tokens)).hidden
-        outputs.append(torch.cat((hidden[:, :4], hidden[:, 10:17]), 1).detach())
-    assert torch.equal(*outputs)
+    assert_documents_are_apart(CONFIG)
 
 
 @pytest.mark.parametrize(

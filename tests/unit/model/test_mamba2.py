@@ -1,12 +1,9 @@
 """State-space layers in a model: documents in a row share no bit, pieces and single tokens continue a state, settings that do not fit are refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from support.batches import make_batch
 from support.family_shapes import FAMILY_SHAPES
-from support.initial_weights import initialize
+from support.state_layers import assert_documents_are_apart, assert_packed_is_alone, core_inputs
 
 from headway.errors import ParallelError
 from headway.kernels.segments import Segments
@@ -15,7 +12,6 @@ from headway.model.flops import state_flops, token_flops
 from headway.model.layout import param_specs
 from headway.model.mamba2 import Mamba2
 from headway.model.state_mixer import MixerState
-from headway.model.transformer import Transformer
 from headway.parallel.layouts import Layout, LayoutShape, check_sizes
 
 BASE = ModelConfig(
@@ -39,40 +35,14 @@ def layer(config: ModelConfig = CONFIG) -> Mamba2:
     return mixer
 
 
-def projected(mixer: Mamba2, length: int) -> list[torch.Tensor]:
-    """What the core takes of random tokens."""
-    hidden = torch.randn(length, 32, generator=torch.Generator().manual_seed(4))
-    angles = torch.zeros(1)
-    return [x[0].detach() for x in mixer.project(hidden[None], angles, angles)]
-
-
 def test_a_packed_row_of_a_state_space_layer_has_the_bits_of_its_documents_alone() -> None:
-    mixer = layer(WHOLE_VECTORS)
-    whole = projected(mixer, sum(LENGTHS))
-    packed = [x.clone().requires_grad_() for x in whole]
-    segments = Segments.of_lengths(LENGTHS, packed[0].device)
-    o, _ = mixer.mix_segments(packed[0], packed[1], packed[2], segments, None)
-    o.square().sum().backward()
-
-    begin = 0
-    for length in LENGTHS:
-        tokens = slice(begin, begin + length)
-        alone = [x[tokens].clone().requires_grad_() for x in whole]
-        segment = Segments.of_lengths([length], alone[0].device)
-        single, _ = mixer.mix_segments(alone[0], alone[1], alone[2], segment, None)
-        single.square().sum().backward()
-        assert torch.equal(single, o[tokens])
-        for part, joined in zip(alone, packed, strict=True):
-            assert part.grad is not None
-            assert joined.grad is not None
-            assert torch.equal(part.grad, joined.grad[tokens])
-        begin += length
+    assert_packed_is_alone(layer(WHOLE_VECTORS), LENGTHS)
 
 
 @torch.no_grad()
 def test_tokens_one_by_one_and_in_pieces_continue_the_state_space() -> None:
     mixer = layer()
-    mixed, controls, z = projected(mixer, 9)
+    mixed, controls, z = core_inputs(mixer, 9)
     whole, _ = mixer.mix_segments(mixed, controls, z, Segments.of_lengths([9], mixed.device), None)
     state = MixerState(torch.zeros(1, 2, MIXED), torch.zeros(1, 4, 5, 6))
     piece = slice(0, 4)
@@ -89,16 +59,7 @@ def test_tokens_one_by_one_and_in_pieces_continue_the_state_space() -> None:
 
 
 def test_no_state_space_reaches_into_another_document() -> None:
-    model = Transformer(CONFIG)
-    initialize(model, 5)
-    batch = make_batch([[3, 1, 6, 2, 5]], seq_len=20, vocab=96)
-    changed = batch.tokens.clone()
-    changed[0, 4:10] = (changed[0, 4:10] + 1) % 96
-    outputs: list[torch.Tensor] = []
-    for tokens in (batch.tokens, changed):
-        hidden = model.forward_batch(replace(batch, tokens=tokens)).hidden
-        outputs.append(torch.cat((hidden[:, :4], hidden[:, 10:17]), 1).detach())
-    assert torch.equal(*outputs)
+    assert_documents_are_apart(CONFIG)
 
 
 @pytest.mark.parametrize(
