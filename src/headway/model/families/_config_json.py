@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.config.load import validate
 from headway.errors import ConfigError
-from headway.model.config import MAX_LAYERS, ModelConfig
+from headway.model.config import FULL_EVERY, MAX_LAYERS, ModelConfig
 from headway.model.families._config_keys import ONLY, harmless, misfit
 from headway.model.rope_config import RopeScaling, yarn_growth
 
@@ -383,6 +383,15 @@ def layers_of_kind(types: Sequence[str], count: int, kind: str, where: str = "")
                 f"layer_types holds {name!r}; headway computes {kind} and {FULL}{where}."
             )
     return tuple(layer for layer, name in enumerate(types) if name == kind)
+
+
+def unless_usual(layers: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """The layers with a state, as our sections list them: None where every fourth layer alone has
+    full attention."""
+    usual = tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY)
+    if layers == usual:
+        return None
+    return layers
 
 
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import FULL_EVERY, LinearAttentionConfig, ModelConfig
+from headway.model.config import LinearAttentionConfig, ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families._experts import expert_pieces
 from headway.model.families._forms import read_partial
@@ -89,9 +89,7 @@ def _linear_layers(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
             raise ConfigError(f"full_attention_interval is {every}; it must be at least 1.")
         types = [shared.FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
     linear = shared.layers_of_kind(types, count, LINEAR, " in this family")
-    if linear == tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY):
-        return None
-    return linear
+    return shared.unless_usual(linear, count)
 
 
 def require_hybrid(config: ModelConfig, family: str, **needed: Any) -> LinearAttentionConfig:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import FULL_EVERY, ModelConfig, StateSpaceConfig
+from headway.model.config import ModelConfig, StateSpaceConfig
 from headway.model.families import _config_json as shared
 from headway.model.families import granite
 from headway.model.families._experts import read_experts, written_experts
@@ -220,13 +220,10 @@ def _read_space(settings: Mapping[str, Any], layers: tuple[int, ...]) -> dict[st
             f"mamba_d_head is {shared.shown(settings['mamba_d_head'])} with mamba_n_heads {heads}; "
             f"their product must be mamba_expand * hidden_size = {inner}."
         )
-    by_default = tuple(
-        layer for layer in range(shared.num_layers(settings)) if (layer + 1) % FULL_EVERY
-    )
     return {
         **shared.read_keys(STATE_KEYS, settings),
         "head_dim": head_dim,
-        "layers": None if layers == by_default else layers,
+        "layers": shared.unless_usual(layers, shared.num_layers(settings)),
     }
 
 

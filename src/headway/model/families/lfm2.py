@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.config import FULL_EVERY, ModelConfig
+from headway.model.config import ModelConfig
 from headway.model.families import _config_json as shared
 from headway.model.families.base import HfPiece
 from headway.model.layout import ParamSpec
@@ -148,11 +148,10 @@ def read_convolutions(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     convolutions = shared.layers_of_kind(types, count, CONVOLUTION, " in this family")
     if not convolutions:
         return None
-    by_default = tuple(layer for layer in range(count) if (layer + 1) % FULL_EVERY)
     return {
         "taps": settings["conv_L_cache"],
         "bias": settings["conv_bias"],
-        "layers": None if convolutions == by_default else convolutions,
+        "layers": shared.unless_usual(convolutions, count),
     }
 
 
